@@ -1,0 +1,116 @@
+"""Lightning callbacks and plugins for shared GPU servers.
+
+Pick GPUs by free memory, log how busy they are, learn why they are not, and load checkpoints anywhere. The names below are imported on first
+use (PEP 562), so that ``import lightning_gpu_tools`` loads neither torch nor lightning nor pynvml.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.accelerator import FreeMemoryCUDAAccelerator
+    from lightning_gpu_tools.callbacks.gpu_utilization_advisor import GPUUtilizationAdvisor
+    from lightning_gpu_tools.callbacks.gpu_utilization_monitor import GPUUtilizationMonitor
+    from lightning_gpu_tools.checkpoint_io import PortableCheckpointIO
+    from lightning_gpu_tools.diagnosis import Diagnosis, Finding
+    from lightning_gpu_tools.errors import (
+        AmbiguousCheckpointError,
+        BrokenCheckpointError,
+        CheckpointError,
+        CheckpointMismatchError,
+        CudaAlreadyInitializedError,
+        KeyCollisionError,
+        LightningGpuToolsError,
+        LowGPUUtilizationWarning,
+        NotEnoughGpusError,
+        NvmlUnavailableError,
+        UnsafeCheckpointError,
+    )
+    from lightning_gpu_tools.readings import GpuProcess, GpuReading
+    from lightning_gpu_tools.selection import GpuSelection, list_gpus, select_gpus
+    from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy, FreeMemoryStrategy
+    from lightning_gpu_tools.weights import LoadReport, load_from_checkpoint, load_weights
+
+_MODULE_OF = {
+    "FreeMemoryCUDAAccelerator": "accelerator",
+    "GPUUtilizationAdvisor": "callbacks.gpu_utilization_advisor",
+    "GPUUtilizationMonitor": "callbacks.gpu_utilization_monitor",
+    "PortableCheckpointIO": "checkpoint_io",
+    "Diagnosis": "diagnosis",
+    "Finding": "diagnosis",
+    "AmbiguousCheckpointError": "errors",
+    "BrokenCheckpointError": "errors",
+    "CheckpointError": "errors",
+    "CheckpointMismatchError": "errors",
+    "CudaAlreadyInitializedError": "errors",
+    "KeyCollisionError": "errors",
+    "LightningGpuToolsError": "errors",
+    "LowGPUUtilizationWarning": "errors",
+    "NotEnoughGpusError": "errors",
+    "NvmlUnavailableError": "errors",
+    "UnsafeCheckpointError": "errors",
+    "GpuProcess": "readings",
+    "GpuReading": "readings",
+    "GpuSelection": "selection",
+    "list_gpus": "selection",
+    "select_gpus": "selection",
+    "FreeMemoryDDPStrategy": "strategies",
+    "FreeMemoryStrategy": "strategies",
+    "LoadReport": "weights",
+    "load_from_checkpoint": "weights",
+    "load_weights": "weights",
+}
+
+__all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
+    "FreeMemoryCUDAAccelerator",
+    "GPUUtilizationAdvisor",
+    "GPUUtilizationMonitor",
+    "PortableCheckpointIO",
+    "Diagnosis",
+    "Finding",
+    "AmbiguousCheckpointError",
+    "BrokenCheckpointError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CudaAlreadyInitializedError",
+    "KeyCollisionError",
+    "LightningGpuToolsError",
+    "LowGPUUtilizationWarning",
+    "NotEnoughGpusError",
+    "NvmlUnavailableError",
+    "UnsafeCheckpointError",
+    "GpuProcess",
+    "GpuReading",
+    "GpuSelection",
+    "list_gpus",
+    "select_gpus",
+    "FreeMemoryDDPStrategy",
+    "FreeMemoryStrategy",
+    "LoadReport",
+    "load_from_checkpoint",
+    "load_weights",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("lightning-gpu-tools")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# Trainer(strategy="ddp_free_memory") looks names up in Lightning's registry, so they must be in it before the Trainer is built. Where
+# Lightning is not imported yet, importing it here would cost seconds; importing any of the names above registers them just as well.
+if hasattr(sys.modules.get("lightning.pytorch"), "Trainer"):
+    importlib.import_module(f"{__name__}.strategies")

@@ -1,0 +1,36 @@
+"""The command ``lightning-gpu-tools``: one module a subcommand, each with ``add_parser(commands)`` and ``run(args) -> exit code``.
+
+Building the parser imports none of torch, lightning, pynvml and rich, so that ``pick`` in a shell script costs little more than Python's start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
+
+COMMANDS = ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-gpu-tools", description="Pick GPUs on a shared server, read training reports, and make checkpoints portable."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except NvmlUnavailableError as error:
+        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
+        return 4
+    except NotEnoughGpusError as error:
+        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
+        return 3
+    except LightningGpuToolsError as error:
+        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,66 @@
+"""Every exception and warning of the package.
+
+One class for each thing a caller would handle differently. Each carries its data as attributes and survives pickling, because Lightning
+passes exceptions between spawned ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LightningGpuToolsError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class NvmlUnavailableError(LightningGpuToolsError):
+    """No GPU of this machine can be asked about: the NVIDIA driver or its library is missing, unloaded or mismatched."""
+
+
+class NotEnoughGpusError(LightningGpuToolsError):
+    """Fewer GPUs passed the filters than were asked for.
+
+    Attributes:
+        requested: How many GPUs were asked for.
+        rejected: One sentence for each GPU that was looked at and cannot be used, in PCI order.
+    """
+
+    def __init__(self, message: str, requested: int, rejected: Sequence[str] = ()) -> None:
+        super().__init__(message, requested, tuple(rejected))
+        self.requested = requested
+        self.rejected = tuple(rejected)
+
+    def __str__(self) -> str:
+        return "\n  ".join([str(self.args[0]), *self.rejected])
+
+
+class CudaAlreadyInitializedError(LightningGpuToolsError):
+    """CUDA has read ``CUDA_VISIBLE_DEVICES`` already, so changing it has no effect in this process any more."""
+
+
+class CheckpointError(LightningGpuToolsError):
+    """Base of everything that is wrong with a checkpoint; the message names the file."""
+
+
+class KeyCollisionError(CheckpointError):
+    """Two keys of a checkpoint would get the same name. Nothing was changed."""
+
+
+class AmbiguousCheckpointError(CheckpointError):
+    """Several sets of weights in the checkpoint fit the model equally well; the message names them."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """No renaming makes the checkpoint fit the model; the message gives the nearest reading and what is left over."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """The file is not a complete checkpoint: cut short, empty, or something else altogether."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """Opening the file would run code that ``weights_only=True`` refuses; the message names what."""
+
+
+class LowGPUUtilizationWarning(UserWarning):
+    """The training step spends much of its time waiting; the message says for what and what to change."""

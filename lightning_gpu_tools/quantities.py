@@ -1,0 +1,87 @@
+"""Sizes and durations as people write them: ``"8GiB"``, ``"500MB"``, ``"90s"``, ``"10m"``, and back."""
+
+from __future__ import annotations
+
+import math
+import re
+
+# Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI.
+_BYTES_PER_UNIT = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Return ``size`` in bytes.
+
+    Args:
+        size: A number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"500MB"`` or ``"1048576"``. Upper and lower case are the same.
+        name: What the caller calls this argument; used in the error.
+
+    Raises:
+        ValueError: ``size`` is negative or not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        number, factor = float(size), 1
+        if size >= 0:
+            return size
+    else:
+        match = _QUANTITY.fullmatch(size) if isinstance(size, str) else None
+        factor = _BYTES_PER_UNIT.get(match[2].lower() or "b", 0) if match else 0
+        number = float(match[1]) if match else math.nan
+    if not factor or not number >= 0:
+        raise ValueError(f'{name} must be a number of bytes or a size like "8GiB" or "500MB", got {size!r}.')
+    return round(number * factor)
+
+
+def parse_duration(duration: float | str, name: str = "duration") -> float:
+    """Return ``duration`` in seconds.
+
+    Args:
+        duration: A number of seconds, or text such as ``"90s"``, ``"10m"``, ``"1.5h"``.
+        name: What the caller calls this argument; used in the error.
+
+    Raises:
+        ValueError: ``duration`` is negative, not finite or not a duration.
+    """
+    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        seconds = float(duration)
+    else:
+        match = _QUANTITY.fullmatch(duration) if isinstance(duration, str) else None
+        seconds = float(match[1]) * _SECONDS_PER_UNIT.get(match[2].lower() or "s", math.nan) if match else math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f'{name} must be a number of seconds or a duration like "90s", "10m" or "2h", got {duration!r}.')
+    return seconds
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size with three significant digits and a binary unit, for example ``"71.3 GiB"``."""
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last unit tried is the answer
+        if abs(size_bytes) < 1000 or unit == "TiB":
+            break
+        size_bytes /= 1024
+    digits = 0 if unit == "B" or abs(size_bytes) >= 100 else 1 if abs(size_bytes) >= 10 else 2
+    return f"{size_bytes:.{digits}f} {unit}"
+
+
+def format_duration(duration_s: float) -> str:
+    """Return a duration in the unit a reader expects, for example ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
+    if duration_s < 0.001:
+        return f"{duration_s * 1e6:.0f} us"
+    if duration_s < 1:
+        return f"{duration_s * 1e3:.3g} ms"
+    if duration_s < 100:
+        return f"{duration_s:.3g} s"
+    minutes = round(duration_s / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"

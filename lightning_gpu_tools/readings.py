@@ -1,0 +1,133 @@
+"""What was read from the machine: frozen dataclasses, units in the names, ``None`` = not reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ComputeMode = Literal["default", "exclusive_thread", "prohibited", "exclusive_process"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuProcess:
+    """A process that the driver lists on a GPU.
+
+    Attributes:
+        pid: As the driver gives it: in a container this is the host's number, which may name another process here.
+        memory_used_bytes: GPU memory of the process, ``None`` where the driver does not tell (Windows, WSL).
+        user: Owner of the process, ``None`` where the process cannot be seen from here.
+        name: Name of the process, ``None`` likewise.
+    """
+
+    pid: int
+    memory_used_bytes: int | None = None
+    user: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReading:
+    """One GPU, or one MIG instance of a GPU, at one moment.
+
+    Attributes:
+        index: Position in PCI bus order, the number that ``nvidia-smi`` shows. For display; the UUID is the identity. A MIG instance has
+            the index of its GPU.
+        uuid: ``GPU-...`` or ``MIG-...``; ``None`` only if the driver would not even tell that (see ``error``).
+        name: Product name.
+        pci_bus_id: ``domain:bus:device.function``.
+        memory_total_bytes: All memory of the GPU.
+        memory_free_bytes: What the driver reports as free; never computed from total and used, because drivers differ in what "used" includes.
+        utilization_percent: Time-weighted mean over the samples the driver has buffered (the last seconds) of the share of time in which at
+            least one kernel ran; its instantaneous reading where there is no buffer; ``None`` on MIG.
+        processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a container the
+            processes of others are invisible.
+        mig_mode: Whether the GPU is divided into MIG instances; ``None`` if it cannot tell.
+        mig_instances: The instances, if it is divided.
+        compute_mode: As set with ``nvidia-smi -c``.
+        numa_node: NUMA node of the host that the GPU hangs on, ``None`` if unknown or if the machine has only one.
+        integrated: Whether the GPU shares the host's memory (Jetson, GB10).
+        error: Why this GPU cannot be used, in words with what to do; ``None`` if it could be read.
+    """
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    pci_bus_id: str | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    utilization_percent: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    mig_mode: bool | None = None
+    mig_instances: tuple[GpuReading, ...] = ()
+    compute_mode: ComputeMode | None = None
+    numa_node: int | None = None
+    integrated: bool | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuLink:
+    """How two GPUs of one machine are joined.
+
+    Attributes:
+        uuids: The two GPUs, sorted.
+        nvlink: Whether peer access goes over NVLink (directly or through NVSwitch).
+        topology_level: NVML's common-ancestor level: 0 same board, 10 one PCIe switch, 20 several switches, 30 host bridge, 40 same NUMA
+            node, 50 across NUMA nodes. ``None`` if the driver does not tell.
+    """
+
+    uuids: tuple[str, str]
+    nvlink: bool | None = None
+    topology_level: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UtilizationSample:
+    """One entry of the driver's utilization buffer: the mean over the driver's sample period that ends at ``time_s``.
+
+    Attributes:
+        time_s: End of the period in seconds since the epoch, by the driver's clock on this host.
+        percent: Share of the period in which at least one kernel ran, 0 to 100.
+    """
+
+    time_s: float
+    percent: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSample:
+    """What the sampler saw of one GPU since its last look. Everything that the hardware does not report is ``None`` or empty.
+
+    Attributes:
+        uuid: The GPU or MIG instance.
+        time_s: ``time.time()`` of the look.
+        utilization: The driver's own samples since the last look, oldest first.
+        memory_used_bytes: Memory in use by everyone, by the driver's word.
+        memory_total_bytes: All memory of the GPU.
+        power_watts: Power draw at the moment of the look.
+        energy_joules: Energy counter since the driver was loaded; take differences.
+        temperature_celsius: Temperature of the GPU core.
+        throttled_s: Counter of the seconds for which power or heat held the clocks down; take differences.
+        pcie_tx_bytes: Counter of the bytes sent over PCIe; take differences.
+        pcie_rx_bytes: Counter of the bytes received over PCIe; take differences.
+        sm_active_percent: Hopper and later (GPM): mean over the interval since the last look, as the next three.
+        sm_occupancy_percent: Warps resident against what would fit.
+        tensor_active_percent: Tensor cores busy.
+        dram_active_percent: Memory bandwidth used.
+    """
+
+    uuid: str
+    time_s: float
+    utilization: tuple[UtilizationSample, ...] = ()
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = None
+    temperature_celsius: float | None = None
+    throttled_s: float | None = None
+    pcie_tx_bytes: int | None = None
+    pcie_rx_bytes: int | None = None
+    sm_active_percent: float | None = None
+    sm_occupancy_percent: float | None = None
+    tensor_active_percent: float | None = None
+    dram_active_percent: float | None = None
