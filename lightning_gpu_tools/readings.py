@@ -17,12 +17,14 @@ class GpuProcess:
         memory_used_bytes: GPU memory of the process, ``None`` where the driver does not tell (Windows, WSL).
         user: Owner of the process, ``None`` where the process cannot be seen from here.
         name: Name of the process, ``None`` likewise.
+        graphics_only: It draws (a desktop) and computes nothing.
     """
 
     pid: int
     memory_used_bytes: int | None = None
     user: str | None = None
     name: str | None = None
+    graphics_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,19 +32,24 @@ class GpuReading:
     """One GPU, or one MIG instance of a GPU, at one moment.
 
     Attributes:
-        index: Position in PCI bus order, the number that ``nvidia-smi`` shows. For display; the UUID is the identity. A MIG instance has
-            the index of its GPU.
+        index: Position in PCI bus order, the number that ``nvidia-smi`` shows. For display; the UUID is the identity. A
+            MIG instance has the index of its GPU.
         uuid: ``GPU-...`` or ``MIG-...``; ``None`` only if the driver would not even tell that (see ``error``).
         name: Product name.
         pci_bus_id: ``domain:bus:device.function``.
         memory_total_bytes: All memory of the GPU.
-        memory_free_bytes: What the driver reports as free; never computed from total and used, because drivers differ in what "used" includes.
-        utilization_percent: Time-weighted mean over the samples the driver has buffered (the last seconds) of the share of time in which at
-            least one kernel ran; its instantaneous reading where there is no buffer; ``None`` on MIG.
-        processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a container the
-            processes of others are invisible.
+        memory_free_bytes: What the driver reports as free; never computed from total and used, because drivers differ
+            in what "used" includes.
+        utilization_percent: Time-weighted mean over the samples the driver has buffered (the last seconds) of the share
+            of time in which at least one kernel ran; its instantaneous reading where there is no buffer; ``None`` on
+            MIG.
+        processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a
+            container the processes of others are invisible.
         mig_mode: Whether the GPU is divided into MIG instances; ``None`` if it cannot tell.
         mig_instances: The instances, if it is divided.
+        mig_gpu_instance_id: Of a MIG instance: the number of its GPU instance, as ``nvidia-smi mig -lgi`` shows it.
+        mig_compute_instance_id: Of a MIG instance: the number of its compute instance, as ``nvidia-smi mig -lci``
+            shows it.
         compute_mode: As set with ``nvidia-smi -c``.
         numa_node: NUMA node of the host that the GPU hangs on, ``None`` if unknown or if the machine has only one.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
@@ -59,6 +66,8 @@ class GpuReading:
     processes: tuple[GpuProcess, ...] | None = None
     mig_mode: bool | None = None
     mig_instances: tuple[GpuReading, ...] = ()
+    mig_gpu_instance_id: int | None = None
+    mig_compute_instance_id: int | None = None
     compute_mode: ComputeMode | None = None
     numa_node: int | None = None
     integrated: bool | None = None
@@ -72,13 +81,41 @@ class GpuLink:
     Attributes:
         uuids: The two GPUs, sorted.
         nvlink: Whether peer access goes over NVLink (directly or through NVSwitch).
-        topology_level: NVML's common-ancestor level: 0 same board, 10 one PCIe switch, 20 several switches, 30 host bridge, 40 same NUMA
-            node, 50 across NUMA nodes. ``None`` if the driver does not tell.
+        topology_level: NVML's common-ancestor level: 0 same board, 10 one PCIe switch, 20 several switches, 30 host
+            bridge, 40 same NUMA node, 50 across NUMA nodes. ``None`` if the driver does not tell.
     """
 
     uuids: tuple[str, str]
     nvlink: bool | None = None
     topology_level: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuClaim:
+    """What a live job has said it needs of some GPUs, so that others do not take it away.
+
+    Attributes:
+        job: Random name of the job; several claims can belong to one.
+        uuids: The GPUs and MIG instances, best first.
+        kind: ``memory``: the given number of bytes of each; ``whole``: all of each, but others are not refused;
+            ``exclusive``: all of each, and others are refused.
+        memory_bytes: How much of each, for the kind ``memory``; else ``None``.
+        pid: Process that made the claim, as it sees itself: in a container this is the container's number.
+        user: Owner of the claim, by the file system's word where it has one.
+        hostname: Host or container of the process.
+        since_s: Time of the claim, seconds since the epoch.
+        process_ids: The job's processes as the driver lists them, as far as they could be told.
+    """
+
+    job: str
+    uuids: tuple[str, ...]
+    kind: Literal["memory", "whole", "exclusive"]
+    memory_bytes: int | None = None
+    pid: int
+    user: str
+    hostname: str
+    since_s: float
+    process_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +133,7 @@ class UtilizationSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSample:
-    """What the sampler saw of one GPU since its last look. Everything that the hardware does not report is ``None`` or empty.
+    """What the sampler saw of one GPU since its last look; what the hardware does not report is ``None`` or empty.
 
     Attributes:
         uuid: The GPU or MIG instance.
@@ -131,3 +168,69 @@ class GpuSample:
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBlock:
+    """Consecutive steady training steps, added up. A step lasts from the start of its fetch to the start of the next.
+
+    Attributes:
+        steps: How many steps.
+        wall_s: Their wall time.
+        data_loading_s: Part of it in which the training thread waited for a batch.
+        data_loading_cpu_s: CPU time the training thread itself spent in that wait; near zero where worker processes
+            load.
+        host_to_device_copy_s: Part of it spent handing the batch to the device.
+        training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
+        paused_s: Part of it spent in validation and checkpoints.
+    """
+
+    steps: int
+    wall_s: float
+    data_loading_s: float
+    data_loading_cpu_s: float
+    host_to_device_copy_s: float
+    training_step_s: float
+    paused_s: float
+
+    def __add__(self, other: StepBlock) -> StepBlock:
+        return StepBlock(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """The settings of a ``torch.utils.data.DataLoader`` that decide how fast it delivers.
+
+    Attributes:
+        num_workers: Worker processes; 0 = the training process loads by itself.
+        prefetch_factor: Batches each worker loads ahead; ``None`` without workers.
+        persistent_workers: Whether the workers live on after an epoch.
+        pin_memory: Whether batches are put into page-locked memory, from which a GPU can copy in the background.
+        batch_size: Samples in a batch; ``None`` if the loader does not batch by itself.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory: bool
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBudget:
+    """What the host grants this process.
+
+    Attributes:
+        cores: CPU cores that can be used at once: the affinity mask, cut by the cgroup's quota, so possibly a fraction.
+        memory_available_bytes: Memory that can still be taken, cut by the cgroup's limit.
+        shm_free_bytes: Free space in ``/dev/shm``, through which workers hand over batches; ``None`` where there is
+            none.
+        local_ranks: Training processes on this machine that share the above.
+    """
+
+    cores: float
+    memory_available_bytes: int
+    shm_free_bytes: int | None
+    local_ranks: int = 1

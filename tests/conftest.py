@@ -1,0 +1,62 @@
+"""Fixtures for every test: a fake NVIDIA driver, in this process and in its children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_driver
+import pytest
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
+    """A machine without GPUs, to which the test gives some. Holds in this process and in the children it starts."""
+    import pynvml
+
+    machine = fake_driver.Driver(tmp_path)
+    for name, value in machine.variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    # pynvml keeps the library it has loaded, and every function it has looked up, in these globals.
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    monkeypatch.setattr(pynvml, "_nvmlLib_refcount", 0)
+    fake_driver.install()
+    yield machine
+    fake_driver.uninstall()
+
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """``run_python("-c", "print(1)", env={...}, check=True)``: a real child process, with its output as text.
+
+    With the fixture ``driver`` it sees the fake driver. ``env`` adds to the environment; a value of None removes.
+    """
+
+    def run(*arguments: str, env: dict[str, str | None] | None = None, **options: Any) -> Any:
+        import os
+
+        environ = {**os.environ, **(env or {})}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={name: value for name, value in environ.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=options.pop("timeout", 120),
+            **options,
+        )
+
+    return run
+
+
+@pytest.fixture
+def run_cli(run_python: RunPython) -> RunPython:
+    """``run_cli("pick", "-n", "1")``: the command line as a real child process."""
+    return lambda *arguments, **options: run_python("-m", "lightning_gpu_tools", *arguments, **options)

@@ -1,0 +1,231 @@
+"""What a fake machine looks like, as data, and the file in which the driver finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import sys
+import uuid as uuids
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fake_driver.library import CALLS_VARIABLE, VARIABLE
+
+GIB = 2**30
+NOT_SUPPORTED = "NOT_SUPPORTED"
+
+# A quantity over time: a number, or segments (start, value), each of which holds until the next one. Starts are seconds
+# after `Driver.start_s`; before the first segment the value is 0. `None` = this GPU does not report it.
+Series = float | list[tuple[float, float]] | None
+
+
+def size_bytes(size: int | str | None) -> int | None:
+    """``"21GiB"`` -> bytes; numbers and None stay."""
+    if not isinstance(size, str):
+        return size
+    number, unit = re.fullmatch(r"([\d.]+) *([KMGT]iB|B)", size).groups()
+    return int(float(number) * 1024 ** " KMGT".index(unit[0].replace("B", " ")))
+
+
+@dataclass
+class Process:
+    pid: int
+    memory: int | None = None  # None: the driver does not tell, as under Windows' WDDM
+    graphics: bool = False
+    sm: int | None = None  # its own utilization in percent, for nvmlDeviceGetProcessUtilization
+    gpu_instance: int | None = None  # the MIG instance in which it runs
+
+
+def process(pid: int | None = None, memory: int | str | None = "1GiB", **fields: Any) -> Process:
+    """A process on a GPU; without a pid it is this very process."""
+    return Process(pid=os.getpid() if pid is None else pid, memory=size_bytes(memory), **fields)
+
+
+@dataclass
+class MigInstance:
+    uuid: str | None = None
+    gpu_instance: int = 0
+    compute_instance: int = 0
+    profile: str = "1g.10gb"
+    memory_total: int | None = 10 * GIB
+    memory_free: int | None = 10 * GIB
+    gpm: dict[str, Series] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def mig(
+    uuid: str | None = None, memory_total: int | str = "10GiB", memory_free: int | str | None = None, **fields: Any
+) -> MigInstance:
+    """A MIG instance, empty by default."""
+    free = memory_total if memory_free is None else memory_free
+    return MigInstance(uuid=uuid, memory_total=size_bytes(memory_total), memory_free=size_bytes(free), **fields)
+
+
+@dataclass
+class Gpu:
+    """One GPU. Fields that are None are what this GPU answers NOT_SUPPORTED to."""
+
+    uuid: str | None = None  # filled in by the Driver: always the same for the same position
+    pci: tuple[int, int, int] | None = None  # domain, bus, device; filled in likewise, rising
+    name: str = "NVIDIA H200"
+    memory_total: int | None = 80 * GIB
+    memory_free: int | None = 80 * GIB
+    memory_reserved: int = 0
+    # Percent over time. The driver keeps one sample for each period, with the mean over that period.
+    utilization: Series = 0.0
+    sample_period_s: float = 1 / 6
+    sample_depth: int = 120
+    samples: list[tuple[float, float]] | None = None  # (seconds since the epoch, value): instead of `utilization`
+    utilization_rate: int | None = None  # the instantaneous reading, where it shall differ from the last sample
+    memory_utilization: int = 0
+    processes: list[Process] | None = field(default_factory=list)
+    compute_mode: str | None = "default"  # exclusive_thread, prohibited, exclusive_process
+    mig_capable: bool = True
+    mig: list[MigInstance] | None = None  # a list, also an empty one: MIG mode is on
+    numa_node: int | None = 0
+    memory_numa_node: int | None = None  # only where GPU memory is a NUMA node of its own (Grace Hopper)
+    cpus: list[int] | None = field(default_factory=lambda: [0, 1])
+    addressing_mode: str | None = "hmm"  # none, hmm, ats
+    power_watts: Series = 100.0
+    energy_joules_at_start: float | None = 0.0  # the counter; grows with power_watts
+    temperature_celsius: float | None = 40.0
+    clocks_event_reasons: int | None = 0
+    throttled_power: Series = 0.0  # fraction of the time, 0 to 1
+    throttled_thermal: Series = 0.0
+    pcie_tx_bytes_per_second: Series = 0.0
+    pcie_rx_bytes_per_second: Series = 0.0
+    field_values: dict[str, Any] = field(default_factory=dict)  # field id -> number or error name, instead of the above
+    # GPM: metric id -> percent (or MiB/s) over time; None: the GPU has no GPM (Ampere and older)
+    gpm: dict[str, Series] | None = None
+    ecc_errors: int | None = 0
+    xid_events: list[tuple[float, int]] = field(default_factory=list)  # (seconds after start_s, Xid)
+    # C function, with or without its version suffix, -> error name; "*" for every function that takes a handle
+    errors: dict[str, str] = field(default_factory=dict)
+    lost: bool = False  # fell off the bus: like errors={"*": "GPU_IS_LOST"}
+
+
+def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "80GiB", **fields: Any) -> Gpu:
+    """A GPU of 80 GiB, empty and idle by default. ``memory_total=None``: the driver does not report memory."""
+    free = memory_total if memory_free is None else memory_free
+    gpm = fields.get("gpm")
+    if gpm is not None:
+        fields["gpm"] = {str(metric): series for metric, series in gpm.items()}
+    return Gpu(memory_total=size_bytes(memory_total), memory_free=size_bytes(free), **fields)
+
+
+@dataclass
+class Link:
+    gpus: tuple[int, int]  # positions in Driver.gpus
+    nvlink: bool | None = False
+    level: int | None = 40
+
+
+def link(a: int, b: int, *, nvlink: bool | None = False, level: int | None = 40) -> Link:
+    """How two GPUs, given by position, are joined; ``None`` is NOT_SUPPORTED."""
+    return Link(gpus=(a, b), nvlink=nvlink, level=level)
+
+
+class Call(NamedTuple):
+    pid: int
+    function: str  # the name in the C library
+    uuid: str | None
+
+
+class Driver:
+    """The machine. Assigning to ``gpus`` writes the file at once; for anything else use ``change()``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = Path(folder) / "nvidia_driver.json"
+        self._calls = Path(folder) / "nvidia_driver_calls.log"
+        self._calls.touch()
+        self._gpus: list[Gpu] = []
+        self.links: list[Link] = []
+        self.driver_version = "580.95.05"
+        self.cuda_version = 13000
+        self.library_missing = False
+        self.init_error: str | None = None  # for example DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, NO_PERMISSION
+        self.missing_functions: list[str] = []  # what an older driver does not have
+        self.errors: dict[str, str] = {}  # C function -> error name, for every GPU
+        self.latency_s: dict[str, float] = {}  # C function -> how long a call takes
+        self.start_s = 0.0  # where the segments of a Series begin, and the counters
+        self.now_s: float | None = None  # None: the clock of the system; a number: time stands still at it
+        self._write()
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        return self._gpus
+
+    @gpus.setter
+    def gpus(self, gpus: list[Gpu]) -> None:
+        self._gpus = list(gpus)
+        self._write()
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[Driver]:
+        """Change anything inside; all of it becomes visible at once at the end."""
+        yield self
+        self._write()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass for a driver whose clock stands still."""
+        assert self.now_s is not None, "set now_s first"
+        self.now_s += seconds
+        self._write()
+
+    def env(self, environ: Mapping[str, str] = os.environ, **more: str) -> dict[str, str]:
+        """The environment for a child process that shall see this driver."""
+        return {**environ, **self.variables(environ), **more}
+
+    def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """What ``env()`` adds to an environment."""
+        site = str(Path(__file__).parent / "site")
+        # This tree's package comes first, whatever is installed.
+        path = [site, str(Path(__file__).parents[2]), environ.get("PYTHONPATH")]
+        return {
+            VARIABLE: str(self._path),
+            CALLS_VARIABLE: str(self._calls),
+            "PYTHONPATH": os.pathsep.join(entry for entry in path if entry),
+        }
+
+    def calls(self) -> list[Call]:
+        """Every call of a C function since the last ``forget_calls()``, from all processes."""
+        lines = self._calls.read_text().splitlines()
+        return [Call(int(pid), function, uuid or None) for pid, function, uuid in (line.split(" ") for line in lines)]
+
+    def calls_by_gpu(self) -> Counter[str]:
+        """How many calls named each GPU or MIG instance."""
+        return Counter(call.uuid for call in self.calls() if call.uuid)
+
+    def forget_calls(self) -> None:
+        os.truncate(self._calls, 0)
+
+    def _write(self) -> None:
+        for position, card in enumerate(self._gpus):
+            card.uuid = card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}"
+            card.pci = card.pci or (0, 16 * (position + 1), 0)
+            for slot, instance in enumerate(card.mig or []):
+                instance.uuid = instance.uuid or f"MIG-{uuids.uuid5(uuids.NAMESPACE_OID, f'{card.uuid}/{slot}')}"
+                instance.gpu_instance = instance.gpu_instance or slot + 1
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        state["links"] = [dataclasses.asdict(joint) for joint in self.links]
+        state["gpus"] = [
+            # Sizes may have been assigned as text.
+            dataclasses.asdict(dataclasses.replace(card, **_sizes(card)))
+            for card in self._gpus
+        ]
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(state))
+        os.replace(temporary, self._path)
+
+
+def _sizes(card: Gpu) -> dict[str, int | None]:
+    return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free", "memory_reserved")}
+
+
+PYTHON = sys.executable
