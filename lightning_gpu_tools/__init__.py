@@ -1,7 +1,8 @@
 """Lightning callbacks and plugins for shared GPU servers.
 
-Pick GPUs by free memory, log how busy they are, learn why they are not, and load checkpoints anywhere. The names below are imported on first
-use (PEP 562), so that ``import lightning_gpu_tools`` loads neither torch nor lightning nor pynvml.
+Pick GPUs by free memory, log how busy they are, learn why they are not, and load checkpoints anywhere. The names below
+are imported on first use (PEP 562), so that ``import lightning_gpu_tools`` loads neither torch nor lightning nor
+pynvml.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         BrokenCheckpointError,
         CheckpointError,
         CheckpointMismatchError,
+        ClaimsError,
         CudaAlreadyInitializedError,
         KeyCollisionError,
         LightningGpuToolsError,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
         NvmlUnavailableError,
         UnsafeCheckpointError,
     )
-    from lightning_gpu_tools.readings import GpuProcess, GpuReading
+    from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.selection import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy, FreeMemoryStrategy
     from lightning_gpu_tools.weights import LoadReport, load_from_checkpoint, load_weights
@@ -45,6 +47,7 @@ _MODULE_OF = {
     "BrokenCheckpointError": "errors",
     "CheckpointError": "errors",
     "CheckpointMismatchError": "errors",
+    "ClaimsError": "errors",
     "CudaAlreadyInitializedError": "errors",
     "KeyCollisionError": "errors",
     "LightningGpuToolsError": "errors",
@@ -52,6 +55,7 @@ _MODULE_OF = {
     "NotEnoughGpusError": "errors",
     "NvmlUnavailableError": "errors",
     "UnsafeCheckpointError": "errors",
+    "GpuClaim": "readings",
     "GpuProcess": "readings",
     "GpuReading": "readings",
     "GpuSelection": "selection",
@@ -75,6 +79,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "BrokenCheckpointError",
     "CheckpointError",
     "CheckpointMismatchError",
+    "ClaimsError",
     "CudaAlreadyInitializedError",
     "KeyCollisionError",
     "LightningGpuToolsError",
@@ -82,6 +87,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "NotEnoughGpusError",
     "NvmlUnavailableError",
     "UnsafeCheckpointError",
+    "GpuClaim",
     "GpuProcess",
     "GpuReading",
     "GpuSelection",
@@ -110,7 +116,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Trainer(strategy="ddp_free_memory") looks names up in Lightning's registry, so they must be in it before the Trainer is built. Where
-# Lightning is not imported yet, importing it here would cost seconds; importing any of the names above registers them just as well.
+# Trainer(strategy="ddp_free_memory") looks names up in Lightning's registry, so they must be in it before the Trainer
+# is built. Where Lightning is not imported yet, importing it here would cost seconds; importing any of the names above
+# registers them just as well.
 if hasattr(sys.modules.get("lightning.pytorch"), "Trainer"):
     importlib.import_module(f"{__name__}.strategies")

@@ -1,7 +1,7 @@
 """Every exception and warning of the package.
 
-One class for each thing a caller would handle differently. Each carries its data as attributes and survives pickling, because Lightning
-passes exceptions between spawned ranks.
+One class for each thing a caller would handle differently. Each carries its data as attributes and survives pickling,
+because Lightning passes exceptions between spawned ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class LightningGpuToolsError(Exception):
 
 
 class NvmlUnavailableError(LightningGpuToolsError):
-    """No GPU of this machine can be asked about: the NVIDIA driver or its library is missing, unloaded or mismatched."""
+    """No GPU can be asked about: the NVIDIA driver or its library is missing, unloaded or mismatched."""
 
 
 class NotEnoughGpusError(LightningGpuToolsError):
@@ -34,6 +34,10 @@ class NotEnoughGpusError(LightningGpuToolsError):
         return "\n  ".join([str(self.args[0]), *self.rejected])
 
 
+class ClaimsError(LightningGpuToolsError):
+    """It cannot be told which GPUs are claimed: the folder that all users share cannot be used."""
+
+
 class CudaAlreadyInitializedError(LightningGpuToolsError):
     """CUDA has read ``CUDA_VISIBLE_DEVICES`` already, so changing it has no effect in this process any more."""
 
@@ -51,7 +55,24 @@ class AmbiguousCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """No renaming makes the checkpoint fit the model; the message gives the nearest reading and what is left over."""
+    """No renaming makes the checkpoint fit the model; the message gives the nearest reading and what is left over.
+
+    Attributes:
+        missing: Keys of the model without a weight.
+        unexpected: Keys of the checkpoint without a place.
+    """
+
+    def __init__(self, message: str, missing: Sequence[str] = (), unexpected: Sequence[str] = ()) -> None:
+        super().__init__(message, tuple(missing), tuple(unexpected))
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no file at the path."""
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -64,3 +85,7 @@ class UnsafeCheckpointError(CheckpointError):
 
 class LowGPUUtilizationWarning(UserWarning):
     """The training step spends much of its time waiting; the message says for what and what to change."""
+
+
+class ReportError(LightningGpuToolsError):
+    """A file is not a report of this package, or one of a newer version."""

@@ -25,7 +25,8 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return ``size`` in bytes.
 
     Args:
-        size: A number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"500MB"`` or ``"1048576"``. Upper and lower case are the same.
+        size: A number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"500MB"`` or ``"1048576"``. Upper and lower
+            case are the same.
         name: What the caller calls this argument; used in the error.
 
     Raises:
@@ -60,14 +61,14 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
         match = _QUANTITY.fullmatch(duration) if isinstance(duration, str) else None
         seconds = float(match[1]) * _SECONDS_PER_UNIT.get(match[2].lower() or "s", math.nan) if match else math.nan
     if not 0 <= seconds < math.inf:
-        raise ValueError(f'{name} must be a number of seconds or a duration like "90s", "10m" or "2h", got {duration!r}.')
+        raise ValueError(f'{name} must be a number of seconds or a duration like "90s" or "10m", got {duration!r}.')
     return seconds
 
 
 def format_bytes(size_bytes: float) -> str:
     """Return a size with three significant digits and a binary unit, for example ``"71.3 GiB"``."""
     unit = "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last unit tried is the answer
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size_bytes) < 1000 or unit == "TiB":
             break
         size_bytes /= 1024

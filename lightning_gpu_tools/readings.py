@@ -51,7 +51,7 @@ class GpuReading:
         mig_compute_instance_id: Of a MIG instance: the number of its compute instance, as ``nvidia-smi mig -lci``
             shows it.
         compute_mode: As set with ``nvidia-smi -c``.
-        numa_node: NUMA node of the host that the GPU hangs on, ``None`` if unknown or if the machine has only one.
+        numa_node: NUMA node of the host that the GPU hangs on, ``None`` if unknown or not asked for.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
         error: Why this GPU cannot be used, in words with what to do; ``None`` if it could be read.
     """
@@ -95,7 +95,7 @@ class GpuClaim:
     """What a live job has said it needs of some GPUs, so that others do not take it away.
 
     Attributes:
-        job: Random name of the job; several claims can belong to one.
+        job: Random name of the claim. The job hands it on to its children, which count the claim as their own.
         uuids: The GPUs and MIG instances, best first.
         kind: ``memory``: the given number of bytes of each; ``whole``: all of each, but others are not refused;
             ``exclusive``: all of each, and others are refused.
@@ -104,6 +104,8 @@ class GpuClaim:
         user: Owner of the claim, by the file system's word where it has one.
         hostname: Host or container of the process.
         since_s: Time of the claim, seconds since the epoch.
+        group: Where a launcher starts several processes of one job on this machine: its name for them, by which the
+            others find the choice that the first one made. Else ``None``.
         process_ids: The job's processes as the driver lists them, as far as they could be told.
     """
 
@@ -115,6 +117,7 @@ class GpuClaim:
     user: str
     hostname: str
     since_s: float
+    group: str | None = None
     process_ids: frozenset[int] = frozenset()
 
 
@@ -144,13 +147,18 @@ class GpuSample:
         power_watts: Power draw at the moment of the look.
         energy_joules: Energy counter since the driver was loaded; take differences.
         temperature_celsius: Temperature of the GPU core.
-        throttled_s: Counter of the seconds for which power or heat held the clocks down; take differences.
+        throttled_s: Counter of the seconds for which power or heat held the clocks down, the sum of the next two; take
+            differences.
+        power_capped_s: The part of it due to the power limit. Normal at full load.
+        thermal_throttled_s: The part of it due to heat.
         pcie_tx_bytes: Counter of the bytes sent over PCIe; take differences.
         pcie_rx_bytes: Counter of the bytes received over PCIe; take differences.
         sm_active_percent: Hopper and later (GPM): mean over the interval since the last look, as the next three.
         sm_occupancy_percent: Warps resident against what would fit.
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
+        processes: Processes that compute on the GPU, without user and name; ``None`` if they cannot be read.
+        problems: What could not be read and should have been, in words. Each is told once, until it has worked again.
     """
 
     uuid: str
@@ -162,12 +170,71 @@ class GpuSample:
     energy_joules: float | None = None
     temperature_celsius: float | None = None
     throttled_s: float | None = None
+    power_capped_s: float | None = None
+    thermal_throttled_s: float | None = None
     pcie_tx_bytes: int | None = None
     pcie_rx_bytes: int | None = None
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuWindow:
+    """All that the sampler saw of one GPU between two calls of ``take``; ``None`` = nothing was reported.
+
+    Attributes:
+        uuid: The GPU or MIG instance.
+        duration_s: From the last look of the window before to the last look of this one; 0 if there was no look.
+        utilization_observed_s: For how much of it the driver gave utilization samples.
+        utilization_mean_percent: Time-weighted mean of the driver's samples.
+        utilization_p5_percent: Utilization was at most this for 5 % of the time.
+        utilization_p95_percent: Utilization was at most this for 95 % of the time.
+        memory_used_bytes: At the last look.
+        memory_used_peak_bytes: The most that any look saw.
+        memory_total_bytes: All memory of the GPU.
+        power_watts: At the last look.
+        energy_joules: Energy used in the window, by the counter: without gaps from one window to the next.
+        temperature_celsius: At the last look.
+        throttled_percent: Share of the time in which power or heat held the clocks down, by the counters.
+        power_capped_percent: Share of the time in which the power limit did.
+        thermal_throttled_percent: Share of the time in which heat did.
+        pcie_tx_bytes_per_second: Mean over the window, by the counter.
+        pcie_rx_bytes_per_second: Mean over the window, by the counter.
+        sm_active_percent: Mean over the window, as the next three.
+        sm_occupancy_percent: Warps resident against what would fit.
+        tensor_active_percent: Tensor cores busy.
+        dram_active_percent: Memory bandwidth used.
+        processes: At the last look.
+        problems: What went wrong in this window, in words; each problem is told once.
+    """
+
+    uuid: str
+    duration_s: float = 0.0
+    utilization_observed_s: float = 0.0
+    utilization_mean_percent: float | None = None
+    utilization_p5_percent: float | None = None
+    utilization_p95_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_used_peak_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = None
+    temperature_celsius: float | None = None
+    throttled_percent: float | None = None
+    power_capped_percent: float | None = None
+    thermal_throttled_percent: float | None = None
+    pcie_tx_bytes_per_second: float | None = None
+    pcie_rx_bytes_per_second: float | None = None
+    sm_active_percent: float | None = None
+    sm_occupancy_percent: float | None = None
+    tensor_active_percent: float | None = None
+    dram_active_percent: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

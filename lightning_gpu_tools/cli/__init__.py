@@ -1,6 +1,7 @@
-"""The command ``lightning-gpu-tools``: one module a subcommand, each with ``add_parser(commands)`` and ``run(args) -> exit code``.
+"""The command ``lightning-gpu-tools``: one module a subcommand, each with ``add_parser`` and ``run(args) -> int``.
 
-Building the parser imports none of torch, lightning, pynvml and rich, so that ``pick`` in a shell script costs little more than Python's start.
+Building the parser imports none of torch, lightning, pynvml and rich, so that ``pick`` in a shell script costs little
+more than Python's start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ COMMANDS = ()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver."""
     parser = argparse.ArgumentParser(
-        prog="lightning-gpu-tools", description="Pick GPUs on a shared server, read training reports, and make checkpoints portable."
+        prog="lightning-gpu-tools",
+        description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -1,0 +1,87 @@
+"""What the host grants this process: cores by affinity and cgroup quota, memory, shared memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from lightning_gpu_tools.readings import HostBudget
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def read_host_budget(
+    *,
+    local_ranks: int = 1,
+    cgroup_mount: Path = Path("/sys/fs/cgroup"),
+    cgroup_membership: Path = Path("/proc/self/cgroup"),
+) -> HostBudget:
+    """Return what this process may use of the host right now.
+
+    Args:
+        local_ranks: Training processes on this machine that share the budget.
+        cgroup_mount: Where the cgroup file system (v1 or v2) is mounted.
+        cgroup_membership: The file that says which cgroups this process is in.
+    """
+    cores = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
+    memory_bytes = [psutil.virtual_memory().available]
+    # A limit anywhere on the way to the root holds, so the tightest one counts.
+    for folder in _cgroup_folders("cpu", cgroup_mount, cgroup_membership):
+        quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0] not in ("max", "-1"):
+            cores.append(int(quota[0]) / int(quota[1]))
+    for folder in _cgroup_folders("memory", cgroup_mount, cgroup_membership):
+        limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+        used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
+        if limit and used and limit[0] != "max":
+            memory_bytes.append(max(0, int(limit[0]) - int(used[0])))
+    return HostBudget(
+        cores=min(cores),
+        memory_available_bytes=min(memory_bytes),
+        shm_free_bytes=psutil.disk_usage(str(_SHARED_MEMORY)).free if _SHARED_MEMORY.is_dir() else None,
+        local_ranks=local_ranks,
+    )
+
+
+def children_cpu_s() -> float:
+    """Return the CPU seconds that this process's children have spent so far, the living and the ended ones.
+
+    The kernel adds a DataLoader worker that has ended to its parent's account when the parent waits for it.
+    """
+    process = psutil.Process()
+    ended = process.cpu_times()
+    total: float = ended.children_user + ended.children_system
+    for child in process.children():
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:  # it has ended since the line above
+            continue
+        total += times.user + times.system
+    return total
+
+
+def _cgroup_folders(controller: str, mount: Path, membership: Path) -> list[Path]:
+    """Return the existing folders of this process's cgroup and of its ancestors for one controller."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    folders: set[Path] = set()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # v2 has one tree and names no controllers; v1 has a tree for each group of controllers.
+        root = mount / controllers if controllers else mount
+        group = root / path.lstrip("/")
+        folders.update(folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())
+    return sorted(folders)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # the file of the other version of cgroups, or a root cgroup, which has no limits
+        return []

@@ -1,0 +1,90 @@
+"""The host's limits, read from real files laid out as the kernel lays them out."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_gpu_tools.host import children_cpu_s, read_host_budget
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path):
+    """Write a cgroup tree and return the arguments that make read_host_budget read it."""
+
+    def make(membership: str, files: dict[str, str]) -> dict[str, Path]:
+        (tmp_path / "membership").write_text(membership)
+        for name, text in files.items():
+            path = tmp_path / "mount" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return {"cgroup_mount": tmp_path / "mount", "cgroup_membership": tmp_path / "membership"}
+
+    return make
+
+
+def test_a_quota_of_half_a_core_is_half_a_core(cgroup) -> None:
+    assert read_host_budget(**cgroup("0::/job\n", {"job/cpu.max": "50000 100000\n"})).cores == 0.5
+
+
+def test_the_tightest_limit_on_the_way_to_the_root_holds(cgroup) -> None:
+    files = {
+        "slurm/job/step/cpu.max": "max 100000\n",
+        "slurm/job/cpu.max": "25000 100000\n",
+        "slurm/cpu.max": "80000 100000\n",
+        "slurm/job/memory.max": f"{2 * GIB}\n",
+        "slurm/job/memory.current": f"{2 * GIB - 4096}\n",
+    }
+    budget = read_host_budget(**cgroup("0::/slurm/job/step\n", files))
+    assert budget.cores == 0.25
+    assert budget.memory_available_bytes == 4096
+
+
+def test_version_1_of_cgroups_is_read_too(cgroup) -> None:
+    membership = "7:cpu,cpuacct:/docker/abc\n5:memory:/docker/abc\n2:freezer:/\n"
+    files = {
+        "cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "75000\n",
+        "cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
+        "memory/docker/abc/memory.limit_in_bytes": "8192\n",
+        "memory/docker/abc/memory.usage_in_bytes": "4096\n",
+    }
+    budget = read_host_budget(**cgroup(membership, files))
+    assert budget.cores == 0.75
+    assert budget.memory_available_bytes == 4096
+
+
+@pytest.mark.parametrize("files", [{}, {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"}])
+def test_without_a_quota_the_affinity_mask_counts(cgroup, files: dict[str, str]) -> None:
+    budget = read_host_budget(local_ranks=4, **cgroup("0::/\n", files))
+    assert budget.cores == len(os.sched_getaffinity(0))
+    assert budget.memory_available_bytes > 0
+    assert budget.local_ranks == 4
+
+
+def test_the_affinity_mask_is_that_of_the_process() -> None:
+    one_core = {min(os.sched_getaffinity(0))}
+    code = "from lightning_gpu_tools.host import read_host_budget; print(read_host_budget().cores)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: os.sched_setaffinity(0, one_core),  # noqa: PLW1509 - the child is single-threaded here
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(result.stdout) <= 1.0
+
+
+def test_the_cpu_time_of_living_and_of_ended_children_is_counted() -> None:
+    before = children_cpu_s()
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "burnt\n"
+    alive = children_cpu_s()
+    child.communicate("\n")
+    assert alive - before >= 0.28
+    assert children_cpu_s() - before >= 0.28

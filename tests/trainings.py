@@ -1,0 +1,128 @@
+"""Small real trainings whose parts cost what a test says, by a clock that the test holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+
+class HandClock:
+    """A clock that only moves when something is done: call it for the time, ``spend`` to let time pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def nothing(seconds: float) -> None:
+    """Spend no time."""
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __init__(self, count: int, spend: Callable[[float], None] = nothing, seconds: float = 0.0) -> None:
+        self.count, self.spend, self.seconds = count, spend, seconds
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.spend(self.seconds)
+        return torch.full((4,), float(index))
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same samples without a length."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.samples[i] for i in range(len(self.samples)))
+
+
+class Model(LightningModule):
+    def __init__(
+        self, spend: Callable[[float], None] = nothing, step_s: float = 0.0, validation_s: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.spend, self.step_s, self.validation_s = spend, step_s, validation_s
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.spend(self.step_s)
+        loss = self.layer(batch).square().mean() / 1e4
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.spend(self.validation_s)
+        self.log("val_loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class Spending(Callback):
+    """Spends time in one hook."""
+
+    def __init__(self, spend: Callable[[float], None], hook: str, seconds: float) -> None:
+        self.spend, self.seconds = spend, seconds
+        setattr(self, hook, self._act)
+
+    def _act(self, *args: Any, **kwargs: Any) -> None:
+        self.spend(self.seconds)
+
+
+class SpendingLogger(CSVLogger):
+    """A CSV logger whose every write costs time."""
+
+    def __init__(self, folder: Path, spend: Callable[[float], None], seconds: float) -> None:
+        super().__init__(folder)
+        self.spend, self.seconds = spend, seconds
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.spend(self.seconds)
+        super().log_metrics(metrics, step)
+
+
+def loader(dataset: Dataset[torch.Tensor], **options: Any) -> DataLoader[torch.Tensor]:
+    return DataLoader(dataset, **{"batch_size": 1, **options})
+
+
+def quiet_trainer(folder: Path, **options: Any) -> Trainer:
+    """Return a CPU Trainer that prints nothing and writes only below ``folder``."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+    return Trainer(**{**defaults, **options})
+
+
+class Boom(Exception):
+    """Raised by tests in the middle of a training."""
+
+
+class Raise(Callback):
+    def __init__(self, at_step: int) -> None:
+        self.at_step = at_step
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.at_step:
+            raise Boom(f"at step {self.at_step}")
