@@ -8,6 +8,7 @@ sees every GPU of the machine.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -20,8 +21,8 @@ import psutil
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.readings import ComputeMode, GpuLink, GpuProcess, GpuReading, UtilizationSample
-from lightning_gpu_tools.utilization import mean_percent
+from lightning_gpu_tools.readings import ComputeMode, GpuLink, GpuProcess, GpuReading, GpuSample, UtilizationSample
+from lightning_gpu_tools.utilization import LONGEST_PERIOD_S, mean_percent
 
 # NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
 _NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
@@ -69,11 +70,7 @@ def session() -> Iterator[None]:
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver; the message says why and what to do.
     """
-    pid = os.getpid()
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(_why_unavailable(error)) from error
+    pid = _open()
     outer = _session.pid, getattr(_session, "identities", {})
     if outer[0] != pid:  # the outermost one, or in a forked child: handles of the parent are not valid here
         _session.pid, _session.identities = pid, {}
@@ -81,9 +78,22 @@ def session() -> Iterator[None]:
         yield
     finally:
         _session.pid, _session.identities = outer
-        if os.getpid() == pid:  # a child that was forked inside has nothing to close
-            with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
-                pynvml.nvmlShutdown()
+        _close(pid)
+
+
+def _open() -> int:
+    """Open the driver for this process, once more if it is open already; return the process for ``_close``."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailableError(_why_unavailable(error)) from error
+    return os.getpid()
+
+
+def _close(pid: int) -> None:
+    if os.getpid() == pid:  # a child that was forked in between has nothing to close
+        with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
+            pynvml.nvmlShutdown()
 
 
 def read_gpus() -> tuple[GpuReading, ...]:
@@ -214,7 +224,8 @@ def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int
 
 def _utilization_percent(handle: Any) -> float | None:
     oldest_s = time.time() - _STALE_AFTER_S
-    samples = [sample for sample in _utilization_samples(handle, 0)[0] if sample.time_s >= oldest_s]
+    buffered, _ = _ask(_utilization_samples, handle, 0) or ([], 0)
+    samples = [sample for sample in buffered if sample.time_s >= oldest_s]
     if samples:
         return mean_percent(samples)
     rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
@@ -224,15 +235,13 @@ def _utilization_percent(handle: Any) -> float | None:
 def _utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSample], int]:
     """Return the driver's samples after ``last_us``, oldest first, and the driver's time of the newest one."""
     try:
-        answer = _ask(pynvml.nvmlDeviceGetSamples, handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
+        _, answer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
     except pynvml.NVMLError_NotFound:  # nothing newer
-        return [], last_us
-    if answer is None:
         return [], last_us
     # The order is not documented, and values far above 100 have been seen: https://github.com/Syllo/nvtop/issues/110
     pairs = sorted(
         (sample.timeStamp, sample.sampleValue.uiVal)
-        for sample in answer[1]
+        for sample in answer
         if sample.timeStamp > last_us and sample.sampleValue.uiVal <= 100
     )
     samples = [UtilizationSample(time_s=stamp_us / 1e6, percent=float(percent)) for stamp_us, percent in pairs]
@@ -241,10 +250,10 @@ def _utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSam
 
 def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     """Return the processes with a compute or a graphics context, by pid."""
-    compute = _ask_newest("nvmlDeviceGetComputeRunningProcesses", handle)
+    compute = _ask(_newest, "nvmlDeviceGetComputeRunningProcesses", handle)
     if compute is None:
         return None
-    graphics = _ask_newest("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
+    graphics = _ask(_newest, "nvmlDeviceGetGraphicsRunningProcesses", handle) or []
     # A process may have both kinds of context.
     by_pid = {process.pid: process for process in [*graphics, *compute]}
     compute_pids = {process.pid for process in compute}
@@ -253,14 +262,12 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     )
 
 
-def _ask_newest(function: str, handle: Any) -> Any:
+def _newest(function: str, handle: Any) -> Any:
     """Call the newest version of a function that the driver has; drivers before R510 have no ``_v3`` of these."""
     try:
         return getattr(pynvml, f"{function}_v3")(handle)
     except pynvml.NVMLError_FunctionNotFound:
-        return _ask(getattr(pynvml, f"{function}_v2"), handle)
-    except _NEVER:
-        return None
+        return getattr(pynvml, f"{function}_v2")(handle)
 
 
 def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> GpuProcess:
@@ -361,6 +368,257 @@ def _tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
+# Field values, by number because older versions of nvidia-ml-py lack the names. Not the finer throttle counters
+# (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN): their numbers, 251 to 253 in R580 and 269 to 271 in nvidia-ml-py 13.615,
+# mean something else on the other side.
+_POWER_CAPPED_NS, _THERMAL_NS, _ENERGY_MJ, _PCIE_TX_BYTES, _PCIE_RX_BYTES = _FIELDS = 74, 75, 83, 197, 198
+
+# Members of nvmlValue_t in the order of nvmlValueType_t
+_VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+# The PCIe counters of a L40S stay below this (https://github.com/NVIDIA/dcgm-exporter/issues/721): at full PCIe 4 speed
+# they start again at 0 seven times a second, and then the difference of two of them says nothing. A counter that was
+# seen above it is wider.
+_32_BITS = 2**32
+
+# nvmlGpmMetricId_t; percent, and MiB/s of PCIe
+_GPM_GRAPHICS, _GPM_SM, _GPM_OCCUPANCY, _GPM_TENSOR, _GPM_DRAM = 1, 2, 3, 5, 10
+_GPM_PCIE_TX, _GPM_PCIE_RX = 20, 21
+_GPM_METRICS = (_GPM_GRAPHICS, _GPM_SM, _GPM_OCCUPANCY, _GPM_TENSOR, _GPM_DRAM, _GPM_PCIE_TX, _GPM_PCIE_RX)
+
+# nvml.h: two GPM samples "should be greater than 100ms" apart, "due to the internal sample refresh rate"
+_GPM_INTERVAL_S = 0.1
+
+
+class GpuProbe:
+    """Reads one GPU or MIG instance again and again, cheaply, and never raises while doing so.
+
+    A look costs at most 11 calls of the C library: utilization samples (2), memory, processes (2), power, temperature,
+    all counters (1), GPM (2); one more where the driver's sample buffer has run dry. What the hardware, the driver or
+    this user's rights never give is asked for once and is ``None`` from then on. What fails otherwise, for example
+    because the GPU is lost, is ``None`` as long as it fails, and told once in ``GpuSample.problems``.
+
+    Of a MIG instance only memory, processes and GPM are read: power, heat and counters are those of the whole GPU,
+    which others use as well. Its utilization is GPM's, which needs Hopper or later.
+
+    Not for several threads at once, nor for a forked child.
+
+    Args:
+        uuid: ``GPU-...`` or ``MIG-...``. It need not be readable yet.
+        gpm: Whether to use the GPU performance monitors. They are shared with Nsight and DCGM's profiling metrics.
+        clock: Gives the seconds since the epoch.
+
+    Raises:
+        NvmlUnavailableError: There is no usable NVIDIA driver.
+    """
+
+    def __init__(self, uuid: str, *, gpm: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.uuid = uuid
+        self._is_mig = uuid.startswith("MIG-")
+        self._clock = clock
+        self._handle: Any = None
+        # Metrics that this GPU does not have, and those whose failure has been told.
+        self._absent: set[object] = set() if gpm else {"GPM"}
+        self._failing: set[str] = set()
+        self._problems: list[str] = []
+        self._last_sample_us: int | None = None
+        self._last_sample_s = 0.0
+        self._gpm_samples: list[Any] = []
+        self._gpm_s: float | None = None  # when the first of them was taken
+        self._pcie_bytes = [0.0, 0.0]  # sent and received, as far as GPM counted them
+        self._pcie_is_wide = False
+        self._pid = _open()
+
+    def __enter__(self) -> GpuProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back to the driver; idempotent."""
+        if self._pid != os.getpid():
+            return
+        for sample in self._gpm_samples:
+            _tolerate(pynvml.nvmlGpmSampleFree, sample)
+        self._gpm_samples = []
+        _close(self._pid)
+        self._pid = 0
+
+    def read(self) -> GpuSample:
+        """Return what happened since the last look; the first look only gives the counters their start."""
+        now_s = self._clock()
+        self._problems = []
+        if self._handle is None:
+            self._find()
+        gpm = self._read_gpm(now_s)
+        counters = self._read_counters()
+        memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
+        processes = self._ask("processes", lambda handle: _newest("nvmlDeviceGetComputeRunningProcesses", handle))
+        milliwatts = celsius = None
+        if not self._is_mig:
+            milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
+            celsius = self._ask("temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+        power_capped_s = _scaled(counters.get(_POWER_CAPPED_NS), 1e-9)
+        thermal_throttled_s = _scaled(counters.get(_THERMAL_NS), 1e-9)
+        parts = [part for part in (power_capped_s, thermal_throttled_s) if part is not None]
+        pcie_tx_bytes, pcie_rx_bytes = self._pcie(gpm, counters)
+        return GpuSample(
+            uuid=self.uuid,
+            time_s=now_s,
+            utilization=tuple(self._read_utilization(now_s, gpm)),
+            memory_used_bytes=memory and memory.used,
+            memory_total_bytes=memory and memory.total,
+            power_watts=_scaled(milliwatts, 1e-3),
+            energy_joules=_scaled(counters.get(_ENERGY_MJ), 1e-3),
+            temperature_celsius=_scaled(celsius, 1.0),
+            throttled_s=sum(parts) if parts else None,
+            power_capped_s=power_capped_s,
+            thermal_throttled_s=thermal_throttled_s,
+            pcie_tx_bytes=pcie_tx_bytes,
+            pcie_rx_bytes=pcie_rx_bytes,
+            sm_active_percent=gpm.get(_GPM_SM),
+            sm_occupancy_percent=gpm.get(_GPM_OCCUPANCY),
+            tensor_active_percent=gpm.get(_GPM_TENSOR),
+            dram_active_percent=gpm.get(_GPM_DRAM),
+            processes=None
+            if processes is None
+            else tuple(GpuProcess(pid=process.pid, memory_used_bytes=process.usedGpuMemory) for process in processes),
+            problems=tuple(self._problems),
+        )
+
+    def _find(self) -> None:
+        try:
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        except pynvml.NVMLError as error:
+            self._fail("GPU", error)
+            return
+        self._failing.discard("GPU")
+        self._gpm_s = None  # the counters behind it may have started again
+
+    def _ask(self, metric: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call NVML for a metric of this GPU; ``None`` if it does not have it, or fails."""
+        if self._handle is None or metric in self._absent:
+            return None
+        try:
+            value = function(self._handle, *arguments)
+        except _NEVER:
+            self._absent.add(metric)
+        except pynvml.NVMLError as error:
+            self._fail(metric, error)
+        else:
+            self._failing.discard(metric)
+            return value
+        return None
+
+    def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
+        if isinstance(error, (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired)):
+            metric, self._handle = "GPU", None  # nothing else of it can be read; look for it again the next time
+        if metric not in self._failing:
+            self._failing.add(metric)
+            self._problems.append(f"{metric} of {self.uuid} cannot be read: {_why_unreadable(error)}.")
+
+    def _read_utilization(self, now_s: float, gpm: dict[int, float]) -> list[UtilizationSample]:
+        if self._is_mig:
+            busy = gpm.get(_GPM_GRAPHICS)
+            return [] if busy is None else [UtilizationSample(time_s=now_s, percent=busy)]
+        answer = self._ask("utilization samples", _utilization_samples, self._last_sample_us or 0)
+        if answer is not None:
+            samples, newest_us = answer
+            is_first_look, self._last_sample_us = self._last_sample_us is None, newest_us
+            if samples or is_first_look:
+                self._last_sample_s = now_s
+                return [] if is_first_look else samples
+        # No sample buffer, or (GB10) one that is not filled while the GPU is idle. Two of the longest sample periods
+        # tell that from a look that was just too early for the next sample.
+        if now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
+            return []
+        rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
+        return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]
+
+    def _read_counters(self) -> dict[int, float]:
+        """Return the fields that this GPU has, by their number."""
+        wanted = [field for field in _FIELDS if field not in self._absent]
+        if self._is_mig or not wanted:
+            return {}
+        counters = {}
+        for value in self._ask("counters", pynvml.nvmlDeviceGetFieldValues, wanted) or ():
+            if value.nvmlReturn == pynvml.NVML_SUCCESS:
+                self._failing.discard(f"counter {value.fieldId}")
+                counters[value.fieldId] = getattr(value.value, _VALUE_MEMBERS[value.valueType])
+            elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*_NEVER, pynvml.NVMLError_InvalidArgument)):
+                self._absent.add(value.fieldId)  # an unknown field is an invalid argument to an older driver
+            else:
+                self._fail(f"counter {value.fieldId}", error)
+        return counters
+
+    def _pcie(self, gpm: dict[int, float], counters: dict[int, float]) -> tuple[int | None, int | None]:
+        if _GPM_PCIE_TX in gpm and _GPM_PCIE_RX in gpm:
+            self._absent |= {_PCIE_TX_BYTES, _PCIE_RX_BYTES}
+            return int(self._pcie_bytes[0]), int(self._pcie_bytes[1])
+        if self._gpm_samples and not gpm:  # what GPM will count from here on is not what the fields count
+            return None, None
+        sent, received = counters.get(_PCIE_TX_BYTES), counters.get(_PCIE_RX_BYTES)
+        if sent is None or received is None:
+            return None, None
+        self._pcie_is_wide |= max(sent, received) >= _32_BITS
+        return (int(sent), int(received)) if self._pcie_is_wide else (None, None)
+
+    def _read_gpm(self, now_s: float) -> dict[int, float]:
+        """Return the means since the last look by metric, empty if this GPU or this look has none."""
+        if not self._gpm_samples:
+            self._ask("GPM", self._start_gpm)
+        if not self._gpm_samples or (self._gpm_s is not None and now_s - self._gpm_s < _GPM_INTERVAL_S):
+            return {}
+        first, second = self._gpm_samples
+        if self._gpm_s is None:
+            if self._ask("GPM", self._take_gpm_sample, first) is not None:
+                self._gpm_s = now_s
+            return {}
+        if self._ask("GPM", self._take_gpm_sample, second) is None:
+            return {}
+        metrics: dict[int, float] | None = self._ask("GPM", _gpm_metrics, first, second)
+        if metrics is None:
+            return {}
+        # The interval of the next look begins where that of this one ends, so that nothing is left out.
+        self._gpm_samples = [second, first]
+        interval_s, self._gpm_s = now_s - self._gpm_s, now_s
+        for direction, metric in enumerate((_GPM_PCIE_TX, _GPM_PCIE_RX)):
+            self._pcie_bytes[direction] += metrics.get(metric, 0.0) * 2**20 * interval_s
+        return metrics
+
+    def _start_gpm(self, handle: Any) -> None:
+        whole_gpu = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if self._is_mig else handle
+        if not pynvml.nvmlGpmQueryDeviceSupport(whole_gpu).isSupportedDevice:
+            raise pynvml.NVMLError_NotSupported
+        self._gpm_samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
+
+    def _take_gpm_sample(self, handle: Any, sample: Any) -> Any:
+        if not self._is_mig:
+            return pynvml.nvmlGpmSampleGet(handle, sample)
+        whole_gpu = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        return pynvml.nvmlGpmMigSampleGet(whole_gpu, pynvml.nvmlDeviceGetGpuInstanceId(handle), sample)
+
+
+def _gpm_metrics(_handle: Any, first: Any, second: Any) -> dict[int, float]:
+    request = pynvml.c_nvmlGpmMetricsGet_t()
+    request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics, request.sample1, request.sample2 = len(_GPM_METRICS), first, second
+    for slot, metric in enumerate(_GPM_METRICS):
+        request.metrics[slot].metricId = metric
+    pynvml.nvmlGpmMetricsGet(request)
+    answers = {answer.metricId: answer for answer in request.metrics[: len(_GPM_METRICS)]}
+    return {
+        metric: float(answer.value)
+        for metric, answer in answers.items()
+        if answer.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(answer.value) and answer.value >= 0
+    }
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
 def _why_unreadable(error: pynvml.NVMLError) -> str:
     """Say why one GPU cannot be read, and what to do."""
     if isinstance(error, pynvml.NVMLError_GpuIsLost):
@@ -371,6 +629,8 @@ def _why_unreadable(error: pynvml.NVMLError) -> str:
         return "no permission to read it: is /dev/nvidia* accessible, and was this GPU given to this container or job?"
     if isinstance(error, pynvml.NVMLError_Timeout):
         return "the driver did not answer in time: try again; if it stays so, see `dmesg` and reset the GPU"
+    if isinstance(error, pynvml.NVMLError_NotFound):
+        return "the driver knows no GPU or MIG instance with this UUID (any more): see `nvidia-smi -L`"
     return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"
 
 

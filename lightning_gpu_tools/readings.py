@@ -122,6 +122,27 @@ class GpuClaim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuWaiter:
+    """A live job that waits for GPUs.
+
+    Attributes:
+        name: The smaller, the longer it has waited.
+        uuids: The GPUs and MIG instances that it could use.
+        count: How many of them it waits for.
+        pid: The process, as it sees itself.
+        user: Its owner, by the file system's word where it has one.
+        since_s: Since when, seconds since the epoch.
+    """
+
+    name: str
+    uuids: tuple[str, ...]
+    count: int
+    pid: int
+    user: str
+    since_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UtilizationSample:
     """One entry of the driver's utilization buffer: the mean over the driver's sample period that ends at ``time_s``.
 
