@@ -27,6 +27,9 @@ from lightning_gpu_tools.utilization import LONGEST_PERIOD_S, mean_percent
 # NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
 _NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
+# After one of these, no other question about the GPU has an answer.
+_GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
+
 # nvmlComputeMode_t, in its order
 _COMPUTE_MODES: tuple[ComputeMode, ...] = ("default", "exclusive_thread", "prohibited", "exclusive_process")
 
@@ -441,7 +444,7 @@ class GpuProbe:
             return
         for sample in self._gpm_samples:
             _tolerate(pynvml.nvmlGpmSampleFree, sample)
-        self._gpm_samples = []
+        self._gpm_samples, self._handle = [], None
         _close(self._pid)
         self._pid = 0
 
@@ -512,7 +515,7 @@ class GpuProbe:
         return None
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
-        if isinstance(error, (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired)):
+        if isinstance(error, _GONE):
             metric, self._handle = "GPU", None  # nothing else of it can be read; look for it again the next time
         if metric not in self._failing:
             self._failing.add(metric)

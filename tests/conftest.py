@@ -1,7 +1,8 @@
-"""Fixtures for every test: a fake NVIDIA driver, in this process and in its children."""
+"""Fixtures for every test: a fake NVIDIA driver, in this process and in its children, and real child processes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,33 +31,34 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_dri
     fake_driver.uninstall()
 
 
-RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
 @pytest.fixture
-def run_python() -> RunPython:
-    """``run_python("-c", "print(1)", env={...}, check=True)``: a real child process, with its output as text.
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run_python("-c", "print(1)", env={"A": "1", "B": None})``: a real child process, its output as text.
 
     With the fixture ``driver`` it sees the fake driver. ``env`` adds to the environment; a value of None removes.
     """
 
     def run(*arguments: str, env: dict[str, str | None] | None = None, **options: Any) -> Any:
-        import os
-
         environ = {**os.environ, **(env or {})}
         return subprocess.run(
             [sys.executable, *arguments],
             env={name: value for name, value in environ.items() if value is not None},
-            capture_output=True,
-            text=True,
-            timeout=options.pop("timeout", 120),
-            **options,
+            **{"capture_output": True, "text": True, "timeout": 120, **options},
         )
 
     return run
 
 
 @pytest.fixture
-def run_cli(run_python: RunPython) -> RunPython:
+def run_cli(run_python: Callable[..., Any]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``run_cli("pick", "-n", "1")``: the command line as a real child process."""
     return lambda *arguments, **options: run_python("-m", "lightning_gpu_tools", *arguments, **options)
+
+
+@pytest.fixture
+def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty place for claims, for this process and its children; not yet created."""
+    directory = tmp_path / "claims"
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(directory))
+    monkeypatch.delenv("LIGHTNING_GPU_TOOLS_JOB", raising=False)
+    return directory

@@ -652,24 +652,24 @@ def _gpm_metrics(library: Library, request: Any) -> None:
 
 @_device_function("nvmlDeviceGetTopologyCommonAncestor")
 def _common_ancestor(library: Library, device: Any, other: Any, level: Any) -> None:
-    _out(level).value = _required(_link(library, device, other)["level"])
+    _out(level).value = _required(_link(library, device, other).level)
 
 
 @_device_function("nvmlDeviceGetP2PStatus")
 def _p2p_status(library: Library, device: Any, other: Any, capability: Any, status: Any) -> None:
-    nvlink = _required(_link(library, device, other)["nvlink"])
+    nvlink = _required(_link(library, device, other).nvlink)
     ok = nvlink if _in(capability) == 2 else True  # NVML_P2P_CAPS_INDEX_NVLINK
     _out(status).value = 0 if ok else 5  # NVML_P2P_STATUS_NOT_SUPPORTED
 
 
-def _link(library: Library, device: Any, other: Any) -> dict[str, Any]:
+def _link(library: Library, device: Any, other: Any) -> SimpleNamespace:
     partner = library.find(library._uuids.get(_address(other), ""))
     library.check(partner, "*")
     pair = {library.state.gpus.index(device), library.state.gpus.index(partner)}
     for link in library.state.links:
-        if set(link["gpus"]) == pair:
+        if set(link.gpus) == pair:
             return link
-    return {"nvlink": False, "level": 40 if device.numa_node == partner.numa_node else 50}
+    return SimpleNamespace(nvlink=False, level=40 if device.numa_node == partner.numa_node else 50)
 
 
 def _fill_mask(mask: Any, members: list[int]) -> None:

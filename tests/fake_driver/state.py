@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 import uuid as uuids
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -226,6 +225,3 @@ class Driver:
 
 def _sizes(card: Gpu) -> dict[str, int | None]:
     return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free", "memory_reserved")}
-
-
-PYTHON = sys.executable

@@ -1,0 +1,126 @@
+"""What holds for any NVIDIA driver. Run on the fake one by test_fake_driver.py and on a real one by gpu/, so that the
+fake cannot drift away from what it stands for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+import pytest
+
+from lightning_gpu_tools import nvml
+
+
+def every_gpu() -> list[Any]:
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+def supported(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer, or None if this GPU has none; any other error is a failure of the test."""
+    try:
+        return function(*arguments)
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+        return None
+
+
+def check_handles() -> None:
+    """A GPU is the same one by index, by UUID and by PCI address; what is not there is an error of its kind."""
+    for handle in every_gpu():
+        uuid, pci = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetPciInfo(handle)
+        assert uuid.startswith("GPU-")
+        assert pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByUUID(uuid)) == uuid
+        assert pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByPciBusId(pci.busId)) == uuid
+    with pytest.raises(pynvml.NVMLError_InvalidArgument):
+        pynvml.nvmlDeviceGetHandleByIndex(pynvml.nvmlDeviceGetCount())
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetHandleByUUID("GPU-00000000-0000-0000-0000-000000000000")
+
+
+def check_memory() -> None:
+    """Free memory and total mean the same in both versions; only what counts as used differs."""
+    for handle in every_gpu():
+        memory = supported(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        if memory is None:
+            continue
+        assert memory.total == memory.free + memory.used
+        newer = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        assert newer.total == memory.total
+        assert newer.total >= newer.free + newer.used
+
+
+def check_utilization_samples() -> None:
+    """The buffer holds percents of the last minute, by the clock of this host; asked again it gives only newer ones."""
+    for handle in every_gpu():
+        try:
+            answer = supported(pynvml.nvmlDeviceGetSamples, handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, 0)
+        except pynvml.NVMLError_NotFound:  # nothing buffered: a GPU that sleeps
+            continue
+        if answer is None:
+            continue
+        value_type, samples = answer
+        assert value_type == pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+        newest_us = max(sample.timeStamp for sample in samples)
+        assert abs(newest_us / 1e6 - time.time()) < 60
+        assert all(0 <= sample.sampleValue.uiVal <= 100 for sample in samples)
+        try:
+            _, newer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, newest_us)
+        except pynvml.NVMLError_NotFound:
+            continue
+        assert all(sample.timeStamp > newest_us for sample in newer)
+
+
+def check_counters() -> None:
+    """Energy, throttle and PCIe counters answer one by one, and never run backwards within a moment."""
+    for handle in every_gpu():
+        before, after = (pynvml.nvmlDeviceGetFieldValues(handle, [74, 75, 83]) for _ in range(2))
+        for first, second in zip(before, after, strict=True):
+            assert first.nvmlReturn == second.nvmlReturn
+            if first.nvmlReturn == pynvml.NVML_SUCCESS:
+                assert second.value.ullVal >= first.value.ullVal
+        (unknown,) = pynvml.nvmlDeviceGetFieldValues(handle, [9999])
+        assert unknown.nvmlReturn != pynvml.NVML_SUCCESS
+
+
+def check_readings() -> None:
+    """Every GPU has a complete reading, in PCI order, and its parts agree with one another."""
+    gpus = nvml.read_gpus()
+    assert len(gpus) == pynvml.nvmlDeviceGetCount()
+    assert [gpu.index for gpu in gpus] == list(range(len(gpus)))
+    assert [gpu.pci_bus_id for gpu in gpus] == sorted(gpu.pci_bus_id or "" for gpu in gpus)
+    for gpu in gpus:
+        assert gpu.error is None
+        assert gpu.name
+        assert gpu.memory_total_bytes is not None
+        assert gpu.memory_free_bytes is not None
+        assert 0 <= gpu.memory_free_bytes <= gpu.memory_total_bytes
+        if gpu.mig_mode:
+            assert all((instance.uuid or "").startswith("MIG-") for instance in gpu.mig_instances)
+        else:
+            assert gpu.utilization_percent is not None
+            assert 0 <= gpu.utilization_percent <= 100
+        assert gpu.compute_mode is not None
+    uuids = [gpu.uuid for gpu in gpus if gpu.uuid]
+    assert len(nvml.read_links(uuids)) == len(uuids) * (len(uuids) - 1) // 2
+    assert set(nvml.read_numa_nodes(uuids)) == set(uuids)
+
+
+def check_probe(wait: Callable[[float], None]) -> None:
+    """Two looks, a second apart, give samples and counters that fit together, without a problem."""
+    for gpu in nvml.read_gpus():
+        assert gpu.uuid is not None
+        with nvml.GpuProbe(gpu.uuid) as probe:
+            first = probe.read()
+            wait(1.2)
+            second = probe.read()
+        assert first.problems == second.problems == ()
+        assert first.utilization == ()
+        times = [sample.time_s for sample in second.utilization]
+        assert times == sorted(set(times))
+        for name in ("energy_joules", "power_capped_s", "thermal_throttled_s"):
+            before, after = getattr(first, name), getattr(second, name)
+            assert (before is None) == (after is None)
+            assert before is None or after >= before
+        if second.sm_active_percent is not None:
+            assert 0 <= second.sm_active_percent <= 100
