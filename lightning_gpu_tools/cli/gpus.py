@@ -1,0 +1,160 @@
+"""``lightning-gpu-tools gpus``: every GPU of the machine, who uses it, who claims it, and why it cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning_gpu_tools.quantities import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from lightning_gpu_tools.readings import GpuClaim, GpuReading
+
+_REFRESH_EVERY_S = 2.0
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "gpus",
+        help="show all GPUs, who uses them and who has claimed them",
+        description="Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: free memory, utilization over "
+        "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used.",
+        epilog="JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
+        "lightning_gpu_tools.GpuReading (sizes in bytes, null = not reported) plus `claims`, a list of objects with "
+        "`user`, `pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since "
+        "the epoch), and `effective_free_bytes`: what is free and not claimed. `mig_instances` have the same fields.",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print them."""
+    if args.json:
+        gpus, claims = _read()
+        print(json.dumps([_as_json(gpu, claims) for gpu in gpus]))
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    if console.width > 100 or not console.is_terminal:
+        console.width = 100
+    if args.watch:
+        return _watch(console)
+    console.print(_table(*_read()))
+    return 0
+
+
+def _watch(console: Any) -> int:
+    from rich.live import Live
+
+    from lightning_gpu_tools import nvml
+
+    with nvml.session(), Live(_table(*_read()), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(_REFRESH_EVERY_S)
+                live.update(_table(*_read()), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim]]:
+    from lightning_gpu_tools import claims, nvml
+
+    gpus = nvml.read_gpus()
+    process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
+    with claims.open_ledger(claims.directory(), create=False) as ledger:
+        return gpus, ledger.claims(process_ids)
+
+
+def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim]) -> dict[str, Any]:
+    from lightning_gpu_tools.ranking import effective_free_bytes
+
+    here = [claim for claim in claims if gpu.uuid in claim.uuids]
+    fields = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
+    return {
+        **dataclasses.asdict(gpu),
+        "mig_instances": [_as_json(instance, claims) for instance in gpu.mig_instances],
+        "effective_free_bytes": effective_free_bytes(gpu, here),
+        "claims": [{field: getattr(claim, field) for field in fields} for claim in here],
+    }
+
+
+def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("GPU", justify="right", no_wrap=True)
+    table.add_column("name", max_width=24)
+    table.add_column("free", justify="right", no_wrap=True)
+    table.add_column("of", justify="right", no_wrap=True)
+    table.add_column("busy", justify="right", no_wrap=True)
+    table.add_column("used by", overflow="fold")
+    table.add_column("claimed by", overflow="fold")
+    for gpu in gpus:
+        # Text, so that rich does not take a bracket in a name for markup.
+        table.add_row(*map(Text, _row(str(gpu.index), gpu, claims)))
+        for instance in gpu.mig_instances:
+            table.add_row(*map(Text, _row("MIG", instance, claims)))
+    return table
+
+
+def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim]) -> tuple[str, ...]:
+    now_s = time.time()
+    claimed = [
+        f"{claim.user} (pid {claim.pid}): {_what(claim)} for {format_duration(max(0.0, now_s - claim.since_s))}"
+        for claim in claims
+        if gpu.uuid in claim.uuids
+    ]
+    return (
+        title,
+        gpu.name or "?",
+        _size(gpu.memory_free_bytes),
+        _size(gpu.memory_total_bytes),
+        "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
+        _use(gpu),
+        "\n".join(claimed),
+    )
+
+
+def _use(gpu: GpuReading) -> str:
+    """Return who is on the GPU, or why it cannot be used."""
+    if gpu.error:
+        return f"cannot be used: {gpu.error}"
+    if gpu.mig_instances:
+        return "divided into MIG instances"
+    if gpu.compute_mode == "prohibited":
+        return "cannot be used: compute mode PROHIBITED"
+    if gpu.processes is None:
+        return "?"
+    return "\n".join(
+        " ".join(part for part in (process.user, process.name or f"pid {process.pid}", _memory(process)) if part)
+        for process in gpu.processes
+    )
+
+
+def _memory(process: Any) -> str:
+    return "" if process.memory_used_bytes is None else format_bytes(process.memory_used_bytes)
+
+
+def _size(size_bytes: int | None) -> str:
+    return "?" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _what(claim: GpuClaim) -> str:
+    if claim.kind == "memory":
+        return _size(claim.memory_bytes)
+    return "all of it" if claim.kind == "whole" else "all of it, exclusively,"

@@ -1,0 +1,72 @@
+"""The options with which one asks for GPUs, shared by the commands that pick some."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_gpu_tools.quantities import parse_bytes, parse_duration
+
+_T = TypeVar("_T")
+
+
+def add_requirements(parser: argparse.ArgumentParser) -> None:
+    """Add ``-n``, ``--min-free``, ``--max-utilization``, ``--exclusive`` and ``--wait``."""
+    group = parser.add_argument_group("which GPUs")
+    group.add_argument("-n", "--count", type=_checked(_count), metavar="N", help="how many GPUs (1)")
+    group.add_argument(
+        "--min-free",
+        type=_checked(lambda text: parse_bytes(text, "the size")),
+        metavar="SIZE",
+        help="memory that each must have free, beyond what others have claimed, such as 8GiB or 500MB",
+    )
+    group.add_argument(
+        "--max-utilization", type=_checked(_percent), metavar="PERCENT", help="highest utilization each may have"
+    )
+    group.add_argument("--exclusive", action="store_true", help="nobody else on them, and no claim of others")
+    group.add_argument(
+        "--wait",
+        type=_checked(lambda text: parse_duration(text, "the duration")),
+        metavar="TIME",
+        help="wait that long for them, such as 90s, 10m or 2h; first come, first served",
+    )
+
+
+def requirements(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments for ``select_gpus``."""
+    return {
+        "count": 1 if args.count is None else args.count,
+        "min_free": args.min_free,
+        "max_utilization": args.max_utilization,
+        "exclusive": args.exclusive,
+        "wait": args.wait,
+    }
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise ValueError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        percent = float(text.removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise ValueError(f"must be a percentage between 0 and 100, got {text!r}")
+    return percent
+
+
+def _checked(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Let argparse show the message of a ``ValueError``; by itself it says just "invalid value"."""
+
+    def parse_or_explain(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_or_explain

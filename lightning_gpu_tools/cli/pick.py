@@ -1,0 +1,49 @@
+"""``lightning-gpu-tools pick``: print the UUIDs of the best GPUs, for use in shell scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from lightning_gpu_tools.cli import options
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "pick",
+        help="print the GPUs with the most free memory",
+        description="Print the GPUs with the most free memory, idle ones first, on one line and nothing else. It ends "
+        "at once and so claims nothing; use `run` to keep others away meanwhile.",
+        epilog="Example: CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && python train.py. "
+        "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver.",
+    )
+    options.add_requirements(parser)
+    parser.add_argument(
+        "--format",
+        choices=("uuid", "env", "json"),
+        default="uuid",
+        help="uuid: UUIDs with commas between them, the best first (default); env: CUDA_VISIBLE_DEVICES=UUIDS; json: "
+        "an object with `cuda_visible_devices`, `uuids` and `gpus`, the readings in bytes and percent",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the choice."""
+    from lightning_gpu_tools.selection import select_gpus
+
+    selection = select_gpus(**options.requirements(args), claim=False)
+    if args.format == "json":
+        import dataclasses
+
+        gpus = [dataclasses.asdict(gpu) for gpu in selection.gpus]
+        answer = {
+            "cuda_visible_devices": selection.cuda_visible_devices,
+            "uuids": selection.uuids,
+            "gpus": gpus,
+        }
+        print(json.dumps(answer))
+    else:
+        print(("CUDA_VISIBLE_DEVICES=" if args.format == "env" else "") + selection.cuda_visible_devices)
+    return 0

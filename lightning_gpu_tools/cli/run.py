@@ -1,0 +1,63 @@
+"""``lightning-gpu-tools run``: claim GPUs and become the command that uses them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+from lightning_gpu_tools.cli import options
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "run",
+        help="claim GPUs and run a command on them",
+        description="Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
+        "The claim lives exactly as long as the command and its children, however they end.",
+        epilog="Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
+        "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
+        "be run or found.",
+    )
+    options.add_requirements(parser)
+    parser.add_argument(
+        "--advise",
+        action="store_true",
+        help="have every Lightning Trainer in it say how busy the GPUs are and why; without an option on which GPUs, "
+        "none are claimed",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Claim and execute; returns only if the command could not be started, or on Windows."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        args.parser.error("which command? Put it last, after --")
+    if args.advise:
+        os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
+    asked = args.count or args.min_free is not None or args.max_utilization is not None or args.exclusive
+    if asked or not args.advise:
+        from lightning_gpu_tools.selection import select_gpus
+
+        selection = select_gpus(**options.requirements(args))
+        selection.apply()
+        selection.pass_on()
+        print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)
+    return _execute(command)
+
+
+def _execute(command: list[str]) -> int:
+    try:
+        if os.name == "nt":  # there exec starts a second process and ends this one, and with it the claim
+            return subprocess.call(command)
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        print(f"lightning-gpu-tools: {command[0]}: command not found", file=sys.stderr)
+        return 127  # as a shell does, POSIX "Exit Status for Commands"
+    except OSError as error:
+        print(f"lightning-gpu-tools: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 126

@@ -1,0 +1,60 @@
+"""What only CUDA itself knows, asked without starting it in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+
+from lightning_gpu_tools.errors import LightningGpuToolsError
+
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
+_LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+_PRINT_UUIDS = f"""
+import ctypes, uuid
+cuda = ctypes.CDLL({_LIBRARY!r})
+count = ctypes.c_int()
+assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+for ordinal in range(count.value):
+    device, raw = ctypes.c_int(), ctypes.create_string_buffer(16)
+    assert cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0 and cuda.cuDeviceGetUuid(raw, device) == 0
+    print(f"GPU-{{uuid.UUID(bytes=raw.raw)}}")
+"""
+
+
+def is_initialized() -> bool:
+    """Return whether CUDA has started in this process, and so has read ``CUDA_VISIBLE_DEVICES`` for good."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    # torch.cuda.is_available() can start CUDA without torch noting it, and there are other libraries than torch.
+    if os.name == "nt":
+        return False
+    try:
+        library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD)
+    except OSError:  # not even loaded
+        return False
+    return bool(library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
+@functools.cache
+def device_order() -> tuple[str, ...]:
+    """Return the UUIDs of all GPUs in CUDA's own order, the fastest first, as ``CUDA_DEVICE_ORDER`` is set.
+
+    Asked in a child process: starting CUDA here would freeze ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        LightningGpuToolsError: CUDA does not answer.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    child = subprocess.run(
+        [sys.executable, "-c", _PRINT_UUIDS], env=environment, capture_output=True, text=True, check=False
+    )
+    if child.returncode != 0:
+        raise LightningGpuToolsError(
+            "CUDA_VISIBLE_DEVICES holds numbers, but the GPUs of this machine differ and CUDA did not tell in which "
+            "order it numbers them. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
+        )
+    return tuple(child.stdout.split())

@@ -1,0 +1,257 @@
+"""Readings, claims and requirements -> which GPUs can be used, the best first, and why each other one cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
+
+# From here on a GPU counts as busy. Source: nvitop's default border between light and moderate load (its option
+# --gpu-util-thresh). A step and not a scale, because a percent of noise must not outweigh 20 GiB of memory.
+BUSY_FROM_PERCENT = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirements:
+    """What a job asks of its GPUs.
+
+    Attributes:
+        count: How many GPUs.
+        min_free_bytes: Effective free memory that each must have.
+        max_utilization_percent: Highest utilization that each may have, 0 to 100.
+        exclusive: Whether nobody else may be on them, now or, as far as they ask this package, later.
+
+    Raises:
+        ValueError: One of them is out of range.
+    """
+
+    count: int = 1
+    min_free_bytes: int | None = None
+    max_utilization_percent: float | None = None
+    exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+            raise ValueError(f"count must be an integer of at least 1, got {self.count!r}.")
+        if self.exclusive not in (True, False):
+            raise ValueError(f"exclusive must be True or False, got {self.exclusive!r}.")
+        percent = self.max_utilization_percent
+        if percent is not None and not (_is_number(percent) and 0 <= percent <= 100):
+            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A GPU that meets the requirements.
+
+    Attributes:
+        gpu: The GPU or MIG instance.
+        effective_free_bytes: Free memory minus what live claims asked for and do not use yet; ``None`` if unknown.
+        whole_claims: How many jobs have claimed all of it.
+    """
+
+    gpu: GpuReading
+    effective_free_bytes: int | None
+    whole_claims: int
+
+    @property
+    def tier(self) -> tuple[bool, int, int]:
+        """What counts before memory, smaller is better: memory known, fewer claims, idle before busy before unknown."""
+        percent = self.gpu.utilization_percent
+        load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
+        return (self.effective_free_bytes is None, self.whole_claims, load)
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sort key, the best first: tier, then most effective free memory, then the higher index."""
+        return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    """A GPU that does not meet the requirements; ``str()`` gives one sentence."""
+
+    gpu: GpuReading
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{label(self.gpu)}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """The outcome: what can be used, the best first, and what cannot, in the order of the readings."""
+
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def rank_gpus(
+    gpus: Sequence[GpuReading],
+    claims: Sequence[GpuClaim],
+    requirements: Requirements,
+    own_process_ids: Collection[int] = (),
+    ahead: Sequence[GpuWaiter] = (),
+) -> Ranking:
+    """Return the GPUs that meet the requirements, the best first, and the reasons against the others.
+
+    Args:
+        gpus: The GPUs and MIG instances the job may use.
+        claims: Live claims of other jobs.
+        requirements: What the job asks for.
+        own_process_ids: Processes that belong to the job itself and so do not stand in its way.
+        ahead: Who has waited longer. What they could use is kept for them.
+    """
+    candidates, rejections = [], []
+    for gpu in gpus:
+        claims_here = [claim for claim in claims if gpu.uuid in claim.uuids]
+        candidate = Candidate(
+            gpu=gpu,
+            effective_free_bytes=effective_free_bytes(gpu, claims_here),
+            whole_claims=sum(claim.kind != "memory" for claim in claims_here),
+        )
+        others = None
+        if gpu.processes is not None:
+            others = [
+                process
+                for process in gpu.processes
+                if process.pid not in own_process_ids and not process.graphics_only  # a desktop computes nothing
+            ]
+        reasons = list(_objections(candidate, others, claims_here, requirements))
+        reasons += [
+            f"kept for {waiter.user} (pid {waiter.pid}), who has waited longer"
+            for waiter in ahead
+            if gpu.uuid in waiter.uuids and not reasons
+        ][:1]
+        if reasons:
+            rejections.append(Rejection(gpu=gpu, reason="; ".join(reasons)))
+        else:
+            candidates.append(candidate)
+    return Ranking(
+        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.order)), rejections=tuple(rejections)
+    )
+
+
+def attainable(gpus: Sequence[GpuReading], requirements: Requirements) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs that would meet the requirements if everybody else left them."""
+    left_alone = [
+        replace(
+            gpu,
+            memory_free_bytes=gpu.memory_total_bytes,
+            utilization_percent=None if gpu.utilization_percent is None else 0.0,
+            processes=(),
+        )
+        for gpu in gpus
+    ]
+    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), requirements).candidates)
+
+
+def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
+    """Return the free memory minus what ``claims``, all of them on this GPU, asked for and do not use yet.
+
+    A claim whose processes cannot be told on the GPU counts in full.
+    """
+    if gpu.memory_free_bytes is None:
+        return None
+    pending = sum(
+        max(0, claim.memory_bytes - _memory_of(gpu, claim.process_ids)) for claim in claims if claim.memory_bytes
+    )
+    return max(0, gpu.memory_free_bytes - pending)
+
+
+def label(gpu: GpuReading) -> str:
+    """Return what messages call a GPU: ``GPU 2 (GPU-1a2b3c4d…)``."""
+    kind = "MIG instance of GPU" if gpu.uuid and gpu.uuid.startswith("MIG-") else "GPU"
+    return f"{kind} {gpu.index} ({_short(gpu.uuid) if gpu.uuid else 'UUID unknown'})"
+
+
+def describe_process(process: GpuProcess) -> str:
+    """Return what messages call a process: ``python of alice (pid 4182)``, or just its number."""
+    if not process.name:
+        return f"pid {process.pid}"
+    owner = f" of {process.user}" if process.user else ""
+    return f"{process.name}{owner} (pid {process.pid})"
+
+
+def _objections(
+    candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], requirements: Requirements
+) -> Iterator[str]:
+    """Yield a reason for each requirement that the GPU does not meet. What is unknown meets none."""
+    gpu = candidate.gpu
+    if gpu.error or not gpu.uuid:
+        yield gpu.error or "the driver does not tell its UUID"
+        return
+    if gpu.mig_mode and not gpu.uuid.startswith("MIG-"):
+        yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or leave MIG mode"
+        return
+    if requirements.count > 1 and gpu.uuid.startswith("MIG-"):
+        # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
+        yield f"CUDA shows a process only one MIG instance, so it cannot be one of {requirements.count}"
+    yield from _compute_mode_objection(gpu, others)
+    yield from (
+        f"claimed exclusively by {claim.user} (pid {claim.pid})" for claim in claims if claim.kind == "exclusive"
+    )
+    yield from _memory_objection(candidate, requirements.min_free_bytes)
+    yield from _utilization_objection(gpu.utilization_percent, requirements.max_utilization_percent)
+    if requirements.exclusive:
+        yield from (
+            f"claimed by {claim.user} (pid {claim.pid}), asked for one that nobody claims"
+            for claim in claims
+            if claim.kind != "exclusive"
+        )
+        yield from _occupation_objection(gpu, others)
+
+
+def _compute_mode_objection(gpu: GpuReading, others: list[GpuProcess] | None) -> Iterator[str]:
+    # A driver that does not report the mode (WSL, some vGPUs) has none to set, so that unknown counts as "default".
+    if gpu.compute_mode == "prohibited":
+        yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
+    elif gpu.compute_mode in ("exclusive_process", "exclusive_thread") and (others is None or others):
+        user = "processes that cannot be read" if others is None else describe_process(others[0])
+        yield f"compute mode {gpu.compute_mode.upper()} and in use by {user}"
+
+
+def _memory_objection(candidate: Candidate, min_free_bytes: int | None) -> Iterator[str]:
+    if min_free_bytes is None:
+        return
+    free = candidate.effective_free_bytes
+    if free is None:
+        yield f"does not report its free memory, asked for {format_bytes(min_free_bytes)}"
+    elif free < min_free_bytes:
+        claimed = (candidate.gpu.memory_free_bytes or 0) - free
+        detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
+        yield f"{format_bytes(free)} free{detail}, asked for {format_bytes(min_free_bytes)}"
+
+
+def _utilization_objection(percent: float | None, max_percent: float | None) -> Iterator[str]:
+    if max_percent is None:
+        return
+    if percent is None:
+        yield f"does not report its utilization, asked for at most {max_percent:g} %"
+    elif percent > max_percent:
+        yield f"{percent:.0f} % busy, asked for at most {max_percent:g} %"
+
+
+def _occupation_objection(gpu: GpuReading, others: list[GpuProcess] | None) -> Iterator[str]:
+    """Yield why somebody is on the GPU: a process, or the traces of one that cannot be seen from a container."""
+    if others is None:
+        yield "its processes cannot be read, so it may be in use"
+    elif others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        yield f"in use by {describe_process(others[0])}{more}"
+    elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:
+        yield f"{gpu.utilization_percent:.0f} % busy although no process is visible from here"
+
+
+def _memory_of(gpu: GpuReading, process_ids: Collection[int]) -> int:
+    return sum(process.memory_used_bytes or 0 for process in gpu.processes or () if process.pid in process_ids)
+
+
+def _short(uuid: str) -> str:
+    return uuid if len(uuid) <= 13 else f"{uuid[:12]}…"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,104 @@
+"""``gpus``: the table and its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from fake_driver import Driver, gpu, mig, process
+
+from lightning_gpu_tools import select_gpus
+
+pytestmark = pytest.mark.usefixtures("claims_dir")
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [
+        gpu(name="NVIDIA A100 [PCIe]", memory_free="21GiB", utilization=87, processes=[process(memory="3GiB")]),
+        gpu(lost=True),
+        gpu(mig=[mig(memory_total="10GiB", memory_free="4GiB")]),
+        gpu(processes=None, compute_mode="prohibited"),
+        gpu(memory_total=None, utilization=None),
+    ]
+    select_gpus(min_free="9GiB")
+    answer = run_cli("gpus")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    text = " ".join(answer.stdout.split())
+    for words in (
+        "NVIDIA A100 [PCIe]",
+        "21.0 GiB 80.0 GiB 87 %",
+        "python",
+        "3.00",
+        f"pid {os.getpid()}",
+        "9.00 GiB for",
+        "fallen off the bus",
+        "4.00 GiB 10.0 GiB ?",
+        "PROHIBITED",
+    ):
+        assert words in text
+    assert max(map(len, answer.stdout.splitlines())) <= 100
+
+
+def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free="40GiB"), gpu(lost=True), gpu(mig=[mig(memory_free="4GiB")], memory_free="1GiB")]
+    selection = select_gpus(min_free="9GiB")
+    whole, lost, divided = json.loads(run_cli("gpus", "--json").stdout)
+    assert whole["uuid"] == selection.uuids[0]
+    assert whole["memory_free_bytes"] == 40 * 2**30
+    assert whole["effective_free_bytes"] == 31 * 2**30
+    (claim,) = whole["claims"]
+    assert (claim["pid"], claim["kind"], claim["memory_bytes"]) == (os.getpid(), "memory", 9 * 2**30)
+    assert abs(claim["since_s"] - time.time()) < 60
+    assert lost["error"]
+    assert lost["memory_free_bytes"] is None
+    assert divided["mig_instances"][0]["effective_free_bytes"] == 4 * 2**30
+
+
+def test_the_mask_hides_nothing(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(), gpu()]
+    assert len(json.loads(run_cli("gpus", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)) == 2
+
+
+def test_looking_takes_no_claim_and_creates_nothing(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:
+    driver.gpus = [gpu()]
+    assert run_cli("gpus").returncode == 0
+    assert not os.path.exists(str(claims_dir))
+
+
+def test_without_a_driver_the_exit_code_is_4(driver: Driver, run_cli: RunCli) -> None:
+    with driver.change():
+        driver.library_missing = True
+    for arguments in (["gpus"], ["gpus", "--json"]):
+        answer = run_cli(*arguments)
+        assert (answer.returncode, answer.stdout) == (4, "")
+
+
+def test_watch_follows_the_machine_until_ctrl_c(driver: Driver) -> None:
+    driver.gpus = [gpu(utilization=11)]
+    command = [sys.executable, "-u", "-m", "lightning_gpu_tools", "gpus", "--watch"]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, env={**os.environ, "FORCE_COLOR": "1"}) as watch:
+        assert watch.stdout is not None
+        read_until(watch.stdout.fileno(), b"11 %")
+        with driver.change():
+            driver.gpus[0].utilization = 77
+            driver.gpus[0].utilization_rate = 77
+            driver.gpus[0].samples = []
+        read_until(watch.stdout.fileno(), b"77 %")
+        watch.send_signal(signal.SIGINT)
+        assert watch.communicate()[1] == b""
+    assert watch.returncode == 0
+
+
+def read_until(descriptor: int, words: bytes) -> None:
+    text = b""
+    while words not in text:
+        chunk = os.read(descriptor, 65536)
+        assert chunk, f"ended without {words!r}: {text!r}"
+        text += chunk

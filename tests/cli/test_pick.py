@@ -1,0 +1,143 @@
+"""``pick`` as a shell script sees it: one line or nothing, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from fake_driver import Driver, gpu
+
+from lightning_gpu_tools import select_gpus
+
+pytestmark = pytest.mark.usefixtures("claims_dir")
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB"), gpu(memory_free="20GiB")]
+    answer = run_cli("pick", "-n", "2")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout == f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}\n"
+
+
+def test_one_gpu_is_the_default(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB")]
+    assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"
+
+
+def test_env_can_be_given_to_env(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu()]
+    assert run_cli("pick", "--format", "env").stdout == f"CUDA_VISIBLE_DEVICES={driver.gpus[0].uuid}\n"
+
+
+def test_json_has_the_readings(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free="10GiB", utilization=None), gpu(memory_free="9GiB")]
+    answer = json.loads(run_cli("pick", "-n", "2", "--format", "json").stdout)
+    assert answer["uuids"] == [driver.gpus[1].uuid, driver.gpus[0].uuid]
+    assert answer["cuda_visible_devices"] == ",".join(answer["uuids"])
+    assert [entry["memory_free_bytes"] for entry in answer["gpus"]] == [9 * 2**30, 10 * 2**30]
+    assert answer["gpus"][1]["utilization_percent"] is None
+
+
+@pytest.mark.parametrize("output", ["uuid", "env", "json"])
+def test_too_few_gpus_give_no_output_a_reason_each_and_exit_code_3(
+    driver: Driver, run_cli: RunCli, output: str
+) -> None:
+    driver.gpus = [gpu(memory_free="4GiB"), gpu(lost=True), gpu(utilization=97)]
+    answer = run_cli("pick", "-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
+    assert (answer.returncode, answer.stdout) == (3, "")
+    lines = answer.stderr.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("lightning-gpu-tools: Asked for 2 GPUs, but none of 3 visible qualify.")
+    assert "GPU 0" in lines[1]
+    assert "4.00 GiB free, asked for 8.00 GiB" in lines[1]
+    assert "fallen off the bus" in lines[2]
+    assert "97 % busy, asked for at most 50 %" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("library_missing", True, "Is the driver installed"),
+        ("init_error", "DRIVER_NOT_LOADED", "modprobe"),
+        ("init_error", "LIB_RM_VERSION_MISMATCH", "Reboot"),
+        ("init_error", "NO_PERMISSION", "/dev/nvidiactl"),
+    ],
+)
+def test_without_a_usable_driver_there_is_no_output_and_exit_code_4(
+    driver: Driver, run_cli: RunCli, field: str, value: object, words: str
+) -> None:
+    with driver.change():
+        setattr(driver, field, value)
+    answer = run_cli("pick")
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0"], "must be an integer of at least 1, got '0'"),
+        (["-n", "-1"], "must be an integer of at least 1, got '-1'"),
+        (["-n", "two"], "must be an integer of at least 1, got 'two'"),
+        (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
+        (["--max-utilization", "101"], "between 0 and 100, got '101'"),
+        (["--max-utilization", "nan"], "between 0 and 100, got 'nan'"),
+        (["--wait", "soon"], "got 'soon'"),
+        (["--format", "xml"], "invalid choice"),
+        (["--colour"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
+    driver: Driver, run_cli: RunCli, arguments: list[str], words: str
+) -> None:
+    answer = run_cli("pick", *arguments)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert words in answer.stderr
+    assert driver.calls() == []
+
+
+def test_it_stays_inside_the_mask_and_gives_uuids(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30)]
+    assert run_cli("pick", env={"CUDA_VISIBLE_DEVICES": "0,1"}).stdout == f"{driver.gpus[1].uuid}\n"
+    assert run_cli("pick", env={"CUDA_VISIBLE_DEVICES": ""}).returncode == 3
+
+
+def test_it_respects_claims_and_takes_none(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(), gpu(memory_free="70GiB")]
+    with select_gpus(exclusive=True):
+        for _ in range(2):
+            assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"
+    assert run_cli("pick").stdout == f"{driver.gpus[0].uuid}\n"
+
+
+def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(utilization=90)]
+    answer = run_cli("pick", "--max-utilization", "5", "--wait", "0.5s")
+    assert (answer.returncode, answer.stdout) == (3, "")
+    assert "Waiting for up to" in answer.stderr
+    assert "Waited" in answer.stderr
+
+
+def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli) -> None:
+    driver.gpus = [gpu()]
+    answer = run_python("-X", "importtime", "-m", "lightning_gpu_tools", "pick")
+    assert answer.returncode == 0
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
+    assert "lightning_gpu_tools" in loaded
+    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
+
+
+def test_a_pick_asks_little_of_the_driver(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu() for _ in range(8)]
+    run_cli("pick")
+    assert max(driver.calls_by_gpu().values()) <= 10
+
+
+def test_help_gives_an_example_and_the_exit_codes(run_cli: RunCli) -> None:
+    text = " ".join(run_cli("pick", "--help").stdout.split())
+    assert "CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick -n 2 --min-free 8GiB)" in text
+    assert "3 not enough GPUs" in text

@@ -1,0 +1,149 @@
+"""``run``: the claim lives exactly as long as the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from fake_driver import Driver, gpu
+
+from lightning_gpu_tools import NotEnoughGpusError, select_gpus
+
+pytestmark = pytest.mark.usefixtures("claims_dir")
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+RUN = [sys.executable, "-m", "lightning_gpu_tools", "run"]
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A job under ``run`` that prints a line when it is there."""
+    with subprocess.Popen([*RUN, *arguments], stdin=-1, stdout=-1, stderr=-1, text=True) as job:
+        yield job
+        job.kill()
+
+
+def is_free() -> bool:
+    try:
+        select_gpus(exclusive=True).release()
+    except NotEnoughGpusError:
+        return False
+    return True
+
+
+def test_the_command_sees_only_its_gpus_and_becomes_the_process(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB"), gpu(memory_free="20GiB")]
+    with running("-n", "2", "--", "sh", "-c", "echo $$ $CUDA_VISIBLE_DEVICES") as job:
+        output, errors = job.communicate()
+    assert output.split() == [str(job.pid), f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}"]
+    assert "Picked GPU 1" in errors
+
+
+def test_the_exit_code_is_that_of_the_command(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu()]
+    assert run_cli("run", "--", "sh", "-c", "exit 42").returncode == 42
+    assert run_cli("run", "--", "no-such-command").returncode == 127
+    assert run_cli("run", "--", "/").returncode == 126
+
+
+def test_options_of_the_command_are_its_own(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu()]
+    assert run_cli("run", "--", "echo", "-n", "5", "--", "--exclusive").stdout == "5 -- --exclusive"
+    assert run_cli("run", "echo", "--wait").stdout == "--wait\n"
+
+
+def test_the_claim_ends_with_the_command(driver: Driver) -> None:
+    driver.gpus = [gpu()]
+    with running("--exclusive", "--", "sh", "-c", "echo on; read line") as job:
+        assert job.stdout is not None
+        job.stdout.readline()
+        assert not is_free()
+        job.communicate("\n")
+        assert is_free()
+
+
+def test_killing_the_wrapper_does_not_free_the_gpu_under_its_children(driver: Driver) -> None:
+    driver.gpus = [gpu()]
+    # The shell does not exec its last command, because something follows it.
+    with running("--exclusive", "--", "sh", "-c", "sh -c 'echo $$; exec sleep 60'; true") as job:
+        assert job.stdout is not None
+        child = int(job.stdout.readline())
+        job.kill()
+        job.wait()
+        assert os.path.exists(f"/proc/{child}")
+        assert not is_free()
+        os.kill(child, 9)
+        wait_until_ended(child)
+        assert is_free()
+
+
+def test_killing_the_job_frees_the_gpu(driver: Driver) -> None:
+    driver.gpus = [gpu()]
+    with running("--exclusive", "--", "sh", "-c", "echo on; exec sleep 60") as job:
+        assert job.stdout is not None
+        job.stdout.readline()
+        assert not is_free()
+        job.kill()
+        job.wait()
+        assert is_free()
+
+
+def test_the_jobs_own_claim_does_not_stand_in_its_way(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
+    code = "from lightning_gpu_tools import select_gpus as s; print(*s().uuids, *s().uuids, *s().uuids)"
+    answer = run_cli("run", "-n", "2", "--min-free", "25GiB", "--", sys.executable, "-c", code)
+    first, second = driver.gpus[0].uuid, driver.gpus[1].uuid
+    assert answer.stdout.split() == [first, second, first]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "code"), [([gpu(lost=True)], 3), ([], 3), (None, 4)], ids=["lost", "no-gpu", "no-driver"]
+)
+def test_without_gpus_the_command_does_not_start(driver: Driver, run_cli: RunCli, gpus: object, code: int) -> None:
+    with driver.change():
+        driver.gpus = gpus or []  # type: ignore[assignment]
+        driver.library_missing = gpus is None
+    answer = run_cli("run", "--", "echo", "started")
+    assert (answer.returncode, answer.stdout) == (code, "")
+
+
+def test_without_a_command_the_usage_is_wrong(driver: Driver, run_cli: RunCli) -> None:
+    answer = run_cli("run", "-n", "1", "--")
+    assert answer.returncode == 2
+    assert "which command?" in answer.stderr
+    assert driver.calls() == []
+
+
+def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
+    with driver.change():
+        driver.library_missing = True
+    answer = run_cli("run", "--advise", "--", "sh", "-c", "echo $LIGHTNING_GPU_TOOLS")
+    assert (answer.returncode, answer.stdout) == (0, "advise\n")
+    assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
+
+
+def test_gpus_shows_who_holds_what_since_when(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu()]
+    with running("--min-free", "8GiB", "--", "sh", "-c", "echo on; read line") as job:
+        assert job.stdout is not None
+        job.stdout.readline()
+        (claim,) = json.loads(run_cli("gpus", "--json").stdout)[0]["claims"]
+        assert (claim["pid"], claim["memory_bytes"]) == (job.pid, 8 * 2**30)
+
+
+def wait_until_ended(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":  # nobody has asked for its exit code yet
+                    return
+        except FileNotFoundError:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
