@@ -224,10 +224,11 @@ def _data_loading(run: RunMeasurements, idle: float) -> Finding | None:
         )
     cost = _load_cost(run, run.loader, wait_s=wait_s, step_s=step_s)
     plan = plan_loader(run.loader, cost, step_s=max(step_s - wait_s, 1e-6), host=run.host, cuda=run.on_gpu)
-    if plan.settings.num_workers > run.loader.num_workers:
-        kind = "too_few_workers"
-    elif plan.limited_by == "cores":
+    gain = min(ceiling, step_s / plan.step_s)
+    if plan.limited_by == "cores" and gain < MIN_CEILING:
         kind = "cpu_bound"
+    elif plan.settings.num_workers > run.loader.num_workers or plan.limited_by == "shm":
+        kind = "too_few_workers"
     else:
         kind = "main_process"
     evidence |= {
@@ -239,7 +240,7 @@ def _data_loading(run: RunMeasurements, idle: float) -> Finding | None:
     if cost.cpu_s is not None:
         evidence["load_cpu_ms_per_batch"] = cost.cpu_s * 1e3
     if kind == "too_few_workers":
-        evidence["predicted_speedup"] = min(ceiling, step_s / plan.step_s)
+        evidence["predicted_speedup"] = gain
     return Finding(
         cause="data_loading",
         share=share,
@@ -276,6 +277,11 @@ def _loader_advice(kind: str, run: RunMeasurements, now: LoaderSettings, plan: L
         return (
             f"{now.num_workers} workers are enough by their speed, so handing batches over is the limit: return "
             "tensors instead of many small Python objects, and do less in collate_fn."
+        )
+    if plan.limited_by == "shm" and plan.settings.num_workers <= now.num_workers:
+        return (
+            f"The step could use {plan.workers_needed} workers (now {now.num_workers}), but /dev/shm has no room for "
+            "their batches: make it larger (docker run --shm-size=..., or --ipc=host)."
         )
     changes, kept = [], []
     for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"):
@@ -342,7 +348,9 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
     if findings:
         first = findings[0]
         lost_to = _LOST_TO[first.cause].format(name=first.evidence.get("name", ""))
-        return f"{gpu}{lost_to} takes {100 * first.share:.0f} % of the wall time."
+        step_ms = first.evidence.get("step_ms")
+        numbers = f" ({first.evidence['wait_ms_per_step']:.3g} of {step_ms:.3g} ms a steady step)" if step_ms else ""
+        return f"{gpu}{lost_to} takes {100 * first.share:.0f} % of the wall time{numbers}."
     if verdict == "unknown":
         return "Nothing reports how busy the GPU is, and nothing on the host holds training up."
     return f"{gpu}Nothing on the host holds the training step up."

@@ -8,10 +8,12 @@ from typing import Literal
 
 from lightning_gpu_tools.readings import HostBudget, LoaderSettings
 
-# Workers must be this much faster than the step, or the fluctuation of load times empties the queue (monitoring of a
-# loader with 1 to 8 workers: with exactly load time / step time workers 6 to 9 % of the wait remained).
+# Workers must be this much faster than the step, or the fluctuation of load times empties the queue (measured with 1 to
+# 8 workers: with exactly load time / step time workers, 6 to 9 % of the wait remained).
 _HEADROOM = 1.15
-# Queues and unpickling need room in /dev/shm beside the batches themselves.
+# A choice: of two numbers of workers whose predicted speed differs by less than this, the smaller one.
+_TOLERANCE = 0.03
+# A choice: queues and unpickling need room in /dev/shm beside the batches themselves.
 _SHM_SHARE = 0.8
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
@@ -37,7 +39,7 @@ class LoaderPlan:
 
     Attributes:
         settings: What to set.
-        limited_by: What keeps the number of workers below what the step needs; ``None`` if nothing does.
+        limited_by: What keeps training from running as fast as its step; ``None`` if nothing does.
         workers_needed: How many workers would feed the step without a wait.
         step_s: Predicted time from step to step with these settings.
     """
@@ -49,7 +51,7 @@ class LoaderPlan:
 
 
 def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host: HostBudget, cuda: bool) -> LoaderPlan:
-    """Return the smallest number of workers that feeds a step of ``step_s`` seconds, within what the host grants.
+    """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
     Args:
         current: The settings in use.
@@ -58,22 +60,22 @@ def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host:
         host: What the host grants; shared by ``host.local_ranks`` training processes.
         cuda: Whether batches go to an NVIDIA GPU; only then is pinned memory of use.
     """
-    workers_needed = max(1, math.ceil(_HEADROOM * cost.wall_s / step_s))
-    limits: dict[Literal["cores", "shm"], int] = {}
-    if cost.cpu_s:
-        # One core is the training process's own.
-        spare_cores = max(1.0, host.cores / host.local_ranks - 1)
-        limits["cores"] = max(1, int(spare_cores / min(1.0, cost.cpu_s / cost.wall_s)))
     prefetch_factor = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
+    # Loading a batch and training on it must be paid for in CPU time, whoever does it. The training process is taken to
+    # keep one core busy during its step.
+    core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_s) * host.local_ranks / host.cores
+    workers_needed = _workers_for(step_s, cost)
+    workers = _workers_for(max(step_s, core_s), cost)
+    limited_by: Literal["cores", "shm"] | None = "cores" if core_s > (1 + _TOLERANCE) * step_s else None
     if cost.batch_bytes and host.shm_free_bytes is not None:
-        room = _SHM_SHARE * host.shm_free_bytes / host.local_ranks
-        limits["shm"] = int(room / (prefetch_factor * cost.batch_bytes))
-    limited_by = min(limits, key=lambda name: limits[name], default=None)
-    workers = workers_needed
-    if limited_by is not None and limits[limited_by] < workers_needed:
-        workers = limits[limited_by]
-    else:
-        limited_by = None
+        room_bytes = _SHM_SHARE * host.shm_free_bytes / host.local_ranks
+        most = int(room_bytes / (prefetch_factor * cost.batch_bytes))
+        if most < workers:
+            workers, limited_by = most, "shm"
+    alone_s = max(cost.wall_s + step_s, core_s)
+    predicted_s = max(step_s, core_s, cost.wall_s / workers) if workers else alone_s
+    if alone_s <= (1 + _TOLERANCE) * predicted_s:
+        workers, predicted_s = 0, alone_s
     settings = LoaderSettings(
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
@@ -81,7 +83,8 @@ def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host:
         pin_memory=cuda,
         batch_size=current.batch_size,
     )
-    loading_s = cost.wall_s / workers if workers else cost.wall_s + step_s
-    return LoaderPlan(
-        settings=settings, limited_by=limited_by, workers_needed=workers_needed, step_s=max(step_s, loading_s)
-    )
+    return LoaderPlan(settings=settings, limited_by=limited_by, workers_needed=workers_needed, step_s=predicted_s)
+
+
+def _workers_for(step_s: float, cost: LoadCost) -> int:
+    return math.ceil(_HEADROOM * cost.wall_s / ((1 + _TOLERANCE) * step_s))

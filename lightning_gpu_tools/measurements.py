@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +12,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools import sampler
 from lightning_gpu_tools.diagnosis import RunMeasurements
+from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.host import children_cpu_s, read_host_budget
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.readings import GpuReading, LoaderSettings
 from lightning_gpu_tools.step_clock import StepClock
 
 
@@ -64,22 +68,70 @@ def batch_bytes(batch: Any) -> int:
     return sum(batch_bytes(part) for part in batch)
 
 
+def trainer_gpus(trainer: Trainer) -> tuple[GpuReading, ...]:
+    """Return UUID and name of each GPU that the Trainer uses on this node; none on other devices.
+
+    ``index`` is torch's: it means nothing outside this process, because ``CUDA_VISIBLE_DEVICES`` renumbers the GPUs.
+    """
+    if not trains_on_gpu(trainer):
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible.startswith(
+        "MIG-"
+    ):  # a process sees one MIG instance; torch gives the UUID of the GPU that it is part of
+        return (GpuReading(index=0, uuid=visible.split(",")[0], name=torch.cuda.get_device_name(0)),)
+    devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+    found = []
+    for device in devices:
+        properties = torch.cuda.get_device_properties(device)
+        found.append(GpuReading(index=device.index or 0, uuid=f"GPU-{properties.uuid}", name=properties.name))
+    return tuple(found)
+
+
 class RunRecorder:
-    """Keeps what is needed from the beginning of a fit to describe it later; make it in ``on_train_start``."""
+    """Keeps, from the start of a fit on, what is needed to describe the fit at any later moment.
+
+    Make it in ``on_train_start``, where the loader is known, and close it at the end.
+
+    Attributes:
+        batch_bytes: Size of one batch; ``None`` until somebody sets it.
+    """
 
     def __init__(self, trainer: Trainer, clock: StepClock) -> None:
+        self.batch_bytes: int | None = None
         self._clock = clock
         self._children_cpu_s = children_cpu_s()
         self._local_ranks = local_ranks(trainer)
         self._on_gpu = trains_on_gpu(trainer)
         self._loader = train_loader_settings(trainer)
-        self.batch_bytes: int | None = None
+        self._gpus: sampler.Reader | None = None
+        gpu_uuids = [gpu.uuid for gpu in trainer_gpus(trainer) if gpu.uuid is not None]
+        if gpu_uuids:
+            # Without a usable driver utilization is unknown; whoever shows the GPUs tells the user why.
+            with contextlib.suppress(NvmlUnavailableError):
+                self._gpus = sampler.subscribe(gpu_uuids)
+        self._busy_s = self._observed_s = 0.0
+
+    def close(self) -> None:
+        """Let go of the sampler; nothing happens the second time."""
+        if self._gpus is not None:
+            self._take()
+            self._gpus.close()
+            self._gpus = None
+
+    def _take(self) -> None:
+        if self._gpus is None:
+            return
+        for window in self._gpus.take().values():
+            if window.utilization_mean_percent is not None:
+                self._busy_s += window.utilization_mean_percent / 100 * window.utilization_observed_s
+                self._observed_s += window.utilization_observed_s
 
     def measurements(self) -> RunMeasurements:
         """Return everything measured so far."""
         clock = self._clock
+        self._take()
         workers = self._loader is not None and self._loader.num_workers > 0
-        worker_cpu_s = (children_cpu_s() - self._children_cpu_s) / max(1, clock.steps) if workers else None
         return RunMeasurements(
             wall_s=clock.wall_s,
             steps=max(1, clock.steps),
@@ -87,8 +139,8 @@ class RunRecorder:
             blocks=tuple(clock.blocks),
             host=read_host_budget(local_ranks=self._local_ranks),
             on_gpu=self._on_gpu,
-            utilization_percent=None,
+            utilization_percent=100 * self._busy_s / self._observed_s if self._observed_s > 0 else None,
             loader=self._loader,
-            worker_cpu_s_per_batch=worker_cpu_s,
+            worker_cpu_s_per_batch=(children_cpu_s() - self._children_cpu_s) / max(1, clock.steps) if workers else None,
             batch_bytes=self.batch_bytes,
         )

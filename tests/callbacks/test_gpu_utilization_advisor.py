@@ -1,0 +1,134 @@
+"""The advisor in real trainings on the CPU, where the loader, a callback or nothing is slow."""
+
+import pickle
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, LowGPUUtilizationWarning
+from lightning_gpu_tools.diagnosis import Diagnosis
+
+STEPS = 90
+
+
+class SlowCallback(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.004)
+
+
+def train(
+    folder: Path,
+    advisor: GPUUtilizationAdvisor,
+    train_loader: DataLoader[torch.Tensor],
+    model: Model,
+    *others: Callback,
+) -> tuple[Diagnosis, list[str]]:
+    """Train and return the diagnosis and the advisor's warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(folder, callbacks=[advisor], max_epochs=2).fit(model, train_loader)
+    assert advisor.diagnosis is not None
+    return advisor.diagnosis, [str(w.message) for w in caught if w.category is LowGPUUtilizationWarning]
+
+
+def short_advisor(**options: Any) -> GPUUtilizationAdvisor:
+    return GPUUtilizationAdvisor(**{"min_seconds": 0.1, **options})
+
+
+def test_a_slow_dataset_is_warned_about_once_with_the_settings_now_and_to_be(tmp_path: Path) -> None:
+    slow = loader(Samples(STEPS, time.sleep, 0.004))
+    diagnosis, warned = train(tmp_path, short_advisor(), slow, Model())
+    assert diagnosis.verdict == "low"
+    finding = diagnosis.findings[0]
+    assert finding.cause == "data_loading"
+    assert finding.evidence["kind"] == "too_few_workers"
+    assert 0.5 < finding.share < 1
+    assert finding.ceiling == pytest.approx(1 / (1 - finding.share))
+    assert 4 <= finding.evidence["wait_ms_per_step"] < 12
+    (message,) = warned
+    for words in ("(now 0)", "num_workers=", "prefetch_factor=2", "persistent_workers=True", "pin_memory=False"):
+        assert words in message
+
+
+def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path) -> None:
+    diagnosis, warned = train(tmp_path, short_advisor(), loader(Samples(STEPS)), Model(time.sleep, step_s=0.01))
+    assert diagnosis.verdict == "healthy"
+    assert diagnosis.findings == ()
+    assert warned == []
+
+
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_a_slow_callback_is_called_by_its_name_wherever_it_stands(tmp_path: Path, slow_first: bool) -> None:
+    advisor, slow = short_advisor(), SlowCallback()
+    callbacks = [slow, advisor] if slow_first else [advisor, slow]
+    with pytest.warns(LowGPUUtilizationWarning, match="The callback SlowCallback takes"):
+        quiet_trainer(tmp_path, callbacks=callbacks, max_epochs=2).fit(Model(), loader(Samples(STEPS)))
+    assert advisor.diagnosis is not None
+    assert [finding.cause for finding in advisor.diagnosis.findings][:1] == ["callback"]
+    assert advisor.diagnosis.findings[0].evidence["name"] == "SlowCallback"
+
+
+def test_a_short_run_is_not_judged(tmp_path: Path) -> None:
+    slow = loader(Samples(20, time.sleep, 0.004))
+    diagnosis, warned = train(tmp_path, GPUUtilizationAdvisor(), slow, Model())
+    assert diagnosis.verdict == "too_short"
+    assert "at least 50 steps" in diagnosis.why
+    assert warned == []
+
+
+def test_a_run_that_fails_is_judged_by_what_it_did(tmp_path: Path) -> None:
+    advisor = short_advisor(min_steps=20)
+    with pytest.warns(LowGPUUtilizationWarning, match="Waiting for data"), pytest.raises(Boom):
+        quiet_trainer(tmp_path, callbacks=[advisor, Raise(at_step=70)]).fit(
+            Model(), loader(Samples(STEPS, time.sleep, 0.004))
+        )
+    assert advisor.diagnosis is not None
+    assert advisor.diagnosis.findings[0].cause == "data_loading"
+
+
+def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
+    seen = []
+
+    class Ask(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            seen.append(advisor.diagnosis)
+
+    advisor = short_advisor()
+    assert advisor.diagnosis is None
+    quiet_trainer(tmp_path, callbacks=[Ask(), advisor]).fit(Model(), loader(Samples(5)))
+    assert [diagnosis.verdict for diagnosis in seen if diagnosis] == ["too_short"] * 5
+
+
+def test_the_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
+    advisor = short_advisor()
+    quiet_trainer(tmp_path, callbacks=[advisor]).fit(Model(), loader(Samples(STEPS, time.sleep, 0.002)))
+    assert advisor.diagnosis is None
+
+
+def test_it_pickles_and_trains_afterwards(tmp_path: Path) -> None:
+    advisor = pickle.loads(pickle.dumps(short_advisor(min_steps=7)))
+    assert advisor.min_steps == 7
+    quiet_trainer(tmp_path, callbacks=[advisor], fast_dev_run=True).fit(Model(), loader(Samples(5)))
+    assert advisor.diagnosis.verdict == "too_short"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_utilization_percent": 101}, "between 0 and 100, got 101"),
+        ({"min_steps": 0}, "at least 1, got 0"),
+        ({"min_seconds": -1}, "must not be negative, got -1"),
+        ({"min_seconds": float("nan")}, "must not be negative, got nan"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""The report as JSON, as text and as files."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.diagnosis import Diagnosis, Finding
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.report import GpuSummary, Report, from_json, load_report, render_text, save_report, to_json
+
+FINDING = Finding(
+    cause="data_loading",
+    share=0.61,
+    ceiling=1 / 0.39,
+    ceiling_lower=2.4,
+    evidence={"kind": "too_few_workers", "wait_ms_per_step": 31.0, "step_ms": 51.0},
+    advice="In the DataLoader set num_workers=6 (now 0).",
+)
+REPORT = Report(
+    outcome="stopped by KeyError at step 812",
+    started_at="2026-01-02T03:04:05+00:00",
+    steps=812,
+    wall_s=41.4,
+    phase_s={"data_loading": 25.2, "training_step": 15.0, "callback/EarlyStopping": 1.0, "unexplained": 0.2},
+    step_s_median=0.051,
+    diagnosis=Diagnosis(
+        verdict="low",
+        findings=(FINDING,),
+        why="Waiting for data takes 61 % of the wall time (31 of 51 ms a steady step).",
+        next_step="In the DataLoader set num_workers=6 (now 0). Up to 2.5 times as fast.",
+    ),
+    gpus=(
+        GpuSummary(
+            index=3,
+            uuid="GPU-1",
+            name="NVIDIA H200",
+            utilization_percent_mean=34.2,
+            utilization_percent_p5=0.0,
+            utilization_percent_p95=99.0,
+            memory_used_bytes_max=60 * 2**30,
+            memory_total_bytes=140 * 2**30,
+            timelines={"utilization_percent": [[0.5, 30.0], [1.5, 38.0]]},
+        ),
+    ),
+    settings={"batch_size": 64, "world_size": 2},
+)
+
+
+def test_what_is_written_is_read_again() -> None:
+    assert from_json(to_json(REPORT)) == REPORT
+
+
+def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
+    endless = replace(REPORT, diagnosis=replace(REPORT.diagnosis, findings=(replace(FINDING, ceiling=math.inf),)))
+    text = to_json(endless)
+    assert json.loads(text, parse_constant=pytest.fail)["diagnosis"]["findings"][0]["ceiling"] is None
+    assert from_json(text) == endless
+
+
+def test_the_text_says_verdict_why_and_next_and_closes_the_tree() -> None:
+    lines = render_text(REPORT).splitlines()
+    assert lines[0].startswith("Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms a step")
+    assert lines[1].startswith("Why:     Waiting for data takes 61 %")
+    assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
+    assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), 60.0 GiB of 140 GiB" in lines
+    assert "Where the 41.4 s went (100 % explained)" in lines
+    (cause,) = [line for line in lines if line.endswith("◀ cause")]
+    assert cause.startswith("├─ waiting for data")
+    assert "60.9 %" in cause
+    assert lines[-1].startswith("└─ unexplained")
+
+
+def test_samples_per_second_count_every_rank() -> None:
+    assert f"{64 * 2 / 0.051:.4g} samples/s" in render_text(REPORT)
+
+
+words = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"]), min_size=1, max_size=300)
+
+
+@given(
+    words,
+    words,
+    st.dictionaries(words.map(lambda name: f"callback/{name}"), st.floats(0, 1e6), max_size=20),
+    st.floats(1e-3, 1e6),
+)
+def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str, float], wall_s: float) -> None:
+    spaced = " ".join(why[i : i + 40] for i in range(0, len(why), 40))
+    report = replace(
+        REPORT,
+        wall_s=wall_s,
+        phase_s=phases,
+        diagnosis=replace(REPORT.diagnosis, why=spaced),
+        gpus=(replace(REPORT.gpus[0], name=name[:60]),),
+    )
+    assert max(map(len, render_text(report).splitlines())) <= 100
+
+
+def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
+    path = save_report(REPORT, tmp_path / "new" / "folder")
+    assert path == tmp_path / "new" / "folder" / "gpu_report.json"
+    assert load_report(path) == load_report(path.parent) == REPORT
+    assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not a report"),
+        ("[]", "is not a report"),
+        ("{}", "is not a report"),
+        ('{"schema_version": 1}', "is not a report"),
+        ('{"schema_version": 99}', "newer version"),
+        (to_json(REPORT)[:-40], "is not a report"),
+        (to_json(REPORT).replace('"steps"', '"stairs"'), "is not a report"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(content)
+    with pytest.raises(ReportError, match=message) as caught:
+        load_report(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_report_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="No report can be read") as caught:
+        load_report(tmp_path)
+    assert str(tmp_path / "gpu_report.json") in str(caught.value)
+
+
+def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(tmp_path: Path) -> None:
+    save_report(REPORT, tmp_path)
+    code = (
+        "import resource, sys\n"
+        "from lightning_gpu_tools.report import load_report, save_report\n"
+        "report = load_report(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "save_report(report, sys.argv[1])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "OSError" in result.stderr
+    assert os.listdir(tmp_path) == ["gpu_report.json"]
+    assert load_report(tmp_path) == REPORT
