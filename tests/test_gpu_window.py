@@ -130,6 +130,12 @@ def test_windows_together_hold_what_one_window_would(steps, cuts):
     assert sum(percent_seconds) == pytest.approx(whole.utilization_mean_percent * whole.utilization_observed_s)
 
 
+def test_the_first_sample_of_a_look_counts_from_the_last_one_of_the_look_before():
+    window = window_of(look(1.0, (1.0, 0)), look(1.25, (1.25, 100)), look(2.25, (2.25, 0)))
+    assert window.utilization_observed_s == 1.0 + 0.25 + 1.0
+    assert window.utilization_mean_percent == pytest.approx(25 / 2.25)
+
+
 def test_an_empty_window_knows_nothing():
     window = WindowBuilder("GPU-a").take()
     assert window.duration_s == window.utilization_observed_s == 0

@@ -87,6 +87,8 @@ def test_every_reader_gets_everything_from_one_thread(clock):
         first.close()
         assert len(sampling_threads()) == 1  # the other one still reads
     assert sampling_threads() == []
+    functions = [call.function for call in clock.calls()]
+    assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 2  # one probe a GPU
 
 
 def test_nothing_is_left_open_and_one_can_begin_again(clock):
@@ -112,13 +114,36 @@ def test_the_thread_looks_by_itself(driver):
             )
 
 
-def test_taking_asks_no_driver(clock):
-    clock.gpus = [gpu()]
-    with subscribe([clock.gpus[0].uuid], interval_s=NEVER_S) as reader:
+class RecordingProbe:
+    """Remembers which threads have read it."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.was_read = threading.Event()
+
+    def read(self) -> GpuSample:
+        self.threads.append(threading.current_thread())
+        self.was_read.set()
+        return GpuSample(uuid="GPU-a", time_s=float(len(self.threads)))
+
+    def close(self) -> None:
+        pass
+
+
+def test_only_the_thread_asks_the_driver():
+    probe = RecordingProbe()
+    with Sampler(open_probe=lambda uuid: probe).subscribe(["GPU-a"], NEVER_S) as reader:
         reader.take(wait_s=PATIENCE_S)
-        clock.forget_calls()
         reader.take()
-        assert clock.calls() == []
+        reader.timelines("GPU-a")
+    assert probe.threads
+    assert threading.current_thread() not in probe.threads
+
+
+def test_the_first_look_is_at_once():
+    probe = RecordingProbe()
+    with Sampler(open_probe=lambda uuid: probe).subscribe(["GPU-a"], NEVER_S):
+        assert probe.was_read.wait(5.0)  # half the time until the thread looks by itself
 
 
 def test_what_was_collected_can_be_taken_after_closing(clock):

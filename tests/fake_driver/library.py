@@ -142,6 +142,11 @@ def _device_function(*names: str, mig: bool = False) -> Callable[..., Any]:
     return _function(*names)
 
 
+def instances(card: Any) -> list[Any]:
+    """The MIG instances of a GPU."""
+    return [instance for instance in card.mig or [] if instance is not None]
+
+
 class Library:
     """The driver library of one process, and what that process did with it."""
 
@@ -203,7 +208,7 @@ class Library:
         for card in self.state.gpus:
             if card.uuid == uuid:
                 return card
-            for instance in card.mig or []:
+            for instance in instances(card):
                 if instance.uuid == uuid:
                     instance.parent = card
                     return instance
@@ -222,6 +227,7 @@ class Library:
     def _call(self, name: str, arguments: tuple[Any, ...]) -> int:
         if os.getpid() != self._pid:  # a forked child: what the parent opened is not open here
             self._pid, self._init_count = os.getpid(), 0
+            self._uuids.clear()
         uuid = self._uuids.get(_address(arguments[0])) if name in _ON_DEVICE else None
         log = os.environ.get(CALLS_VARIABLE)
         if log:
@@ -315,7 +321,7 @@ def _by_index(library: Library, index: Any, handle: Any) -> None:
 def _by_uuid(library: Library, uuid: Any, handle: Any) -> None:
     wanted = _in(uuid).decode()
     known = [card.uuid for card in library.state.gpus]
-    known += [instance.uuid for card in library.state.gpus for instance in card.mig or []]
+    known += [instance.uuid for card in library.state.gpus for instance in instances(card)]
     if wanted not in known:
         raise NvmlFailure("NOT_FOUND")
     library.check(library.find(wanted), "nvmlDeviceGetHandleByUUID")
@@ -451,7 +457,7 @@ def _max_mig_count(_library: Library, device: Any, count: Any) -> None:
 def _mig_by_index(library: Library, device: Any, index: Any, handle: Any) -> None:
     if device.mig is None or _in(index) >= 7:
         raise NvmlFailure("INVALID_ARGUMENT")
-    if _in(index) >= len(device.mig):
+    if _in(index) >= len(device.mig) or device.mig[_in(index)] is None:
         raise NvmlFailure("NOT_FOUND")
     _point(handle, library.handle_of(device.mig[_in(index)].uuid))
 
@@ -626,7 +632,7 @@ def _gpm_sample(library: Library, device: Any, sample: Any) -> None:
 @_device_function("nvmlGpmMigSampleGet")
 def _gpm_mig_sample(library: Library, device: Any, gpu_instance: Any, sample: Any) -> None:
     _required(device.gpm)
-    for instance in device.mig or []:
+    for instance in instances(device):
         if instance.gpu_instance == _in(gpu_instance):
             _gpm_take(library, instance, sample)
             return

@@ -86,7 +86,7 @@ class Gpu:
     processes: list[Process] | None = field(default_factory=list)
     compute_mode: str | None = "default"  # exclusive_thread, prohibited, exclusive_process
     mig_capable: bool = True
-    mig: list[MigInstance] | None = None  # a list, also an empty one: MIG mode is on
+    mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
     memory_numa_node: int | None = None  # only where GPU memory is a NUMA node of its own (Grace Hopper)
     cpus: list[int] | None = field(default_factory=lambda: [0, 1])
@@ -209,6 +209,8 @@ class Driver:
             card.uuid = card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}"
             card.pci = card.pci or (0, 16 * (position + 1), 0)
             for slot, instance in enumerate(card.mig or []):
+                if instance is None:
+                    continue
                 instance.uuid = instance.uuid or f"MIG-{uuids.uuid5(uuids.NAMESPACE_OID, f'{card.uuid}/{slot}')}"
                 instance.gpu_instance = instance.gpu_instance or slot + 1
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
