@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     )
     from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.selection import GpuSelection, list_gpus, select_gpus
-    from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy, FreeMemoryStrategy
+    from lightning_gpu_tools.strategies import (
+        FreeMemoryDDPStrategy,
+        FreeMemoryDeepSpeedStrategy,
+        FreeMemoryFSDPStrategy,
+        FreeMemoryStrategy,
+    )
     from lightning_gpu_tools.weights import LoadReport, load_from_checkpoint, load_weights
 
 _MODULE_OF = {
@@ -62,6 +67,8 @@ _MODULE_OF = {
     "list_gpus": "selection",
     "select_gpus": "selection",
     "FreeMemoryDDPStrategy": "strategies",
+    "FreeMemoryDeepSpeedStrategy": "strategies",
+    "FreeMemoryFSDPStrategy": "strategies",
     "FreeMemoryStrategy": "strategies",
     "LoadReport": "weights",
     "load_from_checkpoint": "weights",
@@ -94,6 +101,8 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "list_gpus",
     "select_gpus",
     "FreeMemoryDDPStrategy",
+    "FreeMemoryDeepSpeedStrategy",
+    "FreeMemoryFSDPStrategy",
     "FreeMemoryStrategy",
     "LoadReport",
     "load_from_checkpoint",

@@ -147,9 +147,9 @@ class Request:
         requirements: What is asked for.
         wait_s: For how long to wait, ``None`` = not at all.
         claim: Whether to claim.
-        group: Name that a launcher gives to processes which share one choice: the first one makes it, the others take
-            it over.
-        among: UUIDs to stay within, besides ``CUDA_VISIBLE_DEVICES``; ``None`` = all.
+        group: Name of processes which share one choice: the first one makes it, the others take it over.
+        among: UUIDs to pick from, instead of ``CUDA_VISIBLE_DEVICES``. The choice is then given in their order, not
+            the best first. ``None`` = what ``CUDA_VISIBLE_DEVICES`` says.
     """
 
     requirements: Requirements
@@ -195,6 +195,11 @@ def pick(request: Request) -> GpuSelection:
             return _attempt(request, ledger)
 
 
+def visible() -> tuple[GpuReading, ...]:
+    """Return the GPUs and MIG instances that ``CUDA_VISIBLE_DEVICES`` lets through, in CUDA's order."""
+    return _read(None)[1]
+
+
 def own_jobs() -> list[str]:
     """Return the names of the claims that this process counts as its own."""
     return [job for job in os.environ.get(JOB_VARIABLE, "").split(",") if job]
@@ -231,8 +236,8 @@ def _attainable(request: Request, reasons: NotEnoughGpusError) -> tuple[str, ...
     Raises:
         NotEnoughGpusError: No waiting can help.
     """
-    _, visible = _read()
-    uuids = attainable(_allowed(visible, request), request.requirements)
+    _, visible = _read(request.among)
+    uuids = attainable(visible, request.requirements)
     if len(uuids) < request.requirements.count:
         message = f"{reasons.args[0]} Waiting cannot help: even unused GPUs would not do."
         raise NotEnoughGpusError(message, reasons.requested, reasons.rejected)
@@ -245,17 +250,19 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     Raises:
         NotEnoughGpusError: There is no such set.
     """
-    gpus, visible = _read()
+    gpus, visible = _read(request.among)
     process_ids = {process.pid for gpu in _with_instances(gpus) for process in gpu.processes or ()}
     live = ledger.claims(process_ids)
     for other in live:
         if request.group is not None and other.group == request.group:
             return _take_over(other, gpus, ledger.join(other))
     others = [other for other in live if other.job not in own_jobs()]
-    ranking = rank_gpus(_allowed(visible, request), others, request.requirements, {os.getpid()}, ahead)
+    ranking = rank_gpus(visible, others, request.requirements, {os.getpid()}, ahead)
     chosen = ranking.candidates[: request.requirements.count]
     if len(chosen) < request.requirements.count:
         raise _not_enough(request, gpus, visible, ranking, others)
+    if request.among is not None:
+        chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
     held = None
     if request.claim or request.group is not None:
         kind, memory_bytes = _what_to_claim(request)
@@ -263,17 +270,16 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     return GpuSelection(tuple(one.gpu for one in chosen), _why(chosen, visible), held)
 
 
-def _read() -> tuple[tuple[GpuReading, ...], tuple[GpuReading, ...]]:
-    """Return all GPUs, and those of them and of their MIG instances that ``CUDA_VISIBLE_DEVICES`` lets through."""
+def _read(among: Sequence[str] | None) -> tuple[tuple[GpuReading, ...], tuple[GpuReading, ...]]:
+    """Return all GPUs, and those of them and of their MIG instances that may be picked, in CUDA's order."""
     from lightning_gpu_tools import nvml
 
     gpus = nvml.read_gpus()
+    if among is not None:
+        by_uuid = {gpu.uuid: gpu for gpu in _with_instances(gpus)}
+        return gpus, tuple(by_uuid[uuid] for uuid in among if uuid in by_uuid)
     mask, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
     return gpus, visible_gpus(gpus, mask, order, cuda.device_order)
-
-
-def _allowed(visible: Sequence[GpuReading], request: Request) -> list[GpuReading]:
-    return [gpu for gpu in visible if request.among is None or gpu.uuid in request.among]
 
 
 def _not_enough(
@@ -284,16 +290,13 @@ def _not_enough(
     others: Sequence[GpuClaim],
 ) -> NotEnoughGpusError:
     count, mask = request.requirements.count, os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = [
-        Rejection(gpu=gpu, reason=f"outside CUDA_VISIBLE_DEVICES={mask!r}")
-        for gpu in _with_instances(gpus)
-        if gpu not in visible
-    ]
+    outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if request.among is None else "not among those asked for"
+    hidden = [Rejection(gpu=gpu, reason=outside) for gpu in _with_instances(gpus) if gpu not in visible]
     rejections = sorted([*ranking.rejections, *hidden], key=lambda rejection: rejection.gpu.index)
     asked = f"Asked for {count} GPU{'s' if count > 1 else ''}"
     if gpus:
         message = f"{asked}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-        message += _sharding_hint(_allowed(visible, request), others, request.requirements)
+        message += _sharding_hint(visible, others, request.requirements)
     else:
         message = f"{asked}, but the NVIDIA driver lists none."
     return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])

@@ -1,0 +1,99 @@
+"""``FreeMemoryCUDAAccelerator``: Lightning's CUDA accelerator on the GPUs with the most free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from typing_extensions import override
+
+from lightning_gpu_tools import placement
+from lightning_gpu_tools.selection import Request
+
+
+class FreeMemoryCUDAAccelerator(CUDAAccelerator):
+    """Trains on the GPUs with the most free memory, and claims them for as long as the job lives.
+
+    On a server that several people share, Lightning's own choice is GPU 0, 1, ..., whoever is on them. This one takes
+    idle GPUs before busy ones and then those with the most free memory, stays inside ``CUDA_VISIBLE_DEVICES``, and
+    respects what others have claimed. All processes of the job on this machine get the same GPUs: children of DDP,
+    ranks of torchrun and SLURM, and the next ``Trainer`` in the same script. If ``CUDA_VISIBLE_DEVICES`` already has
+    exactly as many GPUs as ``devices`` asks for, as under a scheduler, they are used as they are.
+
+    ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify; a list: those, if they
+    qualify.
+
+    Args:
+        min_free: Memory that each GPU must have free, such as ``"8GiB"`` or bytes; see
+            :func:`lightning_gpu_tools.select_gpus`, also for the others.
+        max_utilization: Highest utilization in percent that each GPU may have.
+        exclusive: Whether nobody else may be on them.
+        wait: For how long to wait for them, such as ``"10m"`` or seconds; ``None``: do not wait.
+        claim: Whether to claim them.
+
+    Raises:
+        ValueError: An option is out of range.
+
+    Example::
+
+        trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(min_free="8GiB"), devices=2, strategy="ddp")
+    """
+
+    _request = Request.parse()
+
+    def __new__(cls, *args: Any, **options: Any) -> FreeMemoryCUDAAccelerator:  # noqa: D102 - documented by the class
+        # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
+        # to be where the class can see them: each accelerator is the only one of a class of its own.
+        own_class = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+        return super().__new__(own_class)
+
+    def __init__(
+        self,
+        min_free: int | str | None = None,
+        max_utilization: float | None = None,
+        exclusive: bool = False,
+        wait: float | str | None = None,
+        claim: bool = True,
+    ) -> None:
+        super().__init__()
+        type(self)._request = Request.parse(1, min_free, max_utilization, exclusive, wait, claim)
+        self._options = (min_free, max_utilization, exclusive, wait, claim)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FreeMemoryCUDAAccelerator, self._options
+
+    @classmethod
+    @override
+    def parse_devices(cls, devices: int | str | list[int]) -> list[int] | None:
+        """Pick the GPUs and return their device numbers; exactly as many as asked for."""
+        count = _count(devices)
+        indices = None if count is not None else CUDAAccelerator.parse_devices(devices)
+        placed = place_devices(count if count is not None else indices or [], cls._request)
+        return CUDAAccelerator.parse_devices(devices) if placed is None else placed
+
+    @classmethod
+    @override
+    def auto_device_count(cls) -> int:
+        """Return how many of the visible GPUs qualify."""
+        return placement.how_many(cls._request)
+
+
+def place_devices(devices: int | Sequence[int], request: Request) -> list[int] | None:
+    """Return the numbers of the CUDA devices to use, ``None`` to leave them as they are; see ``placement.place``."""
+    return placement.place(devices, request, _cuda_uuids)
+
+
+def _count(devices: int | str | list[int]) -> int | None:
+    """Return how many devices are asked for, -1 for all; ``None`` if they are named one by one."""
+    if isinstance(devices, str):
+        text = devices.strip()
+        return int(text) if text == "-1" or text.isdecimal() else None
+    return devices if isinstance(devices, int) and not isinstance(devices, bool) else None
+
+
+def _cuda_uuids() -> list[str]:
+    """Return the UUIDs of the devices that CUDA shows this process."""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"GPU-{one.uuid}" for one in properties]
