@@ -1,0 +1,311 @@
+"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never half a file."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.__version__ import version as lightning_version
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_gpu_tools.errors import (
+    AmbiguousCheckpointError,
+    BrokenCheckpointError,
+    CheckpointMismatchError,
+    KeyCollisionError,
+)
+from lightning_gpu_tools.key_groups import list_groups
+from lightning_gpu_tools.key_renaming import RenamePlan, clean_names, plan_renaming
+from lightning_gpu_tools.model_keys import module_versions, read_model, wrapper_paths
+from lightning_gpu_tools.state_dicts import (
+    LIGHTNING_VERSION,
+    MODEL_STATES,
+    find_state_dicts,
+    is_lightning_checkpoint,
+    own_all_but_weights,
+    same_tensors,
+    shapes_of,
+)
+from lightning_gpu_tools.torch_checkpoint import read_checkpoint, remove_checkpoint, verify_checkpoint, write_checkpoint
+
+MANIFEST = "lightning_gpu_tools"
+_MANIFEST_VERSION = 1
+
+
+class PortableCheckpointIO(CheckpointIO):
+    """Makes the Trainer's checkpoints load anywhere and never leaves half a file.
+
+    On save, the keys get the names that they have in the model without ``DataParallel``, DDP, ``torch.compile`` and the
+    like. On load (``ckpt_path`` of fit, validate, test and predict) any such prefixes are taken off or put on as the
+    model at hand needs them. Files are written beside their target and moved into its place when they are complete and
+    on the disk; local files are mapped instead of read; everything is loaded to the CPU and with ``weights_only=True``
+    unless the caller says otherwise.
+
+    What is not a Trainer's checkpoint (Fabric's dictionaries, the bare weights that ``ddp_spawn`` sends to its parent)
+    comes back exactly as it was given.
+
+    Args:
+        inner: The plugin that reads and writes the files; this one then only changes keys. ``None``: it does both.
+        verify: Whether to compare a file with its checksums before loading it. torch itself loads a file with a flipped
+            bit without a word.
+
+    Example:
+        >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PortableCheckpointIO:
+        """Also count the copies that unpickling makes: ``ddp_spawn`` sends the plugin to its processes."""
+        plugin = super().__new__(cls)
+        _plugins.add(plugin)
+        return plugin
+
+    def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
+        self.inner = inner
+        self.verify = verify
+        self._trainer: Callable[[], Trainer | None] = _nobody
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take keys from the model of this trainer, as it is whenever a checkpoint is saved or loaded.
+
+        Lightning's entry point calls this for every Trainer that has the plugin. The trainer is not kept alive.
+        """
+        self._trainer = weakref.ref(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. ``checkpoint`` itself is not changed.
+
+        Raises:
+            TypeError: ``storage_options`` are given and no inner plugin takes them.
+            OSError: The file system refuses; an older file at ``path`` is as it was.
+        """
+        portable = self._make_portable(checkpoint)
+        if self.inner is not None:
+            self.inner.save_checkpoint(portable, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"PortableCheckpointIO takes no storage_options, got {storage_options!r}. Set them in fsspec's "
+                "configuration, or use an inner plugin that takes them."
+            )
+        write_checkpoint(portable, path)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Read a checkpoint, on the CPU unless ``map_location`` says otherwise, with the keys of the trainer's model.
+
+        Raises:
+            CheckpointNotFoundError: There is nothing at ``path``.
+            BrokenCheckpointError: The file is no checkpoint, or damaged.
+            UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
+            CheckpointMismatchError: It does not fit the model, and the model has no hook that could make it fit.
+        """
+        checkpoint: Any
+        if self.inner is not None:
+            if self.verify:
+                verify_checkpoint(path)
+            if map_location is not None:
+                options["map_location"] = map_location
+            checkpoint = self.inner.load_checkpoint(path, weights_only=weights_only, **options)
+        else:
+            checkpoint = own_all_but_weights(
+                read_checkpoint(
+                    path,
+                    map_location="cpu" if map_location is None else map_location,
+                    weights_only=weights_only is not False,
+                    verify=self.verify,
+                )
+            )
+        fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
+        return fitted
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint file, link or folder; nothing happens where there is none."""
+        if self.inner is not None:
+            self.inner.remove_checkpoint(path)
+        else:
+            remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Let the inner plugin finish what it has begun."""
+        if self.inner is not None:
+            self.inner.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": _nobody}
+
+    def _model(self) -> LightningModule | None:
+        trainer = self._trainer()
+        return None if trainer is None else trainer.lightning_module
+
+    def _make_portable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        if not is_lightning_checkpoint(checkpoint):
+            return checkpoint
+        portable = dict(checkpoint)
+        model = self._model()
+        wrappers = {} if model is None else wrapper_paths(model)
+        if model is not None:
+            try:
+                _clean(portable, model, wrappers)
+            except KeyCollisionError as error:
+                # The training goes on; the file is what Lightning alone would have written.
+                warnings.warn(f"The checkpoint keeps its wrapped keys: {error}", stacklevel=2)
+        portable[MANIFEST] = {
+            "version": _MANIFEST_VERSION,
+            "wrappers": wrappers,
+            "torch": str(torch.__version__),
+            "lightning": lightning_version,
+            "devices": _devices(portable["state_dict"]),
+        }
+        return portable
+
+    def _fit_to_model(self, checkpoint: Any, path: str | Path) -> Any:
+        trainer, model = self._trainer(), self._model()
+        if trainer is None or model is None:
+            return checkpoint
+        bare = not is_lightning_checkpoint(checkpoint)
+        if bare:
+            # ddp_spawn's parent also reads bare weights; but it has run no setup, so it does not come here.
+            entries = find_state_dicts(checkpoint)
+            if trainer.state.status is not TrainerStatus.RUNNING:
+                return checkpoint
+            if len(entries) != 1:
+                raise BrokenCheckpointError(_not_lightning(path, checkpoint, list(entries)))
+            checkpoint = {
+                LIGHTNING_VERSION: lightning_version,
+                "state_dict": next(iter(entries.values())),
+                "epoch": 0,
+                "global_step": 0,
+            }
+        try:
+            plan, state = _plan(checkpoint["state_dict"], model)
+        except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
+            if _may_still_change(model):
+                return checkpoint
+            error.args = (f"{path} does not fit {type(model).__name__}. {error.args[0]}", *error.args[1:])
+            raise
+        if not (plan.changes_names or plan.tied or plan.kept):
+            return checkpoint
+        if plan.changes_names:
+            rank_zero_info(f"{path}: {plan.describe()}.")
+        beside = [key for key in plan.unused if plan.dropped_root]
+        if beside:
+            rank_zero_warn(f"{path}: loading what is in {plan.dropped_root!r} only, not {list_groups(beside)}.")
+        return _renamed(checkpoint, plan, state)
+
+
+class TrainerIntroduction(Callback):
+    """Hands the trainer to its plugin, before anything is loaded and after every process has its own trainer."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the plugin among those that wrap each other."""
+        plugin: Any = trainer.strategy.checkpoint_io
+        while plugin is not None:
+            if isinstance(plugin, PortableCheckpointIO):
+                plugin.attach(trainer)
+            # AsyncCheckpointIO and other wrappers of Lightning, then wrappers that name it as we do.
+            plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
+
+
+def introductions() -> list[Callback]:
+    """Return the callback that introduces trainer and plugin to each other; nothing if there is no plugin."""
+    return [TrainerIntroduction()] if _plugins else []
+
+
+_plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
+
+
+def _nobody() -> None:
+    return None
+
+
+def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping[str, str]) -> None:
+    for name in MODEL_STATES:
+        state = checkpoint.get(name)
+        if not isinstance(state, Mapping):
+            continue
+        plan = RenamePlan(renames=clean_names(state, wrappers))
+        lacks_metadata = getattr(state, "_metadata", None) is None and name == "state_dict"
+        if plan.changes_names or lacks_metadata:
+            cleaned = plan.apply(state)
+            if lacks_metadata:  # AsyncCheckpointIO and WeightAveraging rebuild the dictionary without it
+                rename = plan.rename_key()
+                versions = {rename(path): entry for path, entry in module_versions(model).items()}
+                cleaned._metadata = type(cleaned)(versions)  # type: ignore[attr-defined]
+            checkpoint[name] = cleaned
+        if name == "state_dict" and "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = _rename_optimizers(checkpoint["optimizer_states"], plan)
+
+
+def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, Any]) -> dict[str, Any]:
+    renamed = dict(checkpoint)
+    for name in MODEL_STATES:
+        if name in checkpoint:
+            weights = plan.apply(checkpoint[name], keep=plan.unexpected)
+            weights.update((key, state[key]) for key in plan.kept)
+            renamed[name] = weights
+    if "optimizer_states" in checkpoint:
+        renamed["optimizer_states"] = _rename_optimizers(checkpoint["optimizer_states"], plan)
+    return renamed
+
+
+def _rename_optimizers(states: Any, plan: RenamePlan) -> Any:
+    """Rename the parameters in optimizer states that go by name; most go by number and stay."""
+    rename = plan.rename_key()
+
+    def renamed(name: Any) -> Any:
+        return rename(name) if isinstance(name, str) else name
+
+    def one(state: Any) -> Any:
+        if not isinstance(state, Mapping) or not any(isinstance(name, str) for name in state.get("state", ())):
+            return state
+        return {
+            **state,
+            "state": {renamed(name): value for name, value in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [renamed(name) for name in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    return [one(state) for state in states] if isinstance(states, list) else states
+
+
+def _plan(weights: Mapping[str, Any], model: LightningModule) -> tuple[RenamePlan, Mapping[str, Any]]:
+    keys, state = read_model(model, weights)
+    plan = plan_renaming(shapes_of(weights), keys, strict=model.strict_loading, same_tensor=same_tensors(weights))
+    return plan, state
+
+
+def _may_still_change(model: LightningModule) -> bool:
+    """Whether a hook of the user's comes after the plugin that may change the checkpoint, the model or the loading."""
+    return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
+
+
+def _devices(weights: Mapping[str, Any]) -> list[str]:
+    return sorted({str(value.device) for value in weights.values() if isinstance(value, torch.Tensor)})
+
+
+def _not_lightning(path: str | Path, content: Any, entries: list[str]) -> str:
+    what = (
+        f"a dictionary with {', '.join(map(str, list(content)[:8]))}"
+        if isinstance(content, dict)
+        else (f"a {type(content).__name__}")
+    )
+    if entries:
+        return (
+            f"{path} is no Lightning checkpoint but {what}, with several sets of weights: {', '.join(entries)}. "
+            "Load one of them with lightning_gpu_tools.load_weights(model, path, root=...)."
+        )
+    return f"{path} is no checkpoint of a model: it holds {what}."

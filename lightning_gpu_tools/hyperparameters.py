@@ -1,0 +1,105 @@
+"""Build a LightningModule as its checkpoint says: the part of ``load_from_checkpoint`` before any weight is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lightning.__version__ import version as lightning_version
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+from lightning.pytorch.utilities.parsing import AttributeDict
+
+from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.state_dicts import LIGHTNING_VERSION, find_state_dicts, is_lightning_checkpoint
+
+Module = TypeVar("Module", bound=LightningModule)
+
+# How LightningCLI says in a checkpoint that nested classes are to be built. Anything else there could run any function.
+_CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+
+
+def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a checkpoint in the form of this version of Lightning; bare weights become one without hyperparameters.
+
+    Raises:
+        BrokenCheckpointError: There are no weights in it.
+    """
+    if is_lightning_checkpoint(content):
+        checkpoint: dict[str, Any] = migrate_checkpoint(dict(content))[0]
+        return checkpoint
+    if not find_state_dicts(content):
+        raise BrokenCheckpointError(f"{path} holds no weights but a {type(content).__name__}.")
+    return (
+        {LIGHTNING_VERSION: lightning_version, **content}
+        if "state_dict" in content
+        else {LIGHTNING_VERSION: lightning_version, **_only_weights(content)}
+    )
+
+
+def _only_weights(content: Any) -> Mapping[str, Any]:
+    entries = find_state_dicts(content)
+    return {"state_dict": entries[""]} if "" in entries else entries
+
+
+def build_module(
+    model_class: type[Module],
+    checkpoint: Mapping[str, Any],
+    hparams_file: str | os.PathLike[str] | None,
+    arguments: Mapping[str, Any],
+) -> Module:
+    """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them.
+
+    Raises:
+        ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
+        UnsafeCheckpointError: The checkpoint asks for a function or class that only LightningCLI may name.
+    """
+    saved = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    values = dict(saved if hparams_file is None else _read_hparams(hparams_file))
+    values.update(arguments)
+    parameters = inspect.signature(model_class.__init__).parameters
+    whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
+    if whole in parameters and whole != "kwargs":  # the class takes all of them as one argument
+        kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
+        values = {whole: values if kind is None else AttributeDict(values), **arguments}
+    instantiator = values.pop("_instantiator", None)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values = {name: value for name, value in values.items() if name in parameters or name == "_class_path"}
+    if instantiator is None:
+        values.pop("_class_path", None)
+        return model_class(**values)
+    return _build_for_cli(model_class, instantiator, values)
+
+
+def _build_for_cli(model_class: type[Module], instantiator: Any, values: dict[str, Any]) -> Module:
+    if instantiator not in _CLI_INSTANTIATORS:
+        raise UnsafeCheckpointError(
+            f"The checkpoint wants {instantiator!r} to build its model. Only LightningCLI's own function is called."
+        )
+    class_path = values.get("_class_path")
+    if class_path is not None:
+        module, _, name = str(class_path).rpartition(".")
+        named = getattr(sys.modules.get(module), name, None)
+        if not (isinstance(named, type) and issubclass(named, model_class)):
+            raise UnsafeCheckpointError(
+                f"The checkpoint wants the class {class_path!r}, which is no {model_class.__name__} that this program "
+                "has imported. Import it first if you trust the checkpoint."
+            )
+    from lightning.pytorch.cli import instantiate_module
+
+    model: Module = instantiate_module(model_class, values)
+    return model
+
+
+def _read_hparams(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix == ".csv":
+        return load_hparams_from_tags_csv(os.fspath(path))
+    if suffix in (".yaml", ".yml"):
+        hparams: Mapping[str, Any] = load_hparams_from_yaml(os.fspath(path))
+        return hparams
+    raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")

@@ -1,0 +1,438 @@
+"""Which weight of a checkpoint belongs to which parameter of a model, decided on names and shapes alone.
+
+The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. Nothing is guessed
+about the model: its wrappers are read from its module types and handed in. In the checkpoint a level called ``module``
+is taken for a wrapper only where that makes the model fit. The order is that of least change: names as they are, one
+attribute (``model.``) less, one attribute more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.key_groups import list_groups
+from lightning_gpu_tools.key_tree import (
+    PRIVATE_SEGMENTS,
+    WRAPPER_COUNTER,
+    WRAPPER_SEGMENT,
+    Node,
+    Overlap,
+    Overlay,
+    Shape,
+    Tree,
+    build_tree,
+    child_modules,
+    is_wrapper,
+    keys_below,
+    unwrap,
+    without_private_segments,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    """What a plan has to know about a model.
+
+    Attributes:
+        shapes: Shape of every key of ``state_dict()``; ``None`` for what is not a tensor or has no shape yet.
+        wrappers: Paths of the modules whose whole content is a child called ``module`` (``DataParallel``, ...).
+        tied: Key -> the first key that is the same tensor, for every tensor that has several keys.
+        optional: Keys that a complete checkpoint may lack.
+        self_loading: Paths of modules that translate the keys below them on their own when they are loaded.
+    """
+
+    shapes: Mapping[str, Shape | None]
+    wrappers: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    self_loading: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenamePlan:
+    """Which checkpoint key becomes which model key.
+
+    Attributes:
+        renames: Checkpoint key -> model key, one-to-one, in the order of the checkpoint; unchanged names included.
+        dropped_root: Attribute of the checkpoint that the model does not have, ``"model."``; ``""`` if none.
+        added_root: Attribute of the model that the checkpoint does not have; ``""`` if none.
+        tied: Model key without a weight of its own in the checkpoint -> checkpoint key that holds the same tensor.
+        kept: Optional model keys that the checkpoint lacks; the model keeps its own values.
+        missing: Model keys without a weight.
+        unexpected: Checkpoint keys that the model has no place for.
+        mismatched: (checkpoint key, its shape, shape in the model).
+        unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
+    """
+
+    renames: Mapping[str, str]
+    dropped_root: str = ""
+    added_root: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, Shape | None, Shape | None], ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @property
+    def changes_names(self) -> bool:
+        """Whether any key gets another name."""
+        return any(old != new for old, new in self.renames.items())
+
+    def describe(self) -> str:
+        """Say what is renamed, for example ``removed "module." from 9 keys``; ``""`` if nothing is."""
+        removed: Counter[str] = Counter()
+        added: Counter[str] = Counter()
+        for old, new in self.renames.items():
+            if old != new:
+                before, after = Counter(old.split(".")[:-1]), Counter(new.split(".")[:-1])
+                removed.update((before - after).keys())
+                added.update((after - before).keys())
+        parts = [f'removed "{segment}." from {count} keys' for segment, count in sorted(removed.items())]
+        parts += [f'added "{segment}." to {count} keys' for segment, count in sorted(added.items())]
+        return ", ".join(parts)
+
+    def rename_key(self) -> Callable[[str], str]:
+        """Return a function that renames any key or module path of the checkpoint, also one without a weight."""
+        moved = _moved_modules(self.renames)
+
+        def rename(name: str) -> str:
+            if name in self.renames:
+                return self.renames[name]
+            path, rest = name, ""
+            while path and path not in moved:
+                path, _, last = path.rpartition(".")
+                if last not in PRIVATE_SEGMENTS:
+                    rest = f"{last}.{rest}" if rest else last
+            return ".".join(part for part in (moved.get(path, path), rest) if part)
+
+        return rename
+
+    def apply(self, state_dict: Mapping[str, Any], *, keep: Iterable[str] = ()) -> OrderedDict[str, Any]:
+        """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along.
+
+        Args:
+            state_dict: The checkpoint's weights; not changed.
+            keep: Keys without a place in the model that stay in, under the name that fits their surroundings.
+        """
+        rename = self.rename_key()
+        stay = {key: rename(key) for key in keep}
+        renamed: OrderedDict[str, Any] = OrderedDict()
+        for key, value in state_dict.items():
+            name = self.renames.get(key, stay.get(key))
+            if name is None:
+                continue
+            if name in renamed:
+                raise KeyCollisionError(f'Two keys of the checkpoint would both become "{name}". Nothing was changed.')
+            renamed[name] = value
+        for name, key in self.tied.items():
+            renamed[name] = state_dict[key]
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            # A wrapper and what it wraps come out under one name; the inner one, later in the order, is the module.
+            renamed._metadata = OrderedDict((rename(path), entry) for path, entry in metadata.items())  # type: ignore[attr-defined]
+        return renamed
+
+
+def clean_names(keys: Iterable[str], wrappers: Iterable[str] = ()) -> dict[str, str]:
+    """Return key -> key without private segments and without the ``module`` of the known ``wrappers``.
+
+    Args:
+        keys: Parameter and buffer names.
+        wrappers: Paths of the modules that are wrappers; a child called ``module`` anywhere else stays.
+
+    Raises:
+        KeyCollisionError: Two keys would get the same name.
+    """
+    tree = build_tree(keys, frozenset(wrappers))
+    for key, other in tree.collisions.items():
+        raise KeyCollisionError(f"{_quote(other, key)} would both become the same key. Nothing was changed.")
+    names: dict[str, str] = {}
+    stack = [("", tree.root)]
+    while stack:
+        path, node = stack.pop()
+        for name, value in node.items():
+            if isinstance(value, str):
+                names[value] = path + name
+            else:
+                stack.append((path + name, value))
+    return names
+
+
+def plan_renaming(
+    checkpoint: Mapping[str, Shape | None],
+    model: ModelKeys,
+    *,
+    root: str | None = None,
+    strict: bool = True,
+    same_tensor: Mapping[str, Hashable] | None = None,
+) -> RenamePlan:
+    """Find the one way in which a checkpoint fits a model.
+
+    Args:
+        checkpoint: Shape of every key; ``None`` for what is not a tensor.
+        model: The model's side.
+        root: Attribute that one side has and the other has not, as ``"model."``; ``""`` for none; ``None`` finds out.
+        strict: Refuse unless every key of the model gets a weight of its shape and every key of the checkpoint finds
+            its place, apart from keys beside a dropped root. If false, take what fits and list the rest.
+        same_tensor: What tells whether two checkpoint keys hold the same tensor, if that is known.
+
+    Raises:
+        AmbiguousCheckpointError: Several sets of weights fit.
+        KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
+        CheckpointMismatchError: Nothing fits.
+    """
+    if root in (None, "") and _fits_as_it_is(checkpoint, model):
+        return RenamePlan(renames={key: key for key in checkpoint})
+    return _Search(checkpoint, model, same_tensor or {}).run(root, strict)
+
+
+def _fits_as_it_is(checkpoint: Mapping[str, Shape | None], model: ModelKeys) -> bool:
+    return checkpoint.keys() == model.shapes.keys() and all(
+        shape is None or model.shapes[key] is None or shape == model.shapes[key] for key, shape in checkpoint.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One way to read the checkpoint: the part that is laid over the model, and how far it covers it."""
+
+    overlap: Overlap
+    scope: Node
+    dropped_root: str = ""
+    added_root: str = ""
+
+
+class _Search:
+    """The readings of one checkpoint for one model, from least change to most."""
+
+    def __init__(
+        self, checkpoint: Mapping[str, Shape | None], model: ModelKeys, same_tensor: Mapping[str, Hashable]
+    ) -> None:
+        self.shapes = checkpoint
+        self.model = model
+        self.same_tensor = same_tensor
+        self.checkpoint_tree = build_tree(checkpoint)
+        self.model_tree = build_tree(model.shapes, model.wrappers)
+        self.overlay = Overlay(checkpoint, model.shapes)
+        self.required = {model.tied.get(key, key) for key in model.shapes.keys() - model.optional}
+
+    def run(self, root: str | None, strict: bool) -> RenamePlan:
+        tried: list[_Reading] = []
+        for readings in self._levels(root):
+            fits = [reading for reading in readings if self._covers_model(reading)]
+            if fits:
+                plan = self._to_plan(self._only(fits))
+                return self._accept(plan) if strict else plan
+            tried += readings
+        if not tried:
+            raise CheckpointMismatchError(
+                f'There is no "{root}" in the checkpoint ({_roots(self.checkpoint_tree)}) nor in the model '
+                f"({_roots(self.model_tree)})."
+            )
+        # max() returns the first of equals: the one with the least change.
+        most = max(len(reading.overlap.pairs) for reading in tried)
+        nearest = next(reading for reading in tried if len(reading.overlap.pairs) == most)
+        plan = self._to_plan(nearest)
+        if strict:
+            return self._accept(plan)
+        if not most and self.shapes and self.model.shapes:
+            raise self._mismatch(plan)
+        if nearest.dropped_root or nearest.added_root:
+            same_kind = [r for r in tried if bool(r.dropped_root) == bool(nearest.dropped_root)]
+            self._only([reading for reading in same_kind if len(reading.overlap.pairs) == most])
+        return plan
+
+    def _levels(self, root: str | None) -> Iterable[list[_Reading]]:
+        checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
+        if root:
+            part = self.checkpoint_tree.find(root)
+            place = self.model_tree.find(root)
+            name = root.rstrip(".") + "."
+            if part is not None:
+                yield [_Reading(self.overlay.largest(part, model), part, dropped_root=name)]
+            elif place is not None:
+                yield [_Reading(self.overlay.largest(checkpoint, place), checkpoint, added_root=name)]
+            return
+        yield [_Reading(self._as_it_is() or self.overlay.largest(checkpoint, model), checkpoint)]
+        if root is None:
+            yield [
+                _Reading(self.overlay.largest(part, model), part, dropped_root=name)
+                for name, part in child_modules(_inside_wrappers(checkpoint))
+            ]
+            yield [
+                _Reading(self.overlay.largest(checkpoint, place), checkpoint, added_root=name)
+                for name, place in child_modules(model)
+            ]
+
+    def _as_it_is(self) -> Overlap | None:
+        """The overlap under the very same names, if that covers the model: what fits is never touched."""
+        have = self.shapes.keys() & self.model.shapes.keys()
+        if not have:
+            return None
+        same = Overlap()
+        for key in self.shapes:
+            if key in have:
+                (same.pairs if self.overlay.fits(key, key) else same.clashes).append((key, key))
+        return same if self._covers(same) or have == self.model.shapes.keys() else None
+
+    def _covers_model(self, reading: _Reading) -> bool:
+        return len(reading.overlap.pairs) >= len(self.required) and self._covers(reading.overlap)
+
+    def _covers(self, overlap: Overlap) -> bool:
+        leader = self.model.tied.get
+        return self.required <= {leader(key, key) for _, key in overlap.pairs}
+
+    def _only(self, fits: list[_Reading]) -> _Reading:
+        different: dict[frozenset[tuple[str, Hashable]], _Reading] = {}
+        for reading in fits:
+            weights = ((key, self.same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
+            different.setdefault(frozenset(weights), reading)
+        if len(different) > 1:
+            roots = [reading.dropped_root or reading.added_root for reading in different.values()]
+            choices = " or ".join(f'root="{name}"' for name in roots)
+            side = "checkpoint holds" if fits[0].dropped_root else "model has"
+            what = "sets of weights" if fits[0].dropped_root else "places"
+            raise AmbiguousCheckpointError(
+                f"The {side} {len(roots)} {what} that fit: {_quote(*roots)}. Say which one: {choices}."
+            )
+        return fits[0]
+
+    def _to_plan(self, reading: _Reading) -> RenamePlan:
+        target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
+        for key, other in self.checkpoint_tree.collisions.items():
+            if key in target:
+                raise KeyCollisionError(
+                    f'{_quote(other, key)} would both become "{target[key]}" of the model. Nothing was changed.'
+                )
+        tied, absent = self._without_weight(target, clashes)
+        unexpected, unused = self._without_place(target, clashes, reading.scope)
+        return RenamePlan(
+            renames={key: target[key] for key in self.shapes if key in target},
+            dropped_root=reading.dropped_root,
+            added_root=reading.added_root,
+            tied=tied,
+            kept=tuple(key for key in absent if key in self.model.optional),
+            missing=tuple(key for key in absent if key not in self.model.optional),
+            unexpected=unexpected,
+            mismatched=tuple((old, self.shapes[old], self.model.shapes[new]) for old, new in clashes.items()),
+            unused=unused,
+        )
+
+    def _without_weight(
+        self, target: Mapping[str, str], clashes: Mapping[str, str]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Model keys that no checkpoint key was laid on: those tied to one that has a weight, and the others."""
+        if len(target) == len(self.model.shapes):
+            return {}, ()
+        leader = self.model.tied.get
+        source = {leader(key, key): old for old, key in target.items()}
+        laid_on = {*target.values(), *clashes.values()}
+        uncovered = [key for key in self.model.shapes if key not in laid_on]
+        tied = {key: source[leader(key, key)] for key in uncovered if leader(key, key) in source}
+        return tied, tuple(key for key in uncovered if key not in tied)
+
+    def _without_place(
+        self, target: Mapping[str, str], clashes: Mapping[str, str], scope: Node
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Checkpoint keys that were not laid on the model: those nobody can explain, and those beside the root."""
+        left = [key for key in self.shapes if key not in target and key not in clashes]
+        if not left:
+            return (), ()
+        inside = {*keys_below(scope), *self.checkpoint_tree.collisions}
+        unexplained = {key for key in left if key in inside and not self._is_wrapper_counter(key)}
+        return tuple(k for k in left if k in unexplained), tuple(k for k in left if k not in unexplained)
+
+    def _is_wrapper_counter(self, key: str) -> bool:
+        path, _, name = key.rpartition(".")
+        if name != WRAPPER_COUNTER:
+            return False
+        node = self.checkpoint_tree.find(path)
+        return node is not None and is_wrapper(node) and node.get(name) == key
+
+    def _accept(self, plan: RenamePlan) -> RenamePlan:
+        """Return the plan unless something is left over that neither side can explain."""
+        if not (plan.unexpected or plan.missing or plan.mismatched):
+            return plan
+        rename = plan.rename_key()
+        inside = _PathSet(self.model.self_loading)
+        left_over = [key for key in plan.unexpected if rename(key) not in inside]
+        missing = [key for key in plan.missing if key not in inside]
+        mismatched = [clash for clash in plan.mismatched if rename(clash[0]) not in inside]
+        if not (left_over or missing or mismatched):
+            return plan
+        bare = {_bare(key): key for key in plan.renames}
+        for key in left_over:
+            if _bare(key) in bare and not missing and not mismatched:
+                other = bare[_bare(key)]
+                raise KeyCollisionError(
+                    f'{_quote(other, key)} would both become "{plan.renames[other]}" of the model. Nothing was changed.'
+                )
+        raise self._mismatch(plan)
+
+    def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
+        covered, wanted = len(plan.renames) + len(plan.tied), len(self.model.shapes)
+        change = f" ({plan.describe()})" if plan.changes_names else ""
+        lines = [f"{covered} of the model's {wanted} keys fit{change}. Nothing was changed."]
+        if plan.missing:
+            lines.append(f"not in the checkpoint: {list_groups(plan.missing)}")
+        if plan.unexpected:
+            lines.append(f"not in the model: {list_groups(plan.unexpected)}")
+        if plan.mismatched:
+            shapes = (f"{key} {have} instead of {want}" for key, have, want in plan.mismatched[:4])
+            more = len(plan.mismatched) - 4
+            lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more > 0 else ""))
+        if covered:
+            lines.append("strict=False loads what fits and reports the rest.")
+        return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
+
+
+class _PathSet:
+    """Whether a key lies at or below one of some module paths."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        self._paths = frozenset(without_private_segments(path) for path in paths)
+
+    def __contains__(self, key: str) -> bool:
+        path = without_private_segments(key) if self._paths else ""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._paths:
+                return True
+        return False
+
+
+def _moved_modules(renames: Mapping[str, str]) -> dict[str, str]:
+    """Return module path in the checkpoint -> module path in the model, as far as the keys tell."""
+    moved: dict[str, str] = {}
+    for old, new in renames.items():
+        old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
+        while old_path not in moved:
+            moved[old_path] = new_path
+            old_path, _, old_name = old_path.rpartition(".")
+            new_path, _, new_name = new_path.rpartition(".")
+            if old_name != new_name or not old_name:
+                break
+    return moved
+
+
+def _inside_wrappers(node: Node) -> Node:
+    while is_wrapper(node):
+        node = unwrap(node)
+    return node
+
+
+def _bare(key: str) -> str:
+    return ".".join(s for s in key.split(".") if s not in PRIVATE_SEGMENTS and s != WRAPPER_SEGMENT)
+
+
+def _roots(tree: Tree) -> str:
+    return list_groups(name for name, _ in child_modules(tree.root)) or "no attributes at all"
+
+
+def _quote(*names: str) -> str:
+    return " and ".join(f'"{name}"' for name in names)

@@ -1,0 +1,122 @@
+"""What a live model tells about its own keys: shapes, wrappers, tied weights.
+
+To teach the package another wrapper, add its class to ``_WRAPPERS`` (or, if importing it is too much to ask, its
+package and name to ``_WRAPPERS_BY_NAME``). That is enough where the wrapped module is its child ``module``. Where the
+child has a name that nobody gives by hand, as ``_orig_mod``, it belongs to ``key_tree.PRIVATE_SEGMENTS`` instead.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_gpu_tools.key_renaming import ModelKeys
+from lightning_gpu_tools.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+# Top-level package and class; all keep what they wrap in the attribute ``module``.
+_WRAPPERS_BY_NAME = frozenset(
+    {
+        ("deepspeed", "DeepSpeedEngine"),
+        ("apex", "DistributedDataParallel"),
+        ("fairscale", "ShardedDataParallel"),
+        ("timm", "ModelEmaV2"),
+        ("timm", "ModelEmaV3"),
+    }
+)
+_BATCH_COUNTER = "num_batches_tracked"
+# Hooks that only put back the prefix of their own wrapper.
+_PREFIX_HOOK_PACKAGES = ("torch.distributed.", "torch._dynamo.", "lightning.")
+
+
+def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
+    """Return what a plan has to know about ``model``, and its ``state_dict()``.
+
+    Args:
+        model: Any module, wrapped or not.
+        checkpoint_keys: Keys of the checkpoint to be loaded. Files from before torch 0.4.1 have no batch counters, and
+            their absence is no fault there.
+    """
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    old_batch_norm = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
+    counters: set[str] = set()
+    wrappers, self_loading = set(), set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _is_wrapper(module):
+            wrappers.add(path)
+            counters.add(_inside(path, WRAPPER_COUNTER))
+        elif isinstance(module, _NormBase):
+            if old_batch_norm:
+                counters.add(_inside(path, _BATCH_COUNTER))
+        elif _loads_itself(module):
+            self_loading.add(path)
+    keys = ModelKeys(
+        shapes={key: shape_of(value) for key, value in state.items()},
+        wrappers=frozenset(wrappers),
+        tied=_tied(state),
+        optional=frozenset(key for key in state if without_private_segments(key) in counters),
+        self_loading=frozenset(self_loading),
+    )
+    return keys, state
+
+
+def wrapper_paths(model: nn.Module) -> dict[str, str]:
+    """Return path -> class name of every wrapper in ``model`` that keeps its content in a child called ``module``."""
+    return {
+        path: type(module).__name__
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _is_wrapper(module)
+    }
+
+
+def module_versions(model: nn.Module) -> OrderedDict[str, dict[str, int]]:
+    """Return what ``state_dict()._metadata`` would hold, without running any state-dict hook."""
+    return OrderedDict(
+        (path, {"version": module._version}) for path, module in model.named_modules(remove_duplicate=False)
+    )
+
+
+def shape_of(value: object) -> Shape | None:
+    """Return the shape of a tensor; ``None`` for anything else and for a tensor that has no shape yet.
+
+    A parameter that DeepSpeed ZeRO-3 has taken apart says its whole shape in ``ds_shape``.
+    """
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        return None
+    return tuple(getattr(value, "ds_shape", value.shape))
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, _WRAPPERS) or any(
+        (base.__module__.partition(".")[0], base.__name__) in _WRAPPERS_BY_NAME for base in type(module).__mro__
+    )
+
+
+def _inside(path: str, name: str) -> str:
+    # Some wrappers show in the paths of modules but, thanks to their hooks, not in the keys.
+    return without_private_segments(f"{path}.{name}" if path else name)
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+        return True
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in hooks)
+
+
+def _tied(state: Mapping[str, Any]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            leader = first.setdefault(id(value), key)
+            if leader != key:
+                tied[key] = leader
+                tied[leader] = leader
+    return tied

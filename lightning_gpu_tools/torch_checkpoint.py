@@ -1,0 +1,252 @@
+"""Reading and writing checkpoint files with torch: safely, to the CPU, and with errors that say what is the matter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import fsspec  # type: ignore[import-untyped]
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from lightning_gpu_tools.atomic_file import replacing
+from lightning_gpu_tools.checkpoint_file import Fault, broken, identify
+from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure
+from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+from lightning_gpu_tools.unsafe_globals import beyond_plain_data, explain_blocked
+
+# Where an upload appears under its name only when it is complete. Elsewhere (SFTP, SMB, HDFS) it is moved there.
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
+) -> Any:
+    """Return what a checkpoint file holds.
+
+    The tensors of a local file are mapped, not read: they cost no memory until they are used, and the pages belong to
+    the file. Copy what is to outlive a change of that file.
+
+    Args:
+        path: A local path, or any URL that fsspec knows.
+        map_location: As for ``torch.load``.
+        weights_only: Whether to refuse everything that is not plain data.
+        verify: Whether to read the whole file first and compare it with its checksums.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at ``path``.
+        BrokenCheckpointError: The file is no checkpoint, or damaged.
+        UnsafeCheckpointError: It holds more than plain data.
+        OSError: It cannot be read.
+    """
+    with local_copy(path) as local, _naming(path, local):
+        if verify:
+            _verify(local)
+        return _read(local, map_location, weights_only)
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Read a whole file and compare it with the checksums in it.
+
+    Raises:
+        BrokenCheckpointError: It is damaged.
+    """
+    with local_copy(path) as local, _naming(path, local):
+        _verify(local)
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str], local: str) -> Iterator[None]:
+    """Name the path that the caller knows: the local copy is gone when the message is read."""
+    try:
+        yield
+    except CheckpointError as error:
+        if local != os.fspath(path):
+            error.args = tuple(part.replace(local, str(path)) if isinstance(part, str) else part for part in error.args)
+        raise
+
+
+def _verify(path: str) -> None:
+    damage = find_damage(path)
+    if damage is not None:
+        raise broken(path, Fault(f"is damaged: {damage}", "Restore it, or use an earlier checkpoint."))
+
+
+@contextlib.contextmanager
+def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block."""
+    filesystem, name = _filesystem(path)
+    if isinstance(filesystem, LocalFileSystem):
+        yield name
+        return
+    descriptor, copy = tempfile.mkstemp(prefix="lightning-gpu-tools-", suffix=os.path.splitext(name)[1])
+    os.close(descriptor)
+    try:
+        try:
+            filesystem.get_file(name, copy)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.") from None
+        yield copy
+    finally:
+        with contextlib.suppress(
+            OSError
+        ):  # on Windows a mapped file cannot be removed; its temp folder is cleaned anyway
+            os.unlink(copy)
+
+
+def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
+    """Write a file so that at every moment ``path`` holds the old complete one or the new complete one.
+
+    Tensors are streamed one by one, so that saving needs no second copy of them.
+
+    Raises:
+        OSError: The file system refuses; ``filename`` is the path.
+    """
+    filesystem, name = _filesystem(path)
+    if isinstance(filesystem, LocalFileSystem):
+        with replacing(name) as file:
+            _save(content, file)
+        return
+    with tempfile.NamedTemporaryFile(prefix="lightning-gpu-tools-") as file:
+        _save(content, file)
+        file.flush()
+        _upload(filesystem, file.name, name)
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint file, link or folder; nothing happens where there is none."""
+    filesystem, name = _filesystem(path)
+    if isinstance(filesystem, LocalFileSystem) and os.path.islink(name):
+        os.unlink(name)
+    elif filesystem.exists(name):
+        filesystem.rm(name, recursive=True)
+
+
+def _filesystem(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
+    filesystem, name = url_to_fs(os.fspath(path))
+    return filesystem, name
+
+
+def _read(path: str, map_location: Any, weights_only: bool) -> Any:
+    format_ = identify(path)
+    if format_ == "safetensors":
+        return _read_safetensors(path, map_location)
+    try:
+        if path.endswith(".safetensors"):  # torch.load goes by that name
+            with open(path, "rb") as file:
+                return torch.load(file, map_location=map_location, weights_only=weights_only)
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=format_ == "zip")
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged or hostile bytes make torch raise anything
+        _explain(path, error, weights_only, map_location)
+        raise
+
+
+def _explain(path: str, error: Exception, weights_only: bool, map_location: Any) -> None:
+    """Raise the error that says what is the matter with the file; return where torch's own says it best."""
+    structure = read_structure(path)
+    if weights_only:
+        allowed = {f"{item.__module__}.{item.__qualname__}" for item in _allowed_classes()}
+        blocked = [name for name in beyond_plain_data(structure.globals) if name not in allowed]
+        if blocked:
+            raise UnsafeCheckpointError(explain_blocked(path, blocked)) from None
+    if not weights_only or map_location != "cpu":
+        return
+    if isinstance(error, OSError) and not isinstance(error, pickle.UnpicklingError) and error.errno != 22:
+        return
+    fault = Fault(
+        f"is damaged: its contents cannot be put together ({type(error).__name__})",
+        "Restore it from where it came from, or use an earlier checkpoint.",
+    )
+    raise broken(path, fault) from None
+
+
+def _allowed_classes() -> list[Any]:
+    return [item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals()]
+
+
+def _read_safetensors(path: str, map_location: Any) -> OrderedDict[str, Any]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        raise CheckpointError(
+            f"{path} is a safetensors file. Reading it needs: pip install 'lightning-gpu-tools[safetensors]'"
+        ) from None
+    structure = read_structure(path)
+    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+    try:
+        weights = OrderedDict(load_file(path, device=str(device)))
+    except SafetensorError as error:
+        raise broken(path, Fault(f"is a damaged safetensors file ({error})")) from None
+    restore_metadata(weights, structure.metadata)
+    return weights
+
+
+def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
+    """Put back the module versions and the second names of tied weights that ``convert`` wrote as text."""
+    try:
+        versions = json.loads(texts.get("module_versions", "null"))
+        tied = json.loads(texts.get("tied", "{}"))
+    except ValueError:  # texts of that name by another program
+        return
+    if isinstance(versions, dict):
+        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    if isinstance(tied, dict):
+        weights.update((key, weights[other]) for key, other in tied.items() if other in weights)
+
+
+class _Recorder:
+    """A file for ``torch.save`` that remembers why writing failed; torch itself reports only that it did."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: Any, file: Any) -> None:
+    recorder = _Recorder(file)
+    try:
+        torch.save(content, recorder)  # type: ignore[arg-type]
+    except Exception:
+        if recorder.error is not None:
+            raise recorder.error from None
+        raise
+
+
+def _upload(filesystem: fsspec.AbstractFileSystem, source: str, target: str) -> None:
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    folder = filesystem._parent(target)
+    if folder:
+        filesystem.makedirs(folder, exist_ok=True)
+    try:
+        if protocols & _OBJECT_STORES:
+            filesystem.put_file(source, target)
+            return
+        part = f"{target}.{os.path.basename(source)}.part"
+        try:
+            filesystem.put_file(source, part)
+            filesystem.mv(part, target)
+        finally:
+            if filesystem.exists(part):
+                filesystem.rm(part)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror or error}, while uploading", target) from error

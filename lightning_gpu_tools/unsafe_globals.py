@@ -1,0 +1,68 @@
+"""Classes and functions that a pickle may name: plain data, those known to be harmless, those that run code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.
+_PLAIN = re.compile(
+    r"collections\.(OrderedDict|Counter)"
+    r"|torch\.nn\.parameter\.Parameter"
+    r"|torch\.(Size|Tensor|device|serialization\._get_layout|_tensor\._rebuild_from_type_v2)"
+    r"|torch\._utils\._rebuild_\w+"
+    r"|torch\.(\w+\.)*\w+Storage"
+    r"|torch\.(cuda\.|sparse\.|cuda\.sparse\.)?\w+Tensor"
+    r"|torch\.(q?u?int\d+(x\d)?|quint\dx\d|b?float\d+\w*|float4_e2m1fn_x2|complex\d+|bool|bits\w+)"
+    r"|torch\.per_(tensor|channel)_\w+"
+    r"|_codecs\.encode"
+    r"|(builtins|__builtin__)\.(bytearray|set|complex)"
+)
+# Building one of these stores values and does nothing else.
+_HARMLESS = re.compile(
+    r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
+    r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
+    r"|argparse\.Namespace|types\.SimpleNamespace|collections\.(deque|defaultdict)"
+    r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
+    r"|numpy\.(dtype|ndarray)|numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)|numpy\.dtypes\.\w+"
+    r"|torch\.nn\.modules\.\w+\.\w+"
+    r"|torch\.optim\.(\w+\.)?\w+"
+    r"|torch\.torch_version\.TorchVersion"
+    r"|lightning\.fabric\.utilities\.data\.AttributeDict|lightning_fabric\.utilities\.data\.AttributeDict"
+    r"|lightning(\.pytorch)?\.utilities\.parsing\.AttributeDict|pytorch_lightning\.utilities\.parsing\.AttributeDict"
+    r"|omegaconf\.\w+\.\w+|typing\.Any"
+)
+_RUNS_CODE = re.compile(
+    r"(os|posix|nt|sys|subprocess|shutil|pty|socket|runpy|importlib|ctypes|code|codeop|pickle|_pickle|marshal|webbrowser"
+    r"|operator|_operator|functools|types|asyncio|multiprocessing|threading|signal|http|urllib|ftplib|smtplib|tempfile"
+    r"|timeit|pdb|bdb|cProfile|profile|trace|pip|venv|zipimport|pkgutil|inspect|builtins|__builtin__|_io|io|nturl2path"
+    r"|distutils|setuptools|requests|aiohttp|torch\.hub|torch\.jit|torch\.utils\.\w+|torch\.serialization)\.\S+"
+)
+
+
+def beyond_plain_data(names: Iterable[str]) -> list[str]:
+    """Return the names that ``weights_only=True`` refuses unless they were allowed, sorted."""
+    return sorted(name for name in names if not _PLAIN.fullmatch(name))
+
+
+def explain_blocked(path: str, names: Iterable[str]) -> str:
+    """Say which names block a file, what each of them is, and which line would allow the harmless ones."""
+    blocked = sorted(names)
+    harmless = [name for name in blocked if _HARMLESS.fullmatch(name)]
+    dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
+    unknown = [name for name in blocked if name not in harmless and name not in dangerous]
+    lines = [f"{path} holds more than plain data, so it was not opened. Nothing of it has run."]
+    if dangerous:
+        lines.append(f"run code when opened: {', '.join(dangerous)}. No training needs these: do not open the file.")
+    if unknown:
+        lines.append(f"unknown: {', '.join(unknown)}. Look at their source before you allow them.")
+    if harmless:
+        lines.append(f"only hold values: {', '.join(harmless)}.")
+    if harmless and not dangerous:
+        imports = sorted({name.rpartition(".")[0] for name in harmless} - {"builtins"})
+        allowed = ", ".join(name.removeprefix("builtins.") for name in harmless)
+        start = (
+            f"import {', '.join([*imports, 'torch'])}; " if "torch" not in imports else f"import {', '.join(imports)}; "
+        )
+        lines.append(f"To allow those that only hold values:  {start}torch.serialization.add_safe_globals([{allowed}])")
+    return "\n  ".join(lines)
