@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -30,8 +30,12 @@ _NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynv
 # After one of these, no other question about the GPU has an answer.
 _GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
 
-# nvmlComputeMode_t, in its order
-_COMPUTE_MODES: tuple[ComputeMode, ...] = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+_COMPUTE_MODES: dict[int, ComputeMode] = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: "exclusive_thread",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
+}
 
 # The driver keeps the samples of the last seconds (about 20 s). On some products (GB10) it adds none while the GPU is
 # idle, so that what it has may be minutes old: https://github.com/polarsignals/gpu-metrics-agent/pull/37
@@ -39,7 +43,7 @@ _STALE_AFTER_S = 30.0
 
 # Products whose GPU has no memory of its own. The driver's names: "NVIDIA GB10" (DGX Spark), "NVIDIA Thor",
 # "Orin (nvgpu)": https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
-_INTEGRATED_NAMES = ("GB10", "Thor", "(nvgpu)")
+_INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]
             memory_free_bytes=free_bytes,
             utilization_percent=_utilization_percent(gpu.handle),
             processes=_processes(gpu.handle),
-            compute_mode=None if compute_mode is None else _COMPUTE_MODES[compute_mode],
+            compute_mode=_COMPUTE_MODES.get(compute_mode),
             mig_mode=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
     except pynvml.NVMLError as error:
@@ -214,15 +218,22 @@ def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int
     # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
     # https://github.com/XuehaiPan/nvitop/pull/30.
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    integrated = name is not None and any(product in name for product in _INTEGRATED_NAMES)
+    integrated = name is not None and _INTEGRATED_NAME.search(name) is not None
     if not integrated and memory is not None:
         return False, memory.total, memory.free
-    if not integrated and _ask(pynvml.nvmlDeviceGetAddressingMode, handle) != pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS:
+    if not integrated and not _addresses_host_memory(handle):
         return None, None, None
     # Memory is not supported, and it addresses that of the host: what the host has available is what it can get. On
     # the named products NVML's answer, where there is one, leaves out what the page cache would give back.
+    import psutil
+
     host = psutil.virtual_memory()
     return True, host.total, host.available
+
+
+def _addresses_host_memory(handle: Any) -> bool:
+    addressing_mode = getattr(pynvml, "nvmlDeviceGetAddressingMode", None)  # nvidia-ml-py has it since 13.580
+    return addressing_mode is not None and _ask(addressing_mode, handle) == pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS
 
 
 def _utilization_percent(handle: Any) -> float | None:
@@ -270,12 +281,16 @@ def _newest(function: str, handle: Any) -> Any:
     try:
         return getattr(pynvml, f"{function}_v3")(handle)
     except pynvml.NVMLError_FunctionNotFound:
+        if not hasattr(pynvml, f"{function}_v2"):  # nvidia-ml-py before 12.550
+            raise
         return getattr(pynvml, f"{function}_v2")(handle)
 
 
 def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> GpuProcess:
     user = name = None
     if _pids_are_ours():
+        import psutil  # only now: it takes as long to import as all the rest of a pick without processes
+
         with contextlib.suppress(psutil.Error):  # ended in the meantime, or hidden from this user
             process = psutil.Process(pid)
             user, name = process.username(), process.name()
@@ -526,15 +541,17 @@ class GpuProbe:
             busy = gpm.get(_GPM_GRAPHICS)
             return [] if busy is None else [UtilizationSample(time_s=now_s, percent=busy)]
         answer = self._ask("utilization samples", _utilization_samples, self._last_sample_us or 0)
-        if answer is not None:
-            samples, newest_us = answer
-            is_first_look, self._last_sample_us = self._last_sample_us is None, newest_us
-            if samples or is_first_look:
-                self._last_sample_s = now_s
-                return [] if is_first_look else samples
-        # No sample buffer, or (GB10) one that is not filled while the GPU is idle. Two of the longest sample periods
-        # tell that from a look that was just too early for the next sample.
-        if now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
+        has_buffer = "utilization samples" not in self._absent
+        if has_buffer and answer is None:
+            return []
+        is_first_look = self._last_sample_us is None
+        samples, self._last_sample_us = answer or ([], 0)
+        if samples or is_first_look:
+            self._last_sample_s = now_s
+            return [] if is_first_look else samples
+        # On some products (GB10) the buffer is not filled while the GPU is idle. Two of the longest sample periods tell
+        # that from a look that was just too early for the next sample.
+        if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
         return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import fake_driver
+import hypothesis
 import pytest
+
+# How long an example takes says nothing on a machine that is shared.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture
@@ -60,5 +65,7 @@ def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for claims, for this process and its children; not yet created."""
     directory = tmp_path / "claims"
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(directory))
-    monkeypatch.delenv("LIGHTNING_GPU_TOOLS_JOB", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "LIGHTNING_GPU_TOOLS_JOB"):
+        monkeypatch.setenv(name, "")  # so that it is put back, whatever a selection does with it
+        monkeypatch.delenv(name)
     return directory

@@ -228,6 +228,7 @@ def test_drawing_and_computing_processes_are_told_apart(driver):
     assert [(one.pid, one.graphics_only) for one in reading.processes] == [(2, False), (3, True)]
 
 
+@pytest.mark.skipif(not hasattr(pynvml, "nvmlDeviceGetComputeRunningProcesses_v2"), reason="nvidia-ml-py < 12.550")
 def test_an_older_driver_lists_processes_by_its_older_function(driver):
     with driver.change():
         driver.missing_functions = [
@@ -308,8 +309,14 @@ def test_index_of_instances_is_that_of_their_gpu_in_pci_order(driver):
     [
         {"name": "NVIDIA GB10", "memory_total": None, "addressing_mode": "ats"},
         {"name": "NVIDIA GB10", "memory_total": "1GiB"},  # a driver that gives misleading numbers
+        {"name": "NVIDIA Thor", "memory_total": None, "addressing_mode": "none"},
         {"name": "Orin (nvgpu)", "memory_total": None, "addressing_mode": None},
-        {"name": "NVIDIA Something New", "memory_total": None, "addressing_mode": "ats"},
+        pytest.param(
+            {"name": "NVIDIA Something New", "memory_total": None, "addressing_mode": "ats"},
+            marks=pytest.mark.skipif(
+                not hasattr(pynvml, "nvmlDeviceGetAddressingMode"), reason="nvidia-ml-py < 13.580"
+            ),
+        ),
     ],
 )
 def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, fields):
@@ -325,6 +332,12 @@ def test_a_discrete_gpu_that_hides_its_memory_is_not_given_that_of_the_host(driv
     (reading,) = read(driver, gpu(memory_total=None, addressing_mode=mode))
     assert reading.memory_free_bytes is None
     assert reading.integrated is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA GB200", "NVIDIA H200"])
+def test_a_name_that_only_begins_like_an_integrated_one_is_discrete(driver, name):
+    (reading,) = read(driver, gpu(name=name, memory_free="7GiB"))
+    assert (reading.integrated, reading.memory_free_bytes) == (False, 7 * GIB)
 
 
 def test_a_grace_hopper_has_memory_of_its_own(driver):
@@ -670,6 +683,8 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
     ]
     probe = probe_of()
     assert probe.read().problems == ()
+    driver.advance(1)
+    probe.read()
     driver.advance(3)
     driver.forget_calls()
     sample = probe.read()
@@ -689,10 +704,9 @@ def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
             "nvmlDeviceGetSamples",
             "nvmlDeviceGetFieldValues",
             "nvmlGpmQueryDeviceSupport",
-            "nvmlDeviceGetComputeRunningProcesses_v3",
         ]
     probe = probe_of()
-    probe.read()
+    assert probe.read().utilization == ()
     driver.advance(1)
     sample = probe.read()
     assert [entry.percent for entry in sample.utilization] == [44]
