@@ -195,18 +195,18 @@ def _ceiling(share: float) -> float:
 
 
 def _data_loading(run: RunMeasurements, idle: float) -> Finding | None:
-    shares = sorted(block.data_loading_s / max(block.wall_s - block.paused_s, 1e-9) for block in run.blocks)
-    # Distribution-free 95 % lower bound of a median: the order statistic at n/2 - 0.98 sqrt(n).
-    lower = shares[max(0, math.floor(len(shares) / 2 - 0.98 * math.sqrt(len(shares))))]
+    waits_s = [block.data_loading_s / block.steps for block in run.blocks]
+    steps_s = [(block.wall_s - block.paused_s) / block.steps for block in run.blocks]
+    wait_s, step_s = median(waits_s), median(steps_s)
     paused_s = sum(run.phase_s.get(phase, 0.0) for phase in ("validation", "checkpoint", "epoch_start"))
     stepping = max(0.0, 1 - paused_s / run.wall_s)
     # A wait that overlaps GPU work costs nothing, so it cannot cost more than the GPU's idle time.
-    share = min(median(shares) * stepping, idle)
+    share = min(wait_s / step_s * stepping, idle) if step_s > 0 else 0.0
     if share <= 0:
         return None
-    steps = sum(block.steps for block in run.blocks)
-    wait_s = sum(block.data_loading_s for block in run.blocks) / steps
-    step_s = sum(block.wall_s - block.paused_s for block in run.blocks) / steps
+    shares = sorted(wait / step for wait, step in zip(waits_s, steps_s, strict=True) if step > 0)
+    # Distribution-free 95 % lower bound of a median: the order statistic at n/2 - 0.98 sqrt(n).
+    lower = shares[max(0, math.floor(len(shares) / 2 - 0.98 * math.sqrt(len(shares))))]
     evidence: dict[str, float | str] = {
         "wait_ms_per_step": wait_s * 1e3,
         "step_ms": step_s * 1e3,
@@ -293,9 +293,10 @@ def _loader_advice(kind: str, run: RunMeasurements, now: LoaderSettings, plan: L
     advice = "In the DataLoader set " + ", ".join(changes)
     if kept:
         advice += ", keep " + ", ".join(kept)
-    if plan.limited_by == "cores":
+    short = plan.settings.num_workers < plan.workers_needed
+    if short and plan.limited_by == "cores":
         advice += f"; the step could use {plan.workers_needed} workers, but this job has {cores}"
-    elif plan.limited_by == "shm":
+    elif short and plan.limited_by == "shm":
         advice += f"; the step could use {plan.workers_needed} workers, but /dev/shm has no room for their batches"
     return advice + "."
 

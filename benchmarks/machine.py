@@ -1,0 +1,37 @@
+"""What a benchmark ran on, for its result file."""
+
+import importlib.metadata
+import os
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("torch", "lightning", "nvidia-ml-py", "lightning-gpu-tools")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, memory, GPUs and versions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    return {
+        "date": date.today().isoformat(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": _gpu_names(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def _gpu_names() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,113 @@
+"""What the monitor and the advisor add to a training step, beside Lightning's own DeviceStatsMonitor, in one run.
+
+    python benchmarks/step_overhead.py [--steps 2000] [--rounds 7] [--output results.json]
+
+Every round trains each variant once, in turn, on the same small model; what is compared is the time from step to step
+in the steady part of each training. On a machine with GPUs the model trains on the first one and the GPUs are sampled.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.loggers import CSVLogger
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+
+WARM_UP = 200
+
+
+class Model(LightningModule):
+    """A step of about a millisecond, with the moments at which its steps begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.begins: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.begins.append(time.perf_counter())
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class EmptyCallback(Callback):
+    """What any callback with the same hooks costs: Lightning's own dispatch."""
+
+    def on_train_batch_end(self, *args: object) -> None:
+        pass
+
+
+VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
+    "no callback": (50, list),
+    "two empty callbacks": (50, lambda: [EmptyCallback(), EmptyCallback()]),
+    "monitor + advisor": (50, lambda: [GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor(min_seconds=1e9)]),
+    "DeviceStatsMonitor, log_every_n_steps=50": (50, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
+    "DeviceStatsMonitor, log_every_n_steps=1": (1, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
+}
+
+
+def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folder: str) -> float:
+    """Train once and return the mean time of a step after the warm-up, in microseconds."""
+    model = Model()
+    trainer = Trainer(
+        max_steps=WARM_UP + steps,
+        max_epochs=-1,
+        devices=1,
+        callbacks=callbacks,
+        logger=CSVLogger(folder),
+        log_every_n_steps=log_every_n_steps,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(WARM_UP + steps, 64)), batch_size=1))
+    return (model.begins[-1] - model.begins[WARM_UP]) / (steps - 1) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="steady steps of a training (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+
+    seen: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(args.rounds):
+            for name, (log_every_n_steps, callbacks) in VARIANTS.items():
+                seen[name].append(step_us(callbacks(), log_every_n_steps, args.steps, folder))
+
+    table = Table("variant", "us a step (median)", "min to max", "added to no callback", "added to two empty ones")
+    bare, empty = seen["no callback"], seen["two empty callbacks"]
+    for name, values in seen.items():
+        # Differences within a round: what the machine does besides changes from round to round.
+        added = median(a - b for a, b in zip(values, bare, strict=True))
+        beyond = median(a - b for a, b in zip(values, empty, strict=True))
+        spread = f"{min(values):.0f} to {max(values):.0f}"
+        table.add_row(name, f"{median(values):.0f}", spread, f"{added:+.0f}", f"{beyond:+.0f}")
+    Console(width=110).print(table)
+    if args.output:
+        result = {"benchmark": "step_overhead", "machine": describe_machine(), "steps": args.steps, "step_us": seen}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

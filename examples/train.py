@@ -1,0 +1,138 @@
+"""Train a small network on real photographs, with every part of lightning_gpu_tools switched on.
+
+The two classes are the two sample photographs that come with scikit-learn. Each sample is a random crop, decoded from
+the JPEG file and augmented on the fly, so that loading costs something; the test crops come from a part of the
+photographs that training never sees. With GPUs it runs on those with the most free memory, without one on the CPU.
+
+    python examples/train.py                      # slow: the training process loads by itself; read its report
+    python examples/train.py --num-workers 2      # what the report says
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image, ImageEnhance
+from sklearn.datasets import load_sample_images
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpu_tools import (
+    FreeMemoryCUDAAccelerator,
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    PortableCheckpointIO,
+    load_weights,
+)
+from lightning_gpu_tools.quantities import parse_bytes
+
+CROP, SIZE = 96, 48  # pixels of the photograph, pixels after scaling
+
+
+class PhotoCrops(Dataset):
+    """Random crops of photographs; the class of a crop is the photograph that it is from.
+
+    Args:
+        columns: The part of each photograph to crop from, as fractions of its width.
+        length: Crops in an epoch.
+    """
+
+    def __init__(self, columns: tuple[float, float], length: int) -> None:
+        self.paths = load_sample_images().filenames
+        self.columns = columns
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        label = index % len(self.paths)
+        photo = Image.open(self.paths[label]).convert("RGB")
+        random = np.random.default_rng(None if self.columns[0] == 0 else index)  # the same test crops in every epoch
+        left = int(random.integers(self.columns[0] * photo.width, self.columns[1] * photo.width - CROP))
+        top = int(random.integers(0, photo.height - CROP))
+        crop = photo.crop((left, top, left + CROP, top + CROP)).resize((SIZE, SIZE))
+        crop = ImageEnhance.Color(crop).enhance(random.uniform(0.0, 1.2))  # so that colour alone does not tell
+        crop = ImageEnhance.Brightness(crop).enhance(random.uniform(0.7, 1.3))
+        return torch.from_numpy(np.asarray(crop).copy()).permute(2, 0, 1).float() / 255, label
+
+
+def build_network() -> nn.Module:
+    """Return an untrained network: a plain ``nn.Module`` that knows nothing of Lightning."""
+    layers: list[nn.Module] = []
+    for channels_in, channels_out in [(3, 16), (16, 32), (32, 64)]:
+        layers += [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2))
+
+
+class Classifier(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build_network()
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.net(images), labels)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def accuracy(network: nn.Module, crops: PhotoCrops) -> float:
+    network.eval()
+    with torch.no_grad():
+        right = [
+            network(image[None]).argmax().item() == label for image, label in (crops[i] for i in range(len(crops)))
+        ]
+    return sum(right) / len(right)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=1, help="how many GPUs (default: %(default)s)")
+    parser.add_argument("--num-workers", type=int, default=0, help="of the DataLoader (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--min-free", type=parse_bytes, default="1GiB", help="memory a GPU must have free, e.g. 8GiB")
+    args = parser.parse_args()
+
+    seed_everything(0)
+    loader = DataLoader(
+        PhotoCrops((0.0, 0.7), length=40 * args.batch_size),
+        batch_size=args.batch_size,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,
+        shuffle=True,
+    )
+    if FreeMemoryCUDAAccelerator.is_available():
+        hardware = {"accelerator": FreeMemoryCUDAAccelerator(min_free=args.min_free), "devices": args.devices}
+    else:
+        hardware = {"accelerator": "cpu", "devices": 1}
+    checkpoint = ModelCheckpoint()
+    trainer = Trainer(
+        **hardware,
+        max_epochs=args.epochs,
+        callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=5), checkpoint],
+        plugins=[PortableCheckpointIO()],
+        default_root_dir=Path("runs"),
+        log_every_n_steps=20,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Classifier(), loader)
+
+    if trainer.is_global_zero:
+        network = build_network()
+        report = load_weights(network, checkpoint.best_model_path)
+        print(report)
+        print(f"Accuracy on unseen crops: {accuracy(network, PhotoCrops((0.7, 1.0), length=400)):.1%}")
+
+
+if __name__ == "__main__":
+    main()

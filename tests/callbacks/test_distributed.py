@@ -1,0 +1,56 @@
+"""The monitor and the advisor in a real two-process DDP training on the CPU, and without a line of code."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+Run = Callable[..., "CompletedProcess[str]"]
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from lightning.pytorch.loggers import CSVLogger
+from trainings import Model, Samples, loader, quiet_trainer
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1)] if sys.argv[2] == "added" else []
+    trainer = quiet_trainer(
+        folder, callbacks=callbacks, logger=CSVLogger(folder), devices=int(sys.argv[3]), strategy=sys.argv[4]
+    )
+    trainer.fit(Model(), loader(Samples(160, time.sleep, 0.004)))
+    print(f"rank {trainer.global_rank} done")
+"""
+
+
+def run_script(run_python: Run, tmp_path: Path, *arguments: str, **env: str) -> "CompletedProcess[str]":
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = run_python(
+        str(script), str(tmp_path), *arguments, env={"PYTHONPATH": str(Path(__file__).parents[1]), **env}
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_rank_zero_reports_and_warns_once_for_all(run_python: Run, tmp_path: Path) -> None:
+    result = run_script(run_python, tmp_path, "added", "2", "ddp")
+    assert sorted(re.findall(r"rank \d done", result.stdout)) == ["rank 0 done", "rank 1 done"]
+    assert result.stdout.count("Verdict:") == 1
+    assert result.stderr.count("Waiting for data takes") == 1
+    (report,) = tmp_path.rglob("gpu_report.json")
+    assert json.loads(report.read_text())["settings"]["world_size"] == 2
+
+
+def test_it_works_in_spawned_processes(run_python: Run, tmp_path: Path) -> None:
+    result = run_script(run_python, tmp_path, "added", "2", "ddp_spawn")
+    assert result.stdout.count("Verdict:") == 1
+    assert len(list(tmp_path.rglob("gpu_report.json"))) == 1
+
+
+def test_a_script_that_nobody_edits_gets_both_by_a_variable(run_python: Run, tmp_path: Path) -> None:
+    result = run_script(run_python, tmp_path, "not added", "1", "auto", LIGHTNING_GPU_TOOLS="advise")
+    assert result.stdout.count("Verdict:") == 1
