@@ -539,6 +539,20 @@ def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
     assert [seen[0].percent, seen[-1].percent] == [10, 90]
 
 
+@pytest.mark.parametrize("failing_looks", [{0}, {1}, {0, 1}, {2}])
+def test_a_buffer_that_could_not_be_read_once_gives_every_sample_once_afterwards(driver, probe_of, failing_looks):
+    driver.gpus = [gpu(utilization=50, sample_period_s=0.5)]
+    probe = probe_of()
+    stamps = []
+    for look in range(4):
+        with driver.change():
+            driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if look in failing_looks else {}
+        stamps += [sample.time_s for sample in probe.read().utilization]
+        driver.advance(2)
+    first_good_look = min({0, 1, 2} - failing_looks)
+    assert len(stamps) == len(set(stamps)) == 4 * (3 - first_good_look)
+
+
 def test_a_look_too_early_for_a_sample_invents_none(driver, probe_of):
     driver.gpus = [gpu(utilization=50, sample_period_s=1.0)]
     probe = probe_of()
