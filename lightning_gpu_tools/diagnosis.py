@@ -306,7 +306,7 @@ _FULL_COUNT_ADVICE: dict[Cause, str] = {
     "logging": "Log less often (Trainer(log_every_n_steps=...)); {name} writes while training waits.",
     "checkpoint": "Save less often (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...)), or save in the "
     "background with AsyncCheckpointIO(PortableCheckpointIO()).",
-    "epoch_start": "Keep the workers between epochs (DataLoader(persistent_workers=True)), or make epochs longer.",
+    "epoch_start": "Make epochs longer, or keep the loader's workers between them (persistent_workers=True).",
 }
 
 
@@ -349,8 +349,11 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
     if findings:
         first = findings[0]
         lost_to = _LOST_TO[first.cause].format(name=first.evidence.get("name", ""))
-        step_ms = first.evidence.get("step_ms")
-        numbers = f" ({first.evidence['wait_ms_per_step']:.3g} of {step_ms:.3g} ms a steady step)" if step_ms else ""
+        numbers = ""
+        if "wait_ms_per_step" in first.evidence:
+            numbers = " ({wait_ms_per_step:.3g} of {step_ms:.3g} ms a steady step)".format_map(first.evidence)
+        elif "ms_per_step" in first.evidence:
+            numbers = " ({ms_per_step:.3g} ms a step)".format_map(first.evidence)
         return f"{gpu}{lost_to} takes {100 * first.share:.0f} % of the wall time{numbers}."
     if verdict == "unknown":
         return "Nothing reports how busy the GPU is, and nothing on the host holds training up."
