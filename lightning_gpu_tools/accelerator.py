@@ -43,12 +43,6 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
 
     _request = Request.parse()
 
-    def __new__(cls, *args: Any, **options: Any) -> FreeMemoryCUDAAccelerator:  # noqa: D102 - documented by the class
-        # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
-        # to be where the class can see them: each accelerator is the only one of a class of its own.
-        own_class = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-        return super().__new__(own_class)
-
     def __init__(
         self,
         min_free: int | str | None = None,
@@ -58,11 +52,16 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        type(self)._request = Request.parse(1, min_free, max_utilization, exclusive, wait, claim)
+        request = Request.parse(1, min_free, max_utilization, exclusive, wait, claim)
+        # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
+        # to be where the class can see them: each accelerator is the only one of a class of its own.
+        cls = type(self)
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_request": request}
+        self.__class__ = type(cls.__name__, (cls,), names)
         self._options = (min_free, max_utilization, exclusive, wait, claim)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FreeMemoryCUDAAccelerator, self._options
+        return FreeMemoryCUDAAccelerator, self._options  # its own class cannot be found by name
 
     @classmethod
     @override

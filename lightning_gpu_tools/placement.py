@@ -69,7 +69,8 @@ def place(
         )
     )
     choice.adopt()
-    _log.info("%s%s", choice.reason, " CUDA had started, so they are used by their numbers." if started else "")
+    if choice.reason:
+        _log.info("%s%s", choice.reason, " CUDA had started, so they are used by their numbers." if started else "")
     return _use(list(choice.uuids), uuids, started)
 
 
@@ -155,5 +156,6 @@ def _check(devices: list[int], uuids: list[str], request: selection.Request) -> 
     group = _launcher_group(len(devices))
     choice = selection.pick(replace(request, requirements=requirements, among=tuple(wanted), group=group))
     choice.adopt()
-    _log.info("%s They were asked for by number.", choice.reason)
+    if choice.reason:
+        _log.info("%s They were asked for by number.", choice.reason)
     return devices

@@ -37,7 +37,8 @@ class GpuSelection:
 
     Attributes:
         gpus: What was read of them when they were picked, the best first.
-        reason: One sentence that names them, their free memory, and what they were picked from.
+        reason: One sentence that names them, their free memory, and what they were picked from; empty if another
+            process of the job has picked them.
     """
 
     gpus: tuple[GpuReading, ...]
@@ -335,7 +336,7 @@ def _what_to_claim(request: Request) -> tuple[Literal["memory", "whole", "exclus
 
 def _take_over(claim: GpuClaim, gpus: Sequence[GpuReading], held: claims.Held) -> GpuSelection:
     by_uuid = {gpu.uuid: gpu for gpu in _with_instances(gpus)}
-    return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), f"Shares the choice of pid {claim.pid}.", held)
+    return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
 
 
 def _why(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:

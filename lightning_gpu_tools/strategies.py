@@ -54,9 +54,8 @@ class _FreeMemory(_Base):
         TypeError: An option is unknown.
     """
 
-    # Who takes the options that this class does not, and which of theirs it decides itself.
+    # Who takes the options that this class does not.
     _takers: ClassVar[tuple[Callable[..., None], ...]]
-    _withheld: ClassVar[frozenset[str]] = frozenset({"self", "kwargs", "module"})
     _parallel_devices: list[torch.device] | None = None
 
     def __init__(
@@ -69,7 +68,8 @@ class _FreeMemory(_Base):
         **kwargs: Any,
     ) -> None:
         # Lightning would find misspelt options only when the training starts, or never.
-        known = {name for taker in self._takers for name in inspect.signature(taker).parameters} - self._withheld
+        known = {name for taker in self._takers for name in inspect.signature(taker).parameters}
+        known -= {"self", "kwargs", "module"}
         for name in kwargs.keys() - known:
             options = [*inspect.signature(_FreeMemory).parameters][:-1]
             raise TypeError(
@@ -101,7 +101,9 @@ class FreeMemoryStrategy(_FreeMemory, SingleDeviceStrategy):
 
     strategy_name = "free_memory"
     _takers = (SingleDeviceStrategy.__init__,)
-    _withheld = frozenset({"self", "device"})
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(device="cuda:0", **kwargs)
 
     @property
     @override

@@ -1,57 +1,69 @@
 """Makes Lightning believe that the GPUs of the fake driver are CUDA devices, and compute on the CPU instead.
 
-For scripts that run as real processes of their own (DDP children, torchrun ranks): ``import cpu_as_cuda`` first. What
-is replaced is what PyTorch and Lightning ask CUDA; everything above that, the Trainer, the launchers and the process
-groups (gloo), is real. Like CUDA it reads ``CUDA_VISIBLE_DEVICES`` once, when it starts.
+What is replaced is what PyTorch and Lightning ask CUDA; everything above that, the Trainer, the launchers and the
+process groups (gloo), is real. Like CUDA it reads ``CUDA_VISIBLE_DEVICES`` once, when it starts. In a test
+``install(monkeypatch.setattr)``; in a script that runs as a process of its own ``install()``.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_gpu_tools import nvml
 from lightning_gpu_tools.visibility import visible_gpus
 
-_seen: list[str] | None = None  # the UUIDs that CUDA saw when it started
+_state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
 
 
-def _visible() -> list[str]:
-    """The UUIDs of the devices; MIG: CUDA shows a process only the first instance."""
-    if _seen is not None:
-        return _seen
-    gpus = visible_gpus(nvml.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), "PCI_BUS_ID", list)
-    uuids = [str(gpu.uuid) for gpu in gpus]
-    return [uuid for uuid in uuids if uuid.startswith("MIG-")][:1] or uuids
+def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Replace what asks CUDA; CUDA has not started yet."""
+    set_attribute(_state, "seen", None)
+    set_attribute(torch.cuda, "device_count", lambda: len(uuids()))
+    set_attribute(torch.cuda, "is_available", lambda: bool(uuids()))
+    set_attribute(torch.cuda, "is_initialized", lambda: _state.seen is not None)
+    set_attribute(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"))
+    )
+    for strategy in (DDPStrategy, SingleDeviceStrategy):
+        set_attribute(strategy, "root_device", property(lambda self: torch.device("cpu")))
+    set_attribute(CUDAAccelerator, "setup_device", lambda self, device: start())
+    set_attribute(CUDAAccelerator, "setup", lambda self, trainer: None)
+    set_attribute(CUDAAccelerator, "teardown", lambda self: None)
 
 
 def start() -> None:
     """Start CUDA, as the first tensor on a GPU does."""
-    global _seen
-    _seen = _visible()
+    _state.seen = uuids()
 
 
-def uuid_of(device: torch.device) -> str:
-    """The GPU behind a device."""
-    return _visible()[device.index]
+def uuids() -> list[str]:
+    """Return the UUIDs of the devices that CUDA shows this process."""
+    if _state.seen is not None:
+        return list(_state.seen)
+    try:
+        gpus = visible_gpus(nvml.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), "PCI_BUS_ID", list)
+    except nvml.NvmlUnavailableError:
+        return []
+    found = [str(gpu.uuid) for gpu in gpus]
+    # CUDA shows a process only the first MIG instance, and nothing beside it.
+    return [uuid for uuid in found if uuid.startswith("MIG-")][:1] or found
 
 
-def devices_of(trainer: object) -> list[torch.device]:
-    """The CUDA devices that a Trainer was given, although it computes on the CPU."""
-    strategy = trainer.strategy  # type: ignore[attr-defined]
-    return getattr(strategy, "parallel_devices", None) or [strategy._root_device]
+def device_numbers(trainer: Trainer) -> list[int]:
+    """Return the numbers of the CUDA devices that a Trainer was given, on this machine."""
+    devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy._root_device]
+    assert all(device.type == "cuda" for device in devices)
+    return [device.index for device in devices]
 
 
-torch.cuda.device_count = lambda: len(_visible())
-torch.cuda.is_available = lambda: bool(_visible())
-torch.cuda.is_initialized = lambda: _seen is not None
-torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=_visible()[index].removeprefix("GPU-"))
-for _strategy in (DDPStrategy, SingleDeviceStrategy):
-    _strategy.root_device = property(lambda self: torch.device("cpu"))  # type: ignore[assignment]
-CUDAAccelerator.setup_device = lambda self, device: start()  # type: ignore[method-assign]
-CUDAAccelerator.setup = lambda self, trainer: None  # type: ignore[method-assign]
-CUDAAccelerator.teardown = lambda self: None  # type: ignore[method-assign]
+def gpus_of(trainer: Trainer) -> list[str]:
+    """Return the UUIDs of the GPUs that a Trainer uses, in the order of its ranks."""
+    return [uuids()[number] for number in device_numbers(trainer)]
