@@ -18,6 +18,7 @@ class GpuProcess:
         user: Owner of the process, ``None`` where the process cannot be seen from here.
         name: Name of the process, ``None`` likewise.
         graphics_only: It draws (a desktop) and computes nothing.
+        utilization_percent: How busy this process kept the GPU lately; ``None`` where the driver does not tell (MIG).
     """
 
     pid: int
@@ -25,6 +26,7 @@ class GpuProcess:
     user: str | None = None
     name: str | None = None
     graphics_only: bool = False
+    utilization_percent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,7 @@ class GpuSample:
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
         processes: Processes that compute on the GPU, without user and name; ``None`` if they cannot be read.
+        errors: What the GPU itself reported since the last look, in words: Xid events, uncorrectable ECC errors.
         problems: What could not be read and should have been, in words. Each is told once, until it has worked again.
     """
 
@@ -200,6 +203,7 @@ class GpuSample:
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -229,7 +233,8 @@ class GpuWindow:
         sm_occupancy_percent: Warps resident against what would fit.
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
-        processes: At the last look.
+        processes: At the last look, with the mean utilization of each over the window.
+        errors: What the GPU itself reported in this window, in words: Xid events, uncorrectable ECC errors.
         problems: What went wrong in this window, in words; each problem is told once.
     """
 
@@ -255,6 +260,7 @@ class GpuWindow:
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 

@@ -15,6 +15,7 @@ from fake_driver import GIB, gpu, link, mig, process
 
 from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.nvml import messages
 
 
 def read(driver, *gpus):
@@ -192,7 +193,7 @@ def test_a_lost_gpu_is_noticed_and_read_again_when_it_is_back(driver):
 # Processes
 
 
-@pytest.mark.skipif(not nvml._pids_are_ours(), reason="inside a PID namespace the driver's numbers name nobody")
+@pytest.mark.skipif(not nvml.pids_are_ours(), reason="inside a PID namespace the driver's numbers name nobody")
 def test_a_visible_process_has_a_user_and_a_name(driver):
     (reading,) = read(driver, gpu(processes=[process()]))
     (found,) = reading.processes
@@ -405,9 +406,9 @@ def test_without_a_driver_the_message_says_why_and_what_to_do(driver, state, say
 
 @pytest.mark.parametrize(("platform", "says"), [("darwin", "macOS"), ("win32", "nvml.dll")])
 def test_other_systems_get_a_message_of_their_own(driver, monkeypatch, platform, says):
-    monkeypatch.setattr(nvml.sys, "platform", platform)
+    monkeypatch.setattr(messages.sys, "platform", platform)
     error = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    assert says in nvml._why_unavailable(error)
+    assert says in messages.why_unavailable(error)
 
 
 def test_a_driver_that_fails_later_is_unavailable_too(driver):
@@ -429,6 +430,7 @@ def test_a_forked_child_reads_in_a_session_of_its_parent(driver, run_python):
     code = """
 import os
 from lightning_gpu_tools import nvml
+from lightning_gpu_tools.nvml import messages
 with nvml.session():
     nvml.read_gpus()
     if (child := os.fork()) == 0:
@@ -446,6 +448,7 @@ def test_a_forked_child_does_not_close_what_its_parent_opened(driver, run_python
     code = """
 import os
 from lightning_gpu_tools import nvml
+from lightning_gpu_tools.nvml import messages
 with nvml.session():
     child = os.fork()
 if child == 0:
@@ -674,14 +677,77 @@ def test_a_mig_instance_has_utilization_by_gpm_and_nothing_of_its_neighbours(dri
 
 def test_a_look_takes_few_calls(driver, probe_of):
     driver.gpus = [gpu(utilization=50, gpm={2: 50}, processes=[process(1)]), gpu(mig=[mig(gpm={1: 1})], gpm={})]
-    for uuid, limit in ((driver.gpus[0].uuid, 11), (driver.gpus[1].mig[0].uuid, 11)):
+    for uuid in (driver.gpus[0].uuid, driver.gpus[1].mig[0].uuid):
         probe = probe_of(uuid)
         probe.read()
-        driver.advance(1)
-        driver.forget_calls()
-        probe.read()
-        assert len(driver.calls()) <= limit
-        assert "nvmlDeviceGetPcieThroughput" not in {call.function for call in driver.calls()}
+        for _ in range(4):
+            driver.advance(1)
+            driver.forget_calls()
+            probe.read()
+            assert len(driver.calls()) <= 12
+            assert "nvmlDeviceGetPcieThroughput" not in {call.function for call in driver.calls()}
+
+
+def test_errors_of_the_gpu_are_named_once_when_they_happen(driver, probe_of):
+    driver.gpus = [gpu(xid_events=[(50, 13), (101, 31), (101.5, 999)]), gpu(xid_events=[(101, 79)])]
+    probe = probe_of()
+    assert probe.read().errors == ()  # what was before the first look is not of this run
+    driver.advance(2)
+    first, second = probe.read().errors
+    assert first.startswith("Xid 31 (memory page fault")
+    assert second.startswith("Xid 999 (see the Xid catalogue")
+    driver.advance(1)
+    assert probe.read().errors == ()
+    with driver.change():
+        driver.gpus[0].ecc_errors = 2
+    assert probe.read().errors == ("2 uncorrectable ECC error(s) of the GPU's memory",)
+    assert probe.read().errors == ()
+
+
+def test_a_gpu_that_falls_off_the_bus_still_tells_its_last_error(driver, probe_of):
+    driver.gpus = [gpu(xid_events=[(101, 79), (103, 31)])]
+    probe = probe_of()
+    probe.read()
+    with driver.change():
+        driver.gpus[0].lost = True
+    driver.advance(1.5)
+    sample = probe.read()
+    assert sample.errors == ("Xid 79 (the GPU has fallen off the bus)",)
+    assert sample.memory_used_bytes is None
+    with driver.change():
+        driver.gpus[0].lost = False
+    driver.advance(1)
+    assert probe.read().errors == ()  # found again, so events are collected again
+    driver.advance(1)
+    assert probe.read().errors == ("Xid 31 (memory page fault, most often a bug of the program)",)
+
+
+def test_events_that_are_not_permitted_are_asked_for_once_and_leave_nothing_open(driver, probe_of):
+    driver.gpus = [gpu(errors={"nvmlDeviceRegisterEvents": "NO_PERMISSION"}, ecc_errors=None)]
+    with probe_of() as probe:
+        for _ in range(3):
+            assert (probe.read().errors, probe.read().problems) == ((), ())
+    functions = [call.function for call in driver.calls()]
+    assert functions.count("nvmlDeviceRegisterEvents") == 1
+    assert functions.count("nvmlEventSetCreate") == functions.count("nvmlEventSetFree") == 1
+
+
+def test_each_process_has_its_own_utilization_where_the_driver_tells(driver, probe_of):
+    driver.gpus = [gpu(processes=[process(7, "2GiB", sm=60), process(8, "1GiB", sm=None)])]
+    probe = probe_of()
+    assert [one.utilization_percent for one in probe.read().processes] == [None, None]
+    driver.advance(1)
+    assert [(one.pid, one.utilization_percent) for one in probe.read().processes] == [(7, 60), (8, 0)]
+    with driver.change():
+        driver.gpus[0].processes.append(process(9))
+    driver.advance(1)
+    assert [(one.pid, one.utilization_percent) for one in probe.read().processes] == [(7, 60), (8, 0), (9, None)]
+    with driver.change():
+        driver.gpus[0].errors = {"nvmlDeviceGetProcessUtilization": "NOT_SUPPORTED"}
+    assert len(probe.read().processes) == 3
+    with driver.change():
+        driver.gpus[0].processes = []
+    assert probe.read().processes == ()
 
 
 def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
@@ -708,7 +774,11 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
     assert sample.utilization == ()
     assert sample.memory_total_bytes == 80 * GIB
     assert sample.problems == ()
-    assert sorted(call.function for call in driver.calls()) == ["nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo"]
+    assert sorted(call.function for call in driver.calls()) == [
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlEventSetWait_v2",
+    ]
 
 
 def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
@@ -773,7 +843,8 @@ def test_a_gpu_lost_in_mid_run_is_told_once_and_read_again_when_it_is_back(drive
     assert "fallen off the bus" in lost.problems[0]
     driver.forget_calls()
     assert probe.read().problems == ()
-    assert len(driver.calls()) == 1  # one try, not one for each metric
+    functions = [call.function for call in driver.calls()]
+    assert functions == ["nvmlEventSetWait_v2", "nvmlDeviceGetHandleByUUID"]  # one try, not one for each metric
     with driver.change():
         driver.gpus[0].lost = False
     driver.advance(1)

@@ -570,6 +570,8 @@ def _field_value(library: Library, device: Any, field_id: int) -> int:
         if isinstance(value, str):
             raise NvmlFailure(value)
         return value
+    if field_id == 4:  # NVML_FI_DEV_ECC_DBE_VOL_TOTAL
+        return _required(device.ecc_errors)
     counters = {
         74: (device.throttled_power, 1e9),
         75: (device.throttled_thermal, 1e9),

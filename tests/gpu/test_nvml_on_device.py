@@ -88,7 +88,7 @@ def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
     (gpu,) = (gpu for gpu in nvml.read_gpus() if gpu.uuid == uuid)
     assert gpu.processes
     assert gpu.utilization_percent > 10
-    if nvml._pids_are_ours():
+    if nvml.pids_are_ours():
         assert os.getpid() in {process.pid for process in gpu.processes}
 
 
