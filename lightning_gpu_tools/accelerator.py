@@ -81,7 +81,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
 
 def place_devices(devices: int | Sequence[int], request: Request) -> list[int] | None:
     """Return the numbers of the CUDA devices to use, ``None`` to leave them as they are; see ``placement.place``."""
-    return placement.place(devices, request, _cuda_uuids)
+    return placement.place(devices, request, cuda_uuids)
 
 
 def _count(devices: int | str | list[int]) -> int | None:
@@ -92,7 +92,7 @@ def _count(devices: int | str | list[int]) -> int | None:
     return devices if isinstance(devices, int) and not isinstance(devices, bool) else None
 
 
-def _cuda_uuids() -> list[str]:
+def cuda_uuids() -> list[str]:
     """Return the UUIDs of the devices that CUDA shows this process."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"GPU-{one.uuid}" for one in properties]

@@ -15,6 +15,7 @@ from typing import Literal
 
 from lightning_gpu_tools import claims, cuda
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.gpu_sets import best_set
 from lightning_gpu_tools.quantities import format_bytes, format_duration, parse_bytes, parse_duration
 from lightning_gpu_tools.ranking import Candidate, Ranking, Rejection, Requirements, attainable, label, rank_gpus
 from lightning_gpu_tools.readings import GpuClaim, GpuReading, GpuWaiter
@@ -259,9 +260,9 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
             return _take_over(other, gpus, ledger.join(other))
     others = [other for other in live if other.job not in own_jobs()]
     ranking = rank_gpus(visible, others, request.requirements, {os.getpid()}, ahead)
-    chosen = ranking.candidates[: request.requirements.count]
-    if len(chosen) < request.requirements.count:
+    if len(ranking.candidates) < request.requirements.count:
         raise _not_enough(request, gpus, visible, ranking, others)
+    chosen = _choose(ranking.candidates, request.requirements)
     if request.among is not None:
         chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
     held = None
@@ -269,6 +270,22 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
         kind, memory_bytes = _what_to_claim(request)
         held = ledger.take([str(one.gpu.uuid) for one in chosen], kind, memory_bytes, request.group)
     return GpuSelection(tuple(one.gpu for one in chosen), _why(chosen, visible), held)
+
+
+def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tuple[Candidate, ...]:
+    """Return the best set of them. How GPUs are joined is only asked if there is something to choose."""
+    from lightning_gpu_tools import nvml
+
+    if requirements.count in (1, len(candidates)):
+        return tuple(candidates[: requirements.count])
+    uuids = [str(one.gpu.uuid) for one in candidates]
+    return best_set(
+        candidates,
+        requirements.count,
+        nvml.read_links(uuids),
+        nvml.read_numa_nodes(uuids),
+        memory_matters=requirements.min_free_bytes is None,
+    )
 
 
 def _read(among: Sequence[str] | None) -> tuple[tuple[GpuReading, ...], tuple[GpuReading, ...]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,9 +24,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_gpu_tools.accelerator import place_devices
+from lightning_gpu_tools.accelerator import cuda_uuids, place_devices
+from lightning_gpu_tools.affinity import bind_to_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.selection import Request
+
+# Lightning shows what its own loggers say from INFO on.
+_log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")
 
 if TYPE_CHECKING:
     _Base = Strategy
@@ -47,6 +52,7 @@ class _FreeMemory(_Base):
         exclusive: Whether nobody else may be on them.
         wait: For how long to wait for them, such as ``"10m"`` or seconds; ``None``: do not wait.
         claim: Whether to claim them.
+        bind_numa: Whether to keep each process on the CPU cores near its GPU (Linux).
         **kwargs: Those of Lightning's strategy.
 
     Raises:
@@ -65,6 +71,7 @@ class _FreeMemory(_Base):
         exclusive: bool = False,
         wait: float | str | None = None,
         claim: bool = True,
+        bind_numa: bool = False,
         **kwargs: Any,
     ) -> None:
         # Lightning would find misspelt options only when the training starts, or never.
@@ -76,6 +83,7 @@ class _FreeMemory(_Base):
                 f"{type(self).__name__} has no option {name!r}. It has {', '.join([*options, *sorted(known)])}."
             )
         self._request = Request.parse(1, min_free, max_utilization, exclusive, wait, claim)
+        self._bind_numa = bind_numa
         super().__init__(**kwargs)
 
     @property
@@ -88,6 +96,13 @@ class _FreeMemory(_Base):
         if devices and devices[0].type == "cuda":
             devices = self._pick(devices, len(devices))
         self._parallel_devices = devices
+
+    @override
+    def setup_environment(self) -> None:
+        """Set the process up as Lightning does, and keep it near its GPU if asked to."""
+        super().setup_environment()
+        if self._bind_numa:
+            _bind(self)
 
     def _pick(self, devices: list[torch.device], count: int) -> list[torch.device]:
         """Return the devices to use instead of those that the Trainer gives, which are 0, 1, ... if it is a number."""
@@ -156,6 +171,14 @@ class FreeMemoryDeepSpeedStrategy(_FreeMemory, DeepSpeedStrategy):
                 f"CUDA, which torch.cuda.is_available() may count as."
             )
         super()._configure_launcher()
+
+
+def _bind(strategy: Any) -> None:  # SingleDeviceStrategy and the others have no base in common that has ranks
+    devices = strategy.parallel_devices
+    if devices[0].type == "cuda":
+        device = devices[strategy.local_rank]
+        cores = bind_to_gpus([cuda_uuids()[device.index]])
+        _log.info("Rank %d: %s.", strategy.global_rank, f"on cores {sorted(cores)}" if cores else "cores left as is")
 
 
 def _needs_cuda(strategy: Strategy) -> NotEnoughGpusError:

@@ -18,6 +18,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_gpu_tools import nvml
+from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.visibility import visible_gpus
 
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
@@ -50,7 +51,7 @@ def uuids() -> list[str]:
         return list(_state.seen)
     try:
         gpus = visible_gpus(nvml.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), "PCI_BUS_ID", list)
-    except nvml.NvmlUnavailableError:
+    except NvmlUnavailableError:
         return []
     found = [str(gpu.uuid) for gpu in gpus]
     # CUDA shows a process only the first MIG instance, and nothing beside it.

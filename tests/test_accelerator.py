@@ -229,8 +229,12 @@ from lightning_gpu_tools import FreeMemoryCUDAAccelerator, FreeMemoryDDPStrategy
 
 QUIET = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 
+def say(*words):  # in one write, because the ranks share the pipe
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 def tell(case, trainer):
-    print("TOLD", case, trainer.global_rank, *cpu_as_cuda.gpus_of(trainer), flush=True)
+    say("CORES", trainer.global_rank, *os.sched_getaffinity(0))
+    say("TOLD", case, trainer.global_rank, *cpu_as_cuda.gpus_of(trainer))
 """
 FIT = (
     SCRIPT
@@ -240,7 +244,8 @@ if __name__ == "__main__":
         cpu_as_cuda.start()
     for case in sys.argv[3]:
         trainer = Trainer(
-            accelerator=FreeMemoryCUDAAccelerator(min_free="8GiB"), devices=2, strategy=sys.argv[2], max_steps=1,
+            accelerator=FreeMemoryCUDAAccelerator(min_free="8GiB"), devices=2, max_steps=1,
+            strategy=FreeMemoryDDPStrategy(bind_numa=True) if sys.argv[2] == "ddp" else sys.argv[2],
             limit_val_batches=0, **QUIET)
         trainer.fit(BoringModel())
         tell(case, trainer)
@@ -259,7 +264,8 @@ import os, sys
 from lightning_gpu_tools.placement import place
 from lightning_gpu_tools.selection import Request
 assert place(2, Request.parse(exclusive=True), list) == [0, 1]
-print("TOLD built", os.environ["RANK"], *os.environ["CUDA_VISIBLE_DEVICES"].split(","), flush=True)
+uuids = os.environ["CUDA_VISIBLE_DEVICES"].replace(",", " ")
+os.write(1, f"TOLD built {os.environ['RANK']} {uuids}\\n".encode())
 """
 # A claim that nobody holds any more cannot be found, so that ranks have to live at the same time, as in a training.
 MEET = """
@@ -312,12 +318,18 @@ def test_children_of_ddp_and_a_second_fit_use_the_same_gpus(
     fits: str,
     expected: list[int],
 ) -> None:
+    with driver.change():
+        for index, core in enumerate([*sorted(os.sched_getaffinity(0))[:2]] * 2):
+            driver.gpus[index].cpus = [core]
     answer = run_python(script(FIT), when, strategy, fits)
     assert answer.returncode == 0, answer.stderr
     ranks = {0: expected, 1: expected} if strategy == "ddp" else {0: expected}  # spawned ones run no script
     assert told(answer.stdout, driver) == dict.fromkeys(fits, ranks)
     assert answer.stderr.count("Picked GPU") == 1
     assert live_claims(claims_dir) == []
+    if strategy == "ddp":
+        cores = {line.split()[1]: line.split()[2:] for line in answer.stdout.splitlines() if "CORES" in line}
+        assert cores == {str(rank): [str(core) for core in driver.gpus[expected[rank]].cpus or ()] for rank in (0, 1)}
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -398,7 +410,7 @@ def test_tasks_of_slurm_agree_and_the_claim_lives_until_the_last_has_ended(
 ) -> None:
     path = script(BUILD + "sys.stdin.read()")
     tasks = [subprocess.Popen([sys.executable, path], env=slurm(i), stdin=-1, stdout=-1, text=True) for i in (0, 1)]
-    lines = [task.stdout.readline() for task in tasks if task.stdout]
+    lines = [task.stdout.readline() for task in tasks for _ in ("CORES", "TOLD") if task.stdout]
     assert told("".join(lines), driver) == {"built": {0: [3, 2], 1: [3, 2]}}
     with open_ledger(claims_dir) as ledger:
         (claim,) = ledger.claims()

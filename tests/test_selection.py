@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
-from fake_driver import Driver, gpu, mig, process
+from fake_driver import Driver, gpu, link, mig, process
 
 from lightning_gpu_tools import (
     CudaAlreadyInitializedError,
@@ -437,3 +437,28 @@ int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); 
     assert indices(select_gpus(2)) == [2, 1]
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert indices(select_gpus(2)) == [0, 2]
+
+
+def test_gpus_joined_by_nvlink_are_preferred_among_those_that_pass(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (40, 10, 39, 38)]
+    with driver.change():
+        driver.links = [link(0, 1, nvlink=True), link(2, 3, nvlink=True)]
+    assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [2, 3]
+    assert indices(select_gpus(2, min_free="39GiB", claim=False)) == [0, 2]
+    with driver.change():
+        driver.gpus[2].utilization = 90
+    assert indices(select_gpus(2, claim=False)) == [0, 3]
+
+
+def test_gpus_on_one_numa_node_are_preferred_among_those_that_pass(driver: Driver) -> None:
+    driver.gpus = [
+        gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (39.5, 1), (39, 0), (10, 1))
+    ]
+    assert indices(select_gpus(2, claim=False)) == [0, 2]
+
+
+def test_how_gpus_are_joined_is_only_asked_where_there_is_a_choice(driver: Driver) -> None:
+    driver.gpus = [gpu(), gpu()]
+    select_gpus(2)
+    select_gpus(1)
+    assert not [call for call in driver.calls() if "P2P" in call.function or "Topology" in call.function]

@@ -28,6 +28,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="have every Lightning Trainer in it say how busy the GPUs are and why; without an option on which GPUs, "
         "none are claimed",
     )
+    parser.add_argument(
+        "--bind-numa", action="store_true", help="keep the command on the CPU cores near its GPUs (Linux)"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(run=run, parser=parser)
 
@@ -46,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
         selection = select_gpus(**options.requirements(args))
         selection.apply()
         selection.pass_on()
+        if args.bind_numa:
+            from lightning_gpu_tools.affinity import bind_to_gpus
+
+            bind_to_gpus(selection.uuids)
         print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)
     return _execute(command)
 

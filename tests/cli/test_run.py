@@ -136,6 +136,15 @@ def test_gpus_shows_who_holds_what_since_when(driver: Driver, run_cli: RunCli) -
         assert (claim["pid"], claim["memory_bytes"]) == (job.pid, 8 * 2**30)
 
 
+def test_bind_numa_keeps_the_command_on_near_cores_that_it_may_use(driver: Driver, run_cli: RunCli) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    code = "import os; print(*sorted(os.sched_getaffinity(0)))"
+    for near, expected in [([mine[0], 500], [mine[0]]), ([500], mine), (None, mine)]:
+        driver.gpus = [gpu(cpus=near)]
+        answer = run_cli("run", "--bind-numa", "--", sys.executable, "-c", code)
+        assert answer.stdout.split() == [str(core) for core in expected]
+
+
 def wait_until_ended(pid: int) -> None:
     deadline = time.monotonic() + 30
     while True:
