@@ -265,6 +265,8 @@ def _load_cost(run: RunMeasurements, loader: LoaderSettings, *, wait_s: float, s
 
 def _loader_advice(kind: str, run: RunMeasurements, now: LoaderSettings, plan: LoaderPlan, cost: LoadCost) -> str:
     cores = f"{run.host.cores:g} cores"
+    if run.host.cores_in_reach is not None and run.host.cores_in_reach < 0.9 * run.host.cores:
+        cores += f", of which others leave it {run.host.cores_in_reach:.2g}"
     if run.host.local_ranks > 1:
         cores += f" for {run.host.local_ranks} ranks"
     if kind == "cpu_bound":

@@ -62,6 +62,14 @@ def children_cpu_s() -> float:
     return total
 
 
+def idle_cpu_s() -> float:
+    """Return the CPU seconds for which the cores of this process's affinity mask have stood idle since the boot."""
+    per_core = psutil.cpu_times(percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(per_core))
+    # Waiting for a disk leaves a core to others, too.
+    return sum(per_core[core].idle + getattr(per_core[core], "iowait", 0.0) for core in mine if core < len(per_core))
+
+
 def _cgroup_folders(controller: str, mount: Path, membership: Path) -> list[Path]:
     """Return the existing folders of this process's cgroup and of its ancestors for one controller."""
     try:

@@ -63,7 +63,8 @@ def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host:
     prefetch_factor = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     # Loading a batch and training on it must be paid for in CPU time, whoever does it. The training process is taken to
     # keep one core busy during its step.
-    core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_s) * host.local_ranks / host.cores
+    cores = host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)
+    core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_s) * host.local_ranks / cores
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(max(step_s, core_s), cost)
     limited_by: Literal["cores", "shm"] | None = "cores" if core_s > (1 + _TOLERANCE) * step_s else None

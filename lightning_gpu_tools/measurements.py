@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools import sampler
 from lightning_gpu_tools.diagnosis import RunMeasurements
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.host import children_cpu_s, read_host_budget
+from lightning_gpu_tools.host import children_cpu_s, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.readings import GpuReading, LoaderSettings
 from lightning_gpu_tools.step_clock import StepClock
 
@@ -100,7 +102,8 @@ class RunRecorder:
     def __init__(self, trainer: Trainer, clock: StepClock) -> None:
         self.batch_bytes: int | None = None
         self._clock = clock
-        self._children_cpu_s = children_cpu_s()
+        self._began_s = time.perf_counter()
+        self._own_cpu_s, self._children_cpu_s, self._idle_cpu_s = time.process_time(), children_cpu_s(), idle_cpu_s()
         self._local_ranks = local_ranks(trainer)
         self._on_gpu = trains_on_gpu(trainer)
         self._loader = train_loader_settings(trainer)
@@ -131,16 +134,20 @@ class RunRecorder:
         """Return everything measured so far."""
         clock = self._clock
         self._take()
+        children_s = children_cpu_s() - self._children_cpu_s
+        used_s = time.process_time() - self._own_cpu_s + children_s
+        in_reach = self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s
+        elapsed_s = time.perf_counter() - self._began_s
         workers = self._loader is not None and self._loader.num_workers > 0
         return RunMeasurements(
             wall_s=clock.wall_s,
             steps=max(1, clock.steps),
             phase_s=dict(clock.seconds),
             blocks=tuple(clock.blocks),
-            host=read_host_budget(local_ranks=self._local_ranks),
+            host=replace(read_host_budget(local_ranks=self._local_ranks), cores_in_reach=in_reach / elapsed_s),
             on_gpu=self._on_gpu,
             utilization_percent=100 * self._busy_s / self._observed_s if self._observed_s > 0 else None,
             loader=self._loader,
-            worker_cpu_s_per_batch=(children_cpu_s() - self._children_cpu_s) / max(1, clock.steps) if workers else None,
+            worker_cpu_s_per_batch=children_s / max(1, clock.steps) if workers else None,
             batch_bytes=self.batch_bytes,
         )

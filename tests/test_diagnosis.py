@@ -72,6 +72,14 @@ def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None
     assert "num_workers=14 (now 3)" in finding.advice
 
 
+def test_it_is_said_where_others_are_busy_on_the_cores() -> None:
+    loader = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    host = HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**35, cores_in_reach=4.04)
+    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.150))
+    assert finding.evidence["kind"] == "cpu_bound"
+    assert "64 cores, of which others leave it 4" in finding.advice
+
+
 def test_a_full_shared_memory_is_what_is_to_be_changed() -> None:
     loader = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
     host = HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**26)

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.host import children_cpu_s, read_host_budget
+from lightning_gpu_tools.host import children_cpu_s, idle_cpu_s, read_host_budget
 
 GIB = 2**30
 
@@ -70,7 +71,7 @@ def test_the_affinity_mask_is_that_of_the_process() -> None:
     code = "from lightning_gpu_tools.host import read_host_budget; print(read_host_budget().cores)"
     result = subprocess.run(
         [sys.executable, "-c", code],
-        preexec_fn=lambda: os.sched_setaffinity(0, one_core),  # noqa: PLW1509 - the child is single-threaded here
+        preexec_fn=lambda: os.sched_setaffinity(0, one_core),
         capture_output=True,
         text=True,
         check=True,
@@ -88,3 +89,13 @@ def test_the_cpu_time_of_living_and_of_ended_children_is_counted() -> None:
     child.communicate("\n")
     assert alive - before >= 0.28
     assert children_cpu_s() - before >= 0.28
+
+
+def test_idle_time_does_not_outrun_the_clock() -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    began_s, idle_s = time.perf_counter(), idle_cpu_s()
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    elapsed_s = time.perf_counter() - began_s
+    cores = len(os.sched_getaffinity(0))
+    # The kernel counts in hundredths of a second, for each core.
+    assert 0 <= idle_cpu_s() - idle_s <= cores * elapsed_s - 0.5 + 0.03 * cores

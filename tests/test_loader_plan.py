@@ -1,5 +1,7 @@
 """How many workers a loader needs, and what the host lets it have."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,11 @@ def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_d
 
 def test_the_ranks_of_a_machine_share_its_cores() -> None:
     assert plan(0.080, 0.010, host(cores=16, ranks=4), cpu_s=0.080).settings.num_workers == 4
+
+
+def test_cores_that_others_are_busy_on_do_not_count() -> None:
+    shared = dataclasses.replace(host(cores=64), cores_in_reach=4.0)
+    assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
 
 
 def test_where_half_a_core_does_all_the_work_a_worker_gains_nothing() -> None:
