@@ -13,7 +13,8 @@ from lightning_gpu_tools import errors
     [error for _, error in inspect.getmembers(errors, inspect.isclass) if issubclass(error, (Exception, Warning))],
 )
 def test_every_error_survives_pickling(error_type: type[Exception]) -> None:
-    error = error_type("what happened", 2, ["GPU 0: busy"]) if error_type is errors.NotEnoughGpusError else error_type("x")
+    arguments = ("what happened", 2, ["GPU 0: busy"]) if error_type is errors.NotEnoughGpusError else ("what happened",)
+    error = error_type(*arguments)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is error_type
     assert str(copy) == str(error)
