@@ -5,9 +5,12 @@ Both take the same memory however long they run. Standard library only, no clock
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import deque
+from collections.abc import Callable
 
-from lightning_gpu_tools.readings import GpuSample, GpuWindow
+from lightning_gpu_tools.readings import GpuProcess, GpuSample, GpuWindow
 from lightning_gpu_tools.utilization import LONGEST_PERIOD_S, weights_s
 
 _COUNTERS = (
@@ -22,6 +25,12 @@ _MEANS = ("sm_active_percent", "sm_occupancy_percent", "tensor_active_percent", 
 
 # What a timeline is kept of, besides utilization.
 _TIMELINES = ("memory_used_bytes", "power_watts", "temperature_celsius", *_MEANS)
+
+
+# A GPU that fails over and over says so in a report once; so many different texts are kept until they are taken.
+_MOST_TEXTS = 100
+# Of how many processes the utilization is averaged in one window.
+_MOST_PROCESSES = 256
 
 
 def counter_difference(before: float | None, after: float | None) -> float | None:
@@ -68,11 +77,48 @@ class PercentHistogram:
         return float(observed[-1][0])
 
 
-class WindowBuilder:
-    """Adds up the looks at one GPU until they are taken."""
+class Phases:
+    """When a run was in which phase, as far back as a look at a GPU can reach.
 
-    def __init__(self, uuid: str) -> None:
+    Args:
+        first: The phase that holds until another one is entered, and held before.
+    """
+
+    def __init__(self, first: str) -> None:
+        self._since: deque[tuple[float, str]] = deque([(-math.inf, first)], maxlen=1000)
+
+    def enter(self, phase: str, time_s: float) -> None:
+        """Be in this phase from ``time_s`` on."""
+        self._since.append((time_s, phase))
+
+    def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
+        """Return for how long of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
+        total_s, until_s = 0.0, end_s
+        for since_s, name in reversed(self._since):
+            if name == phase:
+                total_s += max(0.0, until_s - max(since_s, begin_s))
+            until_s = min(until_s, since_s)
+            if since_s <= begin_s:
+                break
+        return total_s
+
+
+def _whole(begin_s: float, end_s: float) -> float:
+    return max(0.0, end_s - begin_s)
+
+
+class WindowBuilder:
+    """Adds up the looks at one GPU until they are taken.
+
+    Args:
+        uuid: The GPU.
+        overlap_s: How much of the time between two moments counts; without it all of it. What a look saw of the time
+            since the look before counts in proportion.
+    """
+
+    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:
         self._uuid = uuid
+        self._overlap_s = overlap_s
         # From one window to the next, so that nothing falls in between:
         self._look_s: float | None = None
         self._utilization_s: float | None = None
@@ -80,22 +126,50 @@ class WindowBuilder:
         self._begin()
 
     def _begin(self) -> None:
-        self._begin_s = self._look_s
+        self._duration_s = 0.0
         self._last: GpuSample | None = None
         self._peak_bytes: int | None = None
         self._utilization = PercentHistogram()
         self._differences: dict[str, tuple[float, float]] = {}  # difference, and the seconds it took
         self._means: dict[str, tuple[float, float]] = {}  # value x seconds, and seconds
+        self._busy: dict[int, tuple[float, float]] = {}  # of each process: percent x seconds, and seconds
+        self._errors: dict[str, None] = {}
         self._problems: dict[str, None] = {}
 
     def add(self, sample: GpuSample) -> None:
         """Add the next look."""
-        if self._begin_s is None:
-            self._begin_s = sample.time_s
-        since_s = LONGEST_PERIOD_S if self._look_s is None else max(0.0, sample.time_s - self._look_s)
         for entry, seconds in zip(sample.utilization, weights_s(sample.utilization, self._utilization_s), strict=True):
-            self._utilization.add(entry.percent, seconds)
+            counted_s = self._overlap_s(entry.time_s - seconds, entry.time_s)
+            if counted_s > 0:
+                self._utilization.add(entry.percent, counted_s)
             self._utilization_s = entry.time_s
+        look_s, self._look_s = self._look_s, sample.time_s
+        begin_s = sample.time_s - LONGEST_PERIOD_S if look_s is None else min(look_s, sample.time_s)
+        counted_s = self._overlap_s(begin_s, sample.time_s)
+        share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
+        self._add_counters(sample, share)
+        for text in sample.errors[: _MOST_TEXTS - len(self._errors)]:
+            self._errors[text] = None
+        for text in sample.problems[: _MOST_TEXTS - len(self._problems)]:
+            self._problems[text] = None
+        if share <= 0:
+            return
+        if look_s is not None:
+            self._duration_s += counted_s
+        for name in _MEANS:
+            value = getattr(sample, name)
+            if value is not None:
+                total, total_s = self._means.get(name, (0.0, 0.0))
+                self._means[name] = total + value * counted_s, total_s + counted_s
+        for process in sample.processes or ():
+            if process.utilization_percent is not None and len(self._busy) < _MOST_PROCESSES:
+                total, total_s = self._busy.get(process.pid, (0.0, 0.0))
+                self._busy[process.pid] = total + process.utilization_percent * counted_s, total_s + counted_s
+        if sample.memory_used_bytes is not None:
+            self._peak_bytes = max(self._peak_bytes or 0, sample.memory_used_bytes)
+        self._last = sample
+
+    def _add_counters(self, sample: GpuSample, share: float) -> None:
         for name in _COUNTERS:
             value = getattr(sample, name)
             if value is None:
@@ -103,26 +177,17 @@ class WindowBuilder:
             before_s, before = self._counters.get(name, (sample.time_s, None))
             self._counters[name] = sample.time_s, value
             difference = counter_difference(before, value)
-            if difference is not None:
+            if difference is not None and share > 0:
                 total, total_s = self._differences.get(name, (0.0, 0.0))
-                self._differences[name] = total + difference, total_s + sample.time_s - before_s
-        for name in _MEANS:
-            value = getattr(sample, name)
-            if value is not None:
-                total, total_s = self._means.get(name, (0.0, 0.0))
-                self._means[name] = total + value * since_s, total_s + since_s
-        if sample.memory_used_bytes is not None:
-            self._peak_bytes = max(self._peak_bytes or 0, sample.memory_used_bytes)
-        self._problems.update(dict.fromkeys(sample.problems))
-        self._last = sample
-        self._look_s = sample.time_s
+                seconds = share * (sample.time_s - before_s)
+                self._differences[name] = total + share * difference, total_s + seconds
 
     def take(self) -> GpuWindow:
         """Return everything since the last call, and begin a new window."""
-        last = self._last or GpuSample(uuid=self._uuid, time_s=self._begin_s or 0.0)
+        last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
         window = GpuWindow(
             uuid=self._uuid,
-            duration_s=last.time_s - (self._begin_s or 0.0),
+            duration_s=self._duration_s,
             utilization_observed_s=self._utilization.total_s,
             utilization_mean_percent=self._utilization.mean(),
             utilization_p5_percent=self._utilization.percentile(0.05),
@@ -142,11 +207,16 @@ class WindowBuilder:
             sm_occupancy_percent=self._mean("sm_occupancy_percent"),
             tensor_active_percent=self._mean("tensor_active_percent"),
             dram_active_percent=self._mean("dram_active_percent"),
-            processes=last.processes,
+            processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
+            errors=tuple(self._errors),
             problems=tuple(self._problems),
         )
         self._begin()
         return window
+
+    def _with_mean(self, process: GpuProcess) -> GpuProcess:
+        total, seconds = self._busy.get(process.pid, (0.0, 0.0))
+        return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
 
     def _mean(self, metric: str) -> float | None:
         total, seconds = self._means.get(metric, (0.0, 0.0))

@@ -89,7 +89,12 @@ for _ in sys.stdin:
 def test_calls_are_counted_by_gpu_and_process(machine, run_python):
     machine.forget_calls()
     pynvml.nvmlDeviceGetName(handle(1))
-    assert machine.calls()[-1] == (os.getpid(), "nvmlDeviceGetName", machine.gpus[1].uuid)
+    assert machine.calls()[-1] == (
+        os.getpid(),
+        "nvmlDeviceGetName",
+        machine.gpus[1].uuid,
+        "MainThread",
+    )
     assert machine.calls_by_gpu() == {machine.gpus[1].uuid: 1}
     assert run_python("-c", "import pynvml; pynvml.nvmlInit()").returncode == 0
     assert machine.calls()[-1].function == "nvmlInitWithFlags"

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -232,7 +233,7 @@ class Library:
         log = os.environ.get(CALLS_VARIABLE)
         if log:
             descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-            os.write(descriptor, f"{self._pid} {name} {uuid or ''}\n".encode())
+            os.write(descriptor, f"{self._pid} {name} {uuid or ''} {threading.current_thread().name}\n".encode())
             os.close(descriptor)
         state = self.state
         if name in state.latency_s:

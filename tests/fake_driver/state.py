@@ -134,6 +134,7 @@ class Call(NamedTuple):
     pid: int
     function: str  # the name in the C library
     uuid: str | None
+    thread: str  # the name of the thread that called
 
 
 class Driver:
@@ -195,7 +196,10 @@ class Driver:
     def calls(self) -> list[Call]:
         """Every call of a C function since the last ``forget_calls()``, from all processes."""
         lines = self._calls.read_text().splitlines()
-        return [Call(int(pid), function, uuid or None) for pid, function, uuid in (line.split(" ") for line in lines)]
+        return [
+            Call(int(pid), function, uuid or None, thread)
+            for pid, function, uuid, thread in (line.split(" ", 3) for line in lines)
+        ]
 
     def calls_by_gpu(self) -> Counter[str]:
         """How many calls named each GPU or MIG instance."""
