@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ComputeMode = Literal["default", "exclusive_thread", "prohibited", "exclusive_process"]
 
@@ -92,8 +92,7 @@ class GpuLink:
     topology_level: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuClaim:
+class GpuClaim(NamedTuple):
     """What a live job has said it needs of some GPUs, so that others do not take it away.
 
     Attributes:
@@ -114,7 +113,7 @@ class GpuClaim:
     job: str
     uuids: tuple[str, ...]
     kind: Literal["memory", "whole", "exclusive"]
-    memory_bytes: int | None = None
+    memory_bytes: int | None
     pid: int
     user: str
     hostname: str
@@ -123,8 +122,7 @@ class GpuClaim:
     process_ids: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuWaiter:
+class GpuWaiter(NamedTuple):
     """A live job that waits for GPUs.
 
     Attributes:
@@ -277,6 +275,8 @@ class StepBlock:
         host_to_device_copy_s: Part of it spent handing the batch to the device.
         training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
         paused_s: Part of it spent in validation and checkpoints.
+        forward_s: The part of ``training_step_s`` spent in the model's ``training_step``: before any rank waits for
+            another one.
     """
 
     steps: int
@@ -286,6 +286,7 @@ class StepBlock:
     host_to_device_copy_s: float
     training_step_s: float
     paused_s: float
+    forward_s: float = 0.0
 
     def __add__(self, other: StepBlock) -> StepBlock:
         return StepBlock(

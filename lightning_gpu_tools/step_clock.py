@@ -7,6 +7,7 @@ everything that is timed is ``unexplained``.
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch import Callback, Trainer
 
 from lightning_gpu_tools.readings import StepBlock
+from lightning_gpu_tools.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 
 DATA_LOADING = "data_loading"
 HOST_TO_DEVICE_COPY = "host_to_device_copy"
@@ -62,29 +64,32 @@ class StepClock:
         seconds: Wall time by phase up to the last change of phase; the keys are the constants of this module, for
             callbacks and loggers with the class name: ``"callback/EarlyStopping"``.
         steps: Training steps begun.
+        timeline: What the run was spent on, span by span.
         blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
         unseen: What could not be timed.
     """
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds: dict[str, float] = {}
         self.steps = 0
+        self.timeline = PhaseTimeline()
         self.blocks: list[StepBlock] = []
         self.unseen: list[str] = []
         self._clock = clock
+        self._watch = Stopwatch(UNEXPLAINED, clock)
+        self.seconds = self._watch.seconds
+        self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._users = 0
         self._running = False
-        self._started = self._stopped = self._phase_since = 0.0
-        self._phases = [UNEXPLAINED]
+        self._started = self._stopped = 0.0
         self._first_of_epoch = True
         self._step_is_steady = False
         self._step_mark: tuple[float, ...] = ()
-        self._fetch_cpu_s = self._fetch_cpu_since = 0.0
-        self._open_steps, self._open_sums = 0, [0.0] * 6
+        self._fetch_cpu_s = self._fetch_cpu_since = self._forward_s = 0.0
+        self._open_steps, self._open_sums = 0, [0.0] * 7
         self._steps_per_block = _STEPS_PER_BLOCK
         self._undo: list[Callable[[], object]] = []
         self._wrap(trainer.fit_loop, "on_run_start", functools.partial(self._before, lambda: self._start(trainer)))
-        self._wrap(trainer.fit_loop, "on_run_end", functools.partial(self._after, self.stop))
+        self._wrap(trainer.fit_loop, "on_run_end", functools.partial(self._after, self._end_run))
 
     @classmethod
     def attach(cls, trainer: Trainer) -> StepClock:
@@ -106,9 +111,10 @@ class StepClock:
     def stop(self) -> None:
         """End the measurement and take every wrapper off; nothing happens the second time."""
         if self._running:
-            self._enter(UNEXPLAINED)
-            self._stopped = self._phase_since
+            self._watch.enter(UNEXPLAINED)
+            self._stopped = self._watch.since_s
             self._running = False
+            self.timeline.cut(self._stopped, self.seconds)
         while self._undo:
             self._undo.pop()()
 
@@ -122,9 +128,33 @@ class StepClock:
         """Whether training has begun at all."""
         return self._started > 0
 
+    def cost_s(self) -> float:
+        """Return what this clock has cost the training thread so far: how often it acted, times what that costs."""
+        watch = Stopwatch(UNEXPLAINED)
+        pair_s = seconds_per_call(watch.timed(TRAINER, int)) - seconds_per_call(int)
+        scratch = copy.copy(self)
+        scratch._watch, scratch.timeline, scratch.blocks = watch, PhaseTimeline(), []
+        scratch.seconds, scratch._clock = watch.seconds, time.perf_counter
+
+        def one_step() -> None:
+            scratch._begin_fetch()
+            scratch._end_fetch()
+
+        # The fetch of a step is one of the pairs, with more to do.
+        return max(0.0, pair_s * (self._watch.pairs - self.steps) + seconds_per_call(one_step) * self.steps)
+
+    def _end_run(self) -> None:
+        if self._running:  # else it was the end of a trial run
+            self.stop()
+
     def _start(self, trainer: Trainer) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if self._callbacks and not any(callback in callbacks for callback in self._callbacks):
+            return  # a trial run of a tuner (BatchSizeFinder, LearningRateFinder), which takes the callbacks out
         self._running = True
-        self._started = self._phase_since = self._clock()
+        self._watch.start()
+        self._started = self._watch.since_s
+        self.timeline.start(self._started)
         epoch_loop = trainer.fit_loop.epoch_loop
         self._wrap(trainer.fit_loop, "on_advance_start", self._timed(EPOCH_START))
         self._wrap(epoch_loop, "on_run_start", self._timed(EPOCH_START))
@@ -136,6 +166,7 @@ class StepClock:
         self._wrap(epoch_loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
         self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
         self._wrap(epoch_loop.manual_optimization, "run", self._timed(TRAINING_STEP))
+        self._wrap(trainer.strategy, "training_step", self._measure_forward)
         self._wrap(epoch_loop.val_loop, "run", self._timed(VALIDATION))
         self._wrap(trainer.strategy, "batch_to_device", self._timed(HOST_TO_DEVICE_COPY, except_in=VALIDATION))
         self._wrap(trainer, "save_checkpoint", self._timed(CHECKPOINT))
@@ -181,72 +212,79 @@ class StepClock:
 
     def _timed(self, phase: str, *, except_in: str = "") -> Callable[[_Function], _Function]:
         def wrapper(function: _Function) -> _Function:
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                if self._phases[-1] == except_in:
-                    return function(*args, **kwargs)
-                self._enter(phase)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self._leave()
-
-            return timed
+            timed = self._watch.timed(phase, function, except_in)
+            return self._with_edges(timed) if phase in (VALIDATION, CHECKPOINT) else timed
 
         return wrapper
 
-    def _enter(self, phase: str) -> None:
-        now = self._clock()
-        current = self._phases[-1]
-        self.seconds[current] = self.seconds.get(current, 0.0) + now - self._phase_since
-        self._phase_since = now
-        self._phases.append(phase)
+    def _with_edges(self, function: _Function) -> _Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
 
-    def _leave(self) -> None:
-        now = self._clock()
-        phase = self._phases.pop()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._phase_since
-        self._phase_since = now
+        return wrapped
+
+    def _measure_forward(self, function: _Function) -> _Function:
+        clock = self._clock
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            began_s = clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._forward_s += clock() - began_s
+
+        return measured
 
     def _begin_epoch(self) -> None:
         self._first_of_epoch = True
 
     def _begin_fetch(self) -> None:
-        if self._phases[-1] == EPOCH_START:
+        watch = self._watch
+        if watch.phases[-1] == EPOCH_START:
             # A loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator.
-            self._enter(EPOCH_START)
+            watch.enter(EPOCH_START)
             return
         self._end_step()
         self.steps += 1
         self._step_is_steady = self.steps > WARM_UP_STEPS and not self._first_of_epoch
-        self._enter(EPOCH_START if self._first_of_epoch else DATA_LOADING)
+        watch.enter(EPOCH_START if self._first_of_epoch else DATA_LOADING)
         self._first_of_epoch = False
         self._fetch_cpu_since = time.thread_time()
 
     def _end_fetch(self) -> None:
-        if self._phases[-1] == DATA_LOADING:
+        if self._watch.phases[-1] == DATA_LOADING:
             self._fetch_cpu_s += time.thread_time() - self._fetch_cpu_since
-        self._leave()
+        self._watch.leave()
 
     def _end_step(self) -> None:
         seconds = self.seconds.get
+        now = self._clock()
         mark = (
-            self._clock(),
+            now,
             seconds(DATA_LOADING, 0.0),
             self._fetch_cpu_s,
             seconds(HOST_TO_DEVICE_COPY, 0.0),
             seconds(TRAINING_STEP, 0.0),
             seconds(VALIDATION, 0.0) + seconds(CHECKPOINT, 0.0) + seconds(EPOCH_START, 0.0),
+            self._forward_s,
         )
         if self._step_is_steady:
             self._open_steps += 1
-            for i, (now, before) in enumerate(zip(mark, self._step_mark, strict=True)):
-                self._open_sums[i] += now - before
+            before, sums = self._step_mark, self._open_sums
+            for i in range(len(mark)):
+                sums[i] += mark[i] - before[i]
             if self._open_steps == self._steps_per_block:
                 self._close_block()
         self._step_mark = mark
+        if now >= self.timeline.due_s:
+            self.timeline.cut(self._watch.since_s, self.seconds)
 
     def _close_block(self) -> None:
-        wall_s, data_s, data_cpu_s, copy_s, step_s, paused_s = self._open_sums
+        wall_s, data_s, data_cpu_s, copy_s, step_s, paused_s, forward_s = self._open_sums
         self.blocks.append(
             StepBlock(
                 steps=self._open_steps,
@@ -256,6 +294,7 @@ class StepClock:
                 host_to_device_copy_s=copy_s,
                 training_step_s=step_s,
                 paused_s=paused_s,
+                forward_s=forward_s,
             )
         )
         self._open_steps, self._open_sums = 0, [0.0] * len(self._open_sums)
