@@ -28,9 +28,11 @@ from lightning_gpu_tools.model_keys import module_versions, read_model, wrapper_
 from lightning_gpu_tools.state_dicts import (
     LIGHTNING_VERSION,
     MODEL_STATES,
+    describe_content,
     find_state_dicts,
     is_lightning_checkpoint,
     own_all_but_weights,
+    own_what_modules_keep,
     same_tensors,
     shapes_of,
 )
@@ -175,22 +177,21 @@ class PortableCheckpointIO(CheckpointIO):
         trainer, model = self._trainer(), self._model()
         if trainer is None or model is None:
             return checkpoint
-        bare = not is_lightning_checkpoint(checkpoint)
-        if bare:
-            # ddp_spawn's parent also reads bare weights; but it has run no setup, so it does not come here.
-            entries = find_state_dicts(checkpoint)
+        if not is_lightning_checkpoint(checkpoint):
+            # Outside of a Trainer's run, what somebody else's code stores (ddp_spawn's parent, Fabric) is not ours.
             if trainer.state.status is not TrainerStatus.RUNNING:
                 return checkpoint
-            if len(entries) != 1:
-                raise BrokenCheckpointError(_not_lightning(path, checkpoint, list(entries)))
-            checkpoint = {
-                LIGHTNING_VERSION: lightning_version,
-                "state_dict": next(iter(entries.values())),
-                "epoch": 0,
-                "global_step": 0,
-            }
+            checkpoint = _as_lightning_checkpoint(checkpoint, path)
+        keys, state = read_model(model, checkpoint["state_dict"])
+        if self.inner is None:
+            own_what_modules_keep(checkpoint["state_dict"], keys)
         try:
-            plan, state = _plan(checkpoint["state_dict"], model)
+            plan = plan_renaming(
+                shapes_of(checkpoint["state_dict"]),
+                keys,
+                strict=model.strict_loading,
+                same_tensor=same_tensors(checkpoint["state_dict"]),
+            )
         except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
             if _may_still_change(model):
                 return checkpoint
@@ -200,9 +201,8 @@ class PortableCheckpointIO(CheckpointIO):
             return checkpoint
         if plan.changes_names:
             rank_zero_info(f"{path}: {plan.describe()}.")
-        beside = [key for key in plan.unused if plan.dropped_root]
-        if beside:
-            rank_zero_warn(f"{path}: loading what is in {plan.dropped_root!r} only, not {list_groups(beside)}.")
+        if plan.dropped_root and plan.unused:
+            rank_zero_warn(f'{path}: only what is in "{plan.dropped_root}" is loaded, not {list_groups(plan.unused)}.')
         return _renamed(checkpoint, plan, state)
 
 
@@ -253,7 +253,9 @@ def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, A
     renamed = dict(checkpoint)
     for name in MODEL_STATES:
         if name in checkpoint:
-            weights = plan.apply(checkpoint[name], keep=plan.unexpected)
+            # What has no place or another shape stays in, so that strict loading says so in Lightning's way.
+            odd = (*plan.unexpected, *(key for key, _, _ in plan.mismatched))
+            weights = plan.apply(checkpoint[name], keep=odd)
             weights.update((key, state[key]) for key in plan.kept)
             renamed[name] = weights
     if "optimizer_states" in checkpoint:
@@ -282,12 +284,6 @@ def _rename_optimizers(states: Any, plan: RenamePlan) -> Any:
     return [one(state) for state in states] if isinstance(states, list) else states
 
 
-def _plan(weights: Mapping[str, Any], model: LightningModule) -> tuple[RenamePlan, Mapping[str, Any]]:
-    keys, state = read_model(model, weights)
-    plan = plan_renaming(shapes_of(weights), keys, strict=model.strict_loading, same_tensor=same_tensors(weights))
-    return plan, state
-
-
 def _may_still_change(model: LightningModule) -> bool:
     """Whether a hook of the user's comes after the plugin that may change the checkpoint, the model or the loading."""
     return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
@@ -297,15 +293,15 @@ def _devices(weights: Mapping[str, Any]) -> list[str]:
     return sorted({str(value.device) for value in weights.values() if isinstance(value, torch.Tensor)})
 
 
-def _not_lightning(path: str | Path, content: Any, entries: list[str]) -> str:
-    what = (
-        f"a dictionary with {', '.join(map(str, list(content)[:8]))}"
-        if isinstance(content, dict)
-        else (f"a {type(content).__name__}")
+def _as_lightning_checkpoint(content: Any, path: str | Path) -> dict[str, Any]:
+    """Return bare weights, as load_weights takes them, in the form in which the Trainer expects them."""
+    entries = find_state_dicts(content)
+    if len(entries) == 1:
+        weights = next(iter(entries.values()))
+        return {LIGHTNING_VERSION: lightning_version, "state_dict": weights, "epoch": 0, "global_step": 0}
+    if not entries:
+        raise BrokenCheckpointError(f"{path} holds no weights but {describe_content(content)}.")
+    raise BrokenCheckpointError(
+        f"{path} is no Lightning checkpoint and holds several sets of weights: {', '.join(entries)}. "
+        "Load one of them with lightning_gpu_tools.load_weights(model, path, root=...)."
     )
-    if entries:
-        return (
-            f"{path} is no Lightning checkpoint but {what}, with several sets of weights: {', '.join(entries)}. "
-            "Load one of them with lightning_gpu_tools.load_weights(model, path, root=...)."
-        )
-    return f"{path} is no checkpoint of a model: it holds {what}."

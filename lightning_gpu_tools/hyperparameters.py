@@ -15,7 +15,12 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
-from lightning_gpu_tools.state_dicts import LIGHTNING_VERSION, find_state_dicts, is_lightning_checkpoint
+from lightning_gpu_tools.state_dicts import (
+    LIGHTNING_VERSION,
+    describe_content,
+    find_state_dicts,
+    is_lightning_checkpoint,
+)
 
 Module = TypeVar("Module", bound=LightningModule)
 
@@ -32,18 +37,10 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[
     if is_lightning_checkpoint(content):
         checkpoint: dict[str, Any] = migrate_checkpoint(dict(content))[0]
         return checkpoint
-    if not find_state_dicts(content):
-        raise BrokenCheckpointError(f"{path} holds no weights but a {type(content).__name__}.")
-    return (
-        {LIGHTNING_VERSION: lightning_version, **content}
-        if "state_dict" in content
-        else {LIGHTNING_VERSION: lightning_version, **_only_weights(content)}
-    )
-
-
-def _only_weights(content: Any) -> Mapping[str, Any]:
     entries = find_state_dicts(content)
-    return {"state_dict": entries[""]} if "" in entries else entries
+    if not entries:
+        raise BrokenCheckpointError(f"{path} holds no weights but {describe_content(content)}.")
+    return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
 
 
 def build_module(

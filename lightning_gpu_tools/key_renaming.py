@@ -22,6 +22,7 @@ from lightning_gpu_tools.key_tree import (
     Node,
     Overlap,
     Overlay,
+    PathSet,
     Shape,
     Tree,
     build_tree,
@@ -29,7 +30,6 @@ from lightning_gpu_tools.key_tree import (
     is_wrapper,
     keys_below,
     unwrap,
-    without_private_segments,
 )
 
 
@@ -359,7 +359,7 @@ class _Search:
         if not (plan.unexpected or plan.missing or plan.mismatched):
             return plan
         rename = plan.rename_key()
-        inside = _PathSet(self.model.self_loading)
+        inside = PathSet(self.model.self_loading)
         left_over = [key for key in plan.unexpected if rename(key) not in inside]
         missing = [key for key in plan.missing if key not in inside]
         mismatched = [clash for clash in plan.mismatched if rename(clash[0]) not in inside]
@@ -389,21 +389,6 @@ class _Search:
         if covered:
             lines.append("strict=False loads what fits and reports the rest.")
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
-
-
-class _PathSet:
-    """Whether a key lies at or below one of some module paths."""
-
-    def __init__(self, paths: frozenset[str]) -> None:
-        self._paths = frozenset(without_private_segments(path) for path in paths)
-
-    def __contains__(self, key: str) -> bool:
-        path = without_private_segments(key) if self._paths else ""
-        while path:
-            path = path.rpartition(".")[0]
-            if path in self._paths:
-                return True
-        return False
 
 
 def _moved_modules(renames: Mapping[str, str]) -> dict[str, str]:

@@ -90,6 +90,21 @@ def without_private_segments(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in PRIVATE_SEGMENTS)
 
 
+class PathSet:
+    """Whether a key lies at or below one of some module paths."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        self._paths = frozenset(without_private_segments(path) for path in paths)
+
+    def __contains__(self, key: str) -> bool:
+        path = without_private_segments(key) if self._paths else ""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._paths:
+                return True
+        return False
+
+
 def child_modules(node: Node) -> Iterator[tuple[str, Node]]:
     """Yield (``"name."``, child) for every child module of a node."""
     for name, value in node.items():

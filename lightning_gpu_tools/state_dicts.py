@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.key_tree import Shape
+from lightning_gpu_tools.key_renaming import ModelKeys
+from lightning_gpu_tools.key_tree import PathSet, Shape
 from lightning_gpu_tools.model_keys import shape_of
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -47,6 +48,14 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
+def describe_content(content: Any) -> str:
+    """Say what a file holds that holds no weights."""
+    if isinstance(content, Mapping):
+        names = [str(name) for name in content]
+        return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
+    return f"a {type(content).__name__}"
+
+
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
     """Return the shape of every entry; ``None`` for what is not a tensor."""
     return {key: shape_of(value) for key, value in weights.items()}
@@ -72,6 +81,18 @@ def own_all_but_weights(content: Any) -> Any:
     weights = {f"{entry}": value for entry, value in find_state_dicts(content).items() if "." not in entry}
     weights.update((name, content[name]) for name in MODEL_STATES if is_state_dict(content.get(name)))
     return {name: value if name in weights else copy.deepcopy(value) for name, value in content.items()}
+
+
+def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
+    """Copy those weights out of the mapped file that loading does not copy into the model.
+
+    That is what is not a tensor but may hold some (``_extra_state``), and everything below a module with a loading
+    function of its own, which may keep the tensors it is given, as torchmetrics does.
+    """
+    keeps = PathSet(model.self_loading)
+    for key, value in weights.items():
+        if not isinstance(value, torch.Tensor) or key in keeps:
+            weights[key] = copy.deepcopy(value)
 
 
 def _nested_state_dicts(content: Mapping[str, Any], path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +21,15 @@ from lightning_gpu_tools.errors import (
     KeyCollisionError,
 )
 from lightning_gpu_tools.key_groups import list_groups
-from lightning_gpu_tools.key_renaming import RenamePlan, plan_renaming
+from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, plan_renaming
 from lightning_gpu_tools.model_keys import read_model
-from lightning_gpu_tools.state_dicts import find_state_dicts, same_tensors, shapes_of
+from lightning_gpu_tools.state_dicts import (
+    describe_content,
+    find_state_dicts,
+    own_what_modules_keep,
+    same_tensors,
+    shapes_of,
+)
 from lightning_gpu_tools.torch_checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
@@ -98,13 +105,19 @@ def load_weights(
         last.ckpt: loaded 161 weights, removed "module." from 161 keys
     """
     content = read_checkpoint(path, weights_only=weights_only)
-    try:
+    with _naming(path, type(model)):
         entry, weights, plan = _choose(model, content, root, strict)
         _load(model, weights, plan, strict)
-    except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
-        error.args = (f"{path} does not fit {type(model).__name__}. {error.args[0]}", *error.args[1:])
-        raise
     return _report(str(path), entry, plan)
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str], model_class: type) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        error.args = (f"{path} does not fit {model_class.__name__}. {error.args[0]}", *error.args[1:])
+        raise
 
 
 def _choose(
@@ -112,7 +125,7 @@ def _choose(
 ) -> tuple[str, Mapping[str, Any], RenamePlan]:
     entries = find_state_dicts(content)
     if not entries:
-        raise BrokenCheckpointError(f"It holds no weights but {_what(content)}.")
+        raise BrokenCheckpointError(f"It holds no weights but {describe_content(content)}.")
     named = [entry for entry in entries if root and f"{root.rstrip('.')}.".startswith(f"{entry}.")]
     if named:
         entry = max(named, key=len)
@@ -140,13 +153,6 @@ def _choose(
     return entry, entries[entry], plan
 
 
-def _what(content: Any) -> str:
-    if isinstance(content, Mapping):
-        names = [str(name) for name in content]
-        return f"the entries {', '.join(names[:8])}" if names else "an empty dictionary"
-    return f"a {type(content).__name__}"
-
-
 def _plan(model: nn.Module, weights: Mapping[str, Any], root: str | None, strict: bool) -> RenamePlan:
     keys, _ = read_model(model, weights)
     return plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensors(weights))
@@ -157,14 +163,29 @@ def _load(model: nn.Module, weights: Mapping[str, Any], plan: RenamePlan, strict
     renamed = plan.apply(weights, keep=plan.unexpected if strict else ())
     for key in plan.kept:
         renamed[key] = state[key]
-    # On the meta device there is nothing to copy into: the model takes the tensors over, as its own copies.
+    keys, _ = read_model(model)
+    own_what_modules_keep(renamed, keys)
+    # On the meta device there is nothing to copy into: the model takes over tensors of its own.
     assign = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
     if assign:
-        renamed.update((key, value.clone()) for key, value in renamed.items() if isinstance(value, torch.Tensor))
+        metadata = getattr(renamed, "_metadata", None)
+        renamed = copy.deepcopy(renamed)
+        renamed._metadata = metadata  # type: ignore[attr-defined]
     try:
         model.load_state_dict(renamed, strict=strict, assign=assign)
     except RuntimeError as error:
         raise CheckpointMismatchError(str(error)) from error
+    if assign:
+        _tie(model, keys)
+
+
+def _tie(model: nn.Module, keys: ModelKeys) -> None:
+    """Make one parameter again of those that assigning has separated."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, leader in keys.tied.items():
+        if key in parameters and leader in parameters:
+            path, _, name = key.rpartition(".")
+            model.get_submodule(path).register_parameter(name, parameters[leader])
 
 
 def _report(path: str, entry: str, plan: RenamePlan) -> LoadReport:
@@ -233,14 +254,11 @@ def load_from_checkpoint(
     with contextlib.suppress(CheckpointError):
         # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
         _, weights, plan = _choose(model, checkpoint, root, strict)
-        checkpoint["state_dict"] = plan.apply(weights, keep=(*plan.unexpected, *plan.unused))
+        checkpoint["state_dict"] = plan.apply(weights, keep=plan.unexpected)
     model.on_load_checkpoint(checkpoint)
-    try:
+    with _naming(path, model_class):
         _, weights, plan = _choose(model, checkpoint, root, strict)
         _load(model, weights, plan, strict)
-    except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
-        error.args = (f"{path} does not fit {model_class.__name__}. {error.args[0]}", *error.args[1:])
-        raise
     if map_location is None:
         return model
     first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))

@@ -1,0 +1,271 @@
+"""Real processes that are killed while they save, full disks and closed folders."""
+
+import errno
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+
+from lightning_gpu_tools.atomic_file import replacing, sweep
+from lightning_gpu_tools.torch_checkpoint import read_checkpoint, write_checkpoint
+
+HOLDER = """
+import sys
+from lightning_gpu_tools.atomic_file import replacing
+with replacing(sys.argv[1]) as file:
+    file.write(b"half of it")
+    file.flush()
+    print("writing", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a child that talks through its pipes; it does not outlive the test."""
+    children = []
+
+    def run(program: str, *arguments: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        children.append(child)
+        return child
+
+    yield run
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def line(stream: IO[str] | None) -> str:
+    assert stream is not None
+    return stream.readline().strip()
+
+
+def tell(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+
+
+def parts(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.name.endswith(".part")]
+
+
+def in_child(act: Callable[[], None]) -> BaseException | None:
+    """Run ``act`` in a forked process and return what it raised."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        try:
+            act()
+            answer: BaseException | None = None
+        except BaseException as error:  # noqa: BLE001 - the parent looks at it
+            answer = error
+        with os.fdopen(write_end, "wb") as pipe:
+            pickle.dump(answer, pipe)
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        answer = pickle.loads(pipe.read())
+    os.waitpid(pid, 0)
+    return answer
+
+
+def as_nobody(act: Callable[[], None]) -> BaseException | None:
+    def act_as_nobody() -> None:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        act()
+
+    return in_child(act_as_nobody)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter; pytest's own are closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_a_process_killed_while_it_saves_leaves_the_old_file_and_its_rest_is_swept(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write_checkpoint({"w": torch.ones(3)}, path)
+    big = {str(i): torch.full((4 << 20,), 2.0) for i in range(8)}
+    for megabytes in (0, 20, 60, 100):
+        child = os.fork()
+        if child == 0:
+            write_checkpoint(big, path)
+            os._exit(0)
+        while not any(part.stat().st_size >= megabytes << 20 for part in parts(tmp_path)):
+            assert os.waitpid(child, os.WNOHANG)[0] == 0, "the child was faster than the test"
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        left = parts(tmp_path)
+        assert len(left) == 1
+        assert read_checkpoint(path, verify=True)["w"].tolist() == [1, 1, 1]
+        assert sweep(str(tmp_path)) == [str(part) for part in left]
+    write_checkpoint(big, path)
+    assert read_checkpoint(path, verify=True)["0"][0] == 2
+    assert parts(tmp_path) == []
+
+
+def test_saving_sweeps_what_the_dead_left_and_nothing_of_the_living(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    dead, living = (start(HOLDER, str(tmp_path / name)) for name in ("dead.ckpt", "living.ckpt"))
+    assert line(dead.stdout) == line(living.stdout) == "writing"
+    assert len(parts(tmp_path)) == 2
+    kill(dead)
+    write_checkpoint({}, tmp_path / "mine.ckpt")
+    assert len(parts(tmp_path)) == 1
+    tell(living)
+    assert living.wait() == 0
+    assert (tmp_path / "living.ckpt").read_bytes() == b"half of it"
+    assert parts(tmp_path) == []
+
+
+def test_what_another_machine_is_writing_is_left_alone(tmp_path: Path) -> None:
+    # On a shared file system another kernel's lock may be invisible here, so only the name can tell.
+    theirs = tmp_path / ".lightning-gpu-tools-0123456789ab-0123456789abcdef.part"
+    theirs.write_bytes(b"half")
+    write_checkpoint({}, tmp_path / "mine.ckpt")
+    assert theirs.exists()
+
+
+def test_another_users_left_over_is_no_obstacle(open_folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    child = start(HOLDER, str(open_folder / "theirs.ckpt"))
+    assert line(child.stdout) == "writing"
+    kill(child)
+    open_folder.chmod(0o1777)
+    assert as_nobody(lambda: write_checkpoint({}, open_folder / "mine.ckpt")) is None
+    assert (open_folder / "mine.ckpt").exists()
+
+
+def test_a_failed_block_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(b"old")
+
+    def interrupted_save() -> None:
+        with replacing(str(path)) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_save()
+    assert path.read_bytes() == b"old"
+    assert parts(tmp_path) == []
+
+
+def test_what_cannot_be_pickled_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_checkpoint({"v": 1}, path)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        write_checkpoint({"v": lambda: 2}, path)
+    assert read_checkpoint(path) == {"v": 1}
+    assert parts(tmp_path) == []
+
+
+def test_a_full_disk_raises_with_the_path_and_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_checkpoint({"v": 1}, path)
+
+    big = torch.zeros(1 << 20)
+
+    def save_with_little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        write_checkpoint({"v": big}, path)
+
+    error = in_child(save_with_little_room)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EFBIG
+    assert error.filename == str(path)
+    assert "an older file at this path is as it was" in str(error)
+    assert read_checkpoint(path) == {"v": 1}
+    assert parts(tmp_path) == []
+
+
+def test_no_space_left_is_told_as_such() -> None:
+    # A device is written to, not replaced; this one is always full.
+    with pytest.raises(OSError, match=r"No space left on device.*/dev/full") as caught:
+        write_checkpoint({"v": torch.zeros(1 << 20)}, "/dev/full")
+    assert caught.value.errno == errno.ENOSPC
+    write_checkpoint({}, os.devnull)
+    assert Path(os.devnull).is_char_device()
+
+
+def test_a_closed_folder_raises_with_the_path(open_folder: Path) -> None:
+    closed = open_folder / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    error = as_nobody(lambda: write_checkpoint({"v": 1}, closed / "a.ckpt"))
+    assert isinstance(error, PermissionError)
+    assert error.filename == str(closed / "a.ckpt")
+    assert list(closed.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_raises_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/a\.ckpt"):
+        write_checkpoint({}, tmp_path / "file" / "a.ckpt")
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        write_checkpoint({}, tmp_path)
+    assert parts(tmp_path.parent) == []
+
+
+def test_folders_are_made_and_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "a.ckpt"
+    before = os.umask(0o027)
+    try:
+        write_checkpoint({}, path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_link_is_replaced_and_what_it_pointed_to_stays(tmp_path: Path) -> None:
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    write_checkpoint({"v": "best"}, best)
+    last.symlink_to(best)
+    write_checkpoint({"v": "last"}, last)
+    assert read_checkpoint(best) == {"v": "best"}
+    assert read_checkpoint(last) == {"v": "last"}
+    assert not last.is_symlink()
+
+
+def test_saving_and_loading_need_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    weights = torch.nn.Linear(1 << 13, 1 << 13, bias=False).state_dict()  # 256 MiB
+
+    def save_and_load() -> None:
+        def grown_mb() -> float:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+
+        write_checkpoint({"small": 1}, tmp_path / "small.ckpt")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        write_checkpoint(weights, tmp_path / "big.ckpt")
+        assert grown_mb() < 64, f"saving took {grown_mb():.0f} MiB"
+        mapped = read_checkpoint(tmp_path / "big.ckpt")
+        assert grown_mb() < 64, f"reading took {grown_mb():.0f} MiB"
+        assert mapped["weight"][5, 7].item() == weights["weight"][5, 7].item()
+
+    error = in_child(save_and_load)
+    assert error is None, error
