@@ -109,7 +109,7 @@ class RunRecorder:
         self._loader = train_loader_settings(trainer)
         self._gpus: sampler.Reader | None = None
         gpu_uuids = [gpu.uuid for gpu in trainer_gpus(trainer) if gpu.uuid is not None]
-        if gpu_uuids:
+        if gpu_uuids and trainer.local_rank == 0:  # one process of a node is enough to look at its GPUs
             # Without a usable driver utilization is unknown; whoever shows the GPUs tells the user why.
             with contextlib.suppress(NvmlUnavailableError):
                 self._gpus = sampler.subscribe(gpu_uuids)

@@ -1,4 +1,4 @@
-"""The report of a training run: as data, as JSON on disk, as text for the terminal."""
+"""The report of a training run: as data, and as JSON on disk. See docs/report_schema.md for the format."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import dataclasses
 import json
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median_low
+from typing import Any, TypeVar
 
 from lightning_gpu_tools.diagnosis import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.quantities import format_bytes, format_duration
+from lightning_gpu_tools.memory_growth import MemoryGrowth
+from lightning_gpu_tools.stopwatch import PhaseSpan
 
 SCHEMA_VERSION = 1
 FILE_NAME = "gpu_report.json"
 PLOT_NAME = "gpu_report.png"
-_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +30,27 @@ class GpuSummary:
         index: Torch device index on the node; with ``devices="all"`` the index that ``nvidia-smi`` shows.
         uuid: The GPU.
         name: Product name.
-        utilization_percent_mean: Time-weighted over every sample of the driver; the next two are percentiles of it.
+        node: Number of the node; ``index`` counts within it.
+        utilization_percent_mean: Time-weighted over every sample of the driver outside of validation; the next two are
+            percentiles of it.
         utilization_percent_p5: 5th percentile.
         utilization_percent_p95: 95th percentile.
+        validation_utilization_percent_mean: The same mean, in validation.
         memory_used_bytes_max: Peak, everybody's use included.
         memory_total_bytes: Size of the memory.
         power_watts_mean: Mean power draw.
         energy_joules: Energy used during the run.
         temperature_celsius_max: Hottest moment.
         throttled_percent: Share of the time in which power or heat held the clocks down.
+        own_memory_bytes: Memory of this job's processes at the last look.
+        others_memory_bytes_max: The most that everybody else's listed processes used.
+        own_utilization_percent: How busy this job's processes kept the GPU.
+        others_utilization_percent: How busy all others kept it.
+        sm_active_percent: Hopper and later: mean over the run, as the next three.
+        sm_occupancy_percent: Warps resident against what would fit.
+        tensor_active_percent: Tensor cores busy.
+        dram_active_percent: Memory bandwidth used.
+        errors: What the GPU itself reported: Xid events, uncorrectable ECC errors.
         timelines: Points (seconds since the start of training, value) of ``utilization_percent``,
             ``memory_used_bytes`` and ``power_watts``, at most 2000 of each.
     """
@@ -46,16 +58,42 @@ class GpuSummary:
     index: int
     uuid: str
     name: str | None = None
+    node: int = 0
     utilization_percent_mean: float | None = None
     utilization_percent_p5: float | None = None
     utilization_percent_p95: float | None = None
+    validation_utilization_percent_mean: float | None = None
     memory_used_bytes_max: int | None = None
     memory_total_bytes: int | None = None
     power_watts_mean: float | None = None
     energy_joules: float | None = None
     temperature_celsius_max: float | None = None
     throttled_percent: float | None = None
+    own_memory_bytes: int | None = None
+    others_memory_bytes_max: int | None = None
+    own_utilization_percent: float | None = None
+    others_utilization_percent: float | None = None
+    sm_active_percent: float | None = None
+    sm_occupancy_percent: float | None = None
+    tensor_active_percent: float | None = None
+    dram_active_percent: float | None = None
+    errors: tuple[str, ...] = ()
     timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpeed:
+    """How long one rank works on a step before any other rank can make it wait.
+
+    Attributes:
+        rank: Global rank.
+        node: Number of its node.
+        own_step_s: Median time of a steady step outside of backward and optimizer, where ranks wait for each other.
+    """
+
+    rank: int
+    node: int
+    own_step_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +110,14 @@ class Report:
         diagnosis: Verdict and findings.
         gpus: The GPUs watched.
         gpu_note: Why there are none, or what could not be read; ``None`` if all is well.
+        samples_per_s: Samples of all ranks in a second of steady steps; ``None`` where the batch size is unknown.
+        step_s_blocks: Mean time of a step in each of at most 128 consecutive blocks of steady steps, without validation
+            and checkpoints. Their spread is the run's own noise.
+        monitor_us_per_step: What this package itself cost a step, in microseconds: its wrappers and hooks in the
+            training thread, and the CPU time of its own thread; ``None`` if it was not measured.
+        spans: What the run was spent on over time, in at most 400 parts.
+        ranks: How fast each rank is, as far as they could be heard; empty with one rank.
+        memory_growth: Memory that grew steadily.
         settings: What two runs must have in common to be compared: accelerator, precision, batch size, loader, ...
     """
 
@@ -84,7 +130,24 @@ class Report:
     diagnosis: Diagnosis
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
+    samples_per_s: float | None = None
+    step_s_blocks: tuple[float, ...] = ()
+    monitor_us_per_step: float | None = None
+    spans: tuple[PhaseSpan, ...] = ()
+    ranks: tuple[RankSpeed, ...] = ()
+    memory_growth: tuple[MemoryGrowth, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def slowest_rank(ranks: Sequence[RankSpeed]) -> tuple[RankSpeed, float] | None:
+    """Return the rank that takes longest, and by how many seconds a step it is behind the median rank.
+
+    Of an even number of ranks the faster one of the two in the middle counts as the median. ``None`` with one rank.
+    """
+    if len(ranks) < 2:
+        return None
+    slowest = max(ranks, key=lambda rank: rank.own_step_s)
+    return slowest, slowest.own_step_s - median_low(rank.own_step_s for rank in ranks)
 
 
 def to_json(report: Report) -> str:
@@ -123,13 +186,28 @@ def from_json(text: str, source: str = "the text") -> Report:
             )
         diagnosis = data.pop("diagnosis")
         findings = tuple(
-            Finding(**{**finding, "ceiling": math.inf if finding["ceiling"] is None else finding["ceiling"]})
+            _made(Finding, {**finding, "ceiling": math.inf if finding["ceiling"] is None else finding["ceiling"]})
             for finding in diagnosis.pop("findings")
         )
-        gpus = tuple(GpuSummary(**gpu) for gpu in data.pop("gpus"))
-        return Report(diagnosis=Diagnosis(findings=findings, **diagnosis), gpus=gpus, **data)
+        data |= {
+            "gpus": tuple(_made(GpuSummary, {**gpu, "errors": tuple(gpu.get("errors", ()))}) for gpu in data["gpus"]),
+            "step_s_blocks": tuple(data.get("step_s_blocks", ())),
+            "spans": tuple(PhaseSpan(*span) for span in data.get("spans", ())),
+            "ranks": tuple(_made(RankSpeed, rank) for rank in data.get("ranks", ())),
+            "memory_growth": tuple(_made(MemoryGrowth, growth) for growth in data.get("memory_growth", ())),
+        }
+        return _made(Report, {**data, "diagnosis": _made(Diagnosis, {**diagnosis, "findings": findings})})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ReportError(f"{source} is not a report of lightning_gpu_tools ({FILE_NAME}): {error}") from error
+
+
+_T = TypeVar("_T")
+
+
+def _made(kind: type[_T], fields: Mapping[str, Any]) -> _T:
+    """Build a dataclass from what a file holds. A field that this version does not know is a later addition."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in fields.items() if name in known})
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
@@ -163,117 +241,3 @@ def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return target
-
-
-def render_text(report: Report) -> str:
-    """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
-    diagnosis = report.diagnosis
-    lines = [
-        _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
-        _paragraph("Why", diagnosis.why),
-        _paragraph("Next", diagnosis.next_step),
-        "",
-        *(_gpu_line(gpu) for gpu in report.gpus),
-    ]
-    if report.gpu_note:
-        lines.append(textwrap.fill(report.gpu_note, _WIDTH))
-    if report.wall_s > 0:
-        lines += _time_tree(report)
-    return "\n".join(lines)
-
-
-_VERDICT = {
-    "healthy": "HEALTHY",
-    "low": "LOW",
-    "too_short": "TOO SHORT TO JUDGE",
-    "shared_gpu": "SHARED GPU",
-    "unknown": "UNKNOWN",
-}
-
-
-def _paragraph(title: str, text: str) -> str:
-    head = f"{title + ':':<9}"
-    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
-
-
-def _run_line(report: Report) -> str:
-    parts = [report.outcome, f"{report.steps} steps in {format_duration(report.wall_s)}"]
-    if report.step_s_median:
-        speed = f"{format_duration(report.step_s_median)} a step"
-        batch_size = report.settings.get("batch_size")
-        if batch_size:
-            speed += f", {batch_size * report.settings.get('world_size', 1) / report.step_s_median:.4g} samples/s"
-        parts.append(speed)
-    return "; ".join(parts)
-
-
-def _gpu_line(gpu: GpuSummary) -> str:
-    parts = [f"GPU {gpu.index} {gpu.name or gpu.uuid}:"]
-    if gpu.utilization_percent_mean is not None:
-        parts.append(f"{gpu.utilization_percent_mean:.0f} % busy")
-        if gpu.utilization_percent_p5 is not None and gpu.utilization_percent_p95 is not None:
-            parts.append(f"(p5 {gpu.utilization_percent_p5:.0f}, p95 {gpu.utilization_percent_p95:.0f}),")
-    else:
-        parts.append("utilization not reported,")
-    if gpu.memory_used_bytes_max is not None and gpu.memory_total_bytes is not None:
-        parts.append(f"{format_bytes(gpu.memory_used_bytes_max)} of {format_bytes(gpu.memory_total_bytes)},")
-    if gpu.power_watts_mean is not None:
-        parts.append(f"{gpu.power_watts_mean:.0f} W,")
-    if gpu.temperature_celsius_max is not None:
-        parts.append(f"{gpu.temperature_celsius_max:.0f} C,")
-    if gpu.throttled_percent:
-        parts.append(f"throttled {gpu.throttled_percent:.0f} % of the time,")
-    return textwrap.fill(" ".join(parts).rstrip(","), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-PHASE_LABELS = {
-    "data_loading": "waiting for data",
-    "host_to_device_copy": "handing the batch to the device",
-    "training_step": "training step",
-    "validation": "validation",
-    "checkpoint": "writing checkpoints",
-    "epoch_start": "starting epochs",
-    "logging": "loggers",
-    "callback": "callbacks",
-    "monitoring": "this package",
-    "trainer": "the Trainer's own work",
-    "unexplained": "unexplained",
-}
-
-
-def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the phases grouped by what stands before the slash, each group with its parts, biggest first.
-
-    ``unexplained`` is always last.
-    """
-    groups: dict[str, dict[str, float]] = {}
-    for phase, seconds in sorted(phase_s.items(), key=lambda item: -item[1]):
-        group, _, name = phase.partition("/")
-        groups.setdefault(group, {})[name] = seconds
-    return dict(sorted(groups.items(), key=lambda item: (item[0] == "unexplained", -sum(item[1].values()))))
-
-
-def _time_tree(report: Report) -> list[str]:
-    causes = {finding.cause for finding in report.diagnosis.findings[:1]}
-    unexplained = report.phase_s.get("unexplained", 0.0)
-    explained = max(0.0, 1 - unexplained / report.wall_s)
-    lines = [f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained)"]
-    groups = phase_groups(report.phase_s)
-    for i, (group, parts) in enumerate(groups.items()):
-        last = i == len(groups) - 1
-        mark = "  ◀ cause" if group in causes else ""
-        label = PHASE_LABELS.get(group, group)
-        lines.append(_branch("└─ " if last else "├─ ", label, sum(parts.values()), report) + mark)
-        named = {name: seconds for name, seconds in parts.items() if name}
-        for j, (name, seconds) in enumerate(named.items()):
-            stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
-            lines.append(_branch(stem, name, seconds, report))
-    return lines
-
-
-def _branch(stem: str, label: str, seconds: float, report: Report) -> str:
-    width = 44 - len(stem)
-    label = textwrap.shorten(label, width, placeholder="...")
-    percent = 100 * seconds / report.wall_s
-    per_step = format_duration(seconds / max(1, report.steps))
-    return f"{stem}{label:<{width}}{format_duration(seconds):>10}{percent:>6.1f} %{per_step:>10} a step"

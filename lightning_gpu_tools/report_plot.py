@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from lightning_gpu_tools.quantities import format_duration
-from lightning_gpu_tools.report import PHASE_LABELS, PLOT_NAME, Report, phase_groups
+from lightning_gpu_tools.report import PLOT_NAME, Report
+from lightning_gpu_tools.report_text import PHASE_LABELS, phase_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.diagnosis import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.report import GpuSummary, Report, from_json, load_report, render_text, save_report, to_json
+from lightning_gpu_tools.report import GpuSummary, Report, from_json, load_report, save_report, to_json
+from lightning_gpu_tools.report_text import render_text
 
 FINDING = Finding(
     cause="data_loading",
@@ -50,6 +51,7 @@ REPORT = Report(
             timelines={"utilization_percent": [[0.5, 30.0], [1.5, 38.0]]},
         ),
     ),
+    samples_per_s=64 * 2 / 0.051,
     settings={"batch_size": 64, "world_size": 2},
 )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -21,43 +23,26 @@ from lightning_gpu_tools import sampler
 from lightning_gpu_tools.diagnosis import Diagnosis, diagnose
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpu_watch import GpuWatch
 from lightning_gpu_tools.measurements import RunRecorder, batch_bytes, train_loader_settings, trainer_gpus
-from lightning_gpu_tools.readings import GpuReading, GpuWindow
-from lightning_gpu_tools.report import GpuSummary, Report, render_text, save_report
-from lightning_gpu_tools.step_clock import StepClock
-
-# Metrics logged as they are, by their field in GpuWindow; utilization has three.
-_METRICS = {
-    "utilization_percent/mean": "utilization_mean_percent",
-    "utilization_percent/p5": "utilization_p5_percent",
-    "utilization_percent/p95": "utilization_p95_percent",
-    "memory_used_bytes": "memory_used_bytes",
-    "memory_total_bytes": "memory_total_bytes",
-    "power_watts": "power_watts",
-    "energy_joules": "energy_joules",
-    "temperature_celsius": "temperature_celsius",
-    "throttled_percent": "throttled_percent",
-    "pcie_rx_bytes_per_second": "pcie_rx_bytes_per_second",
-    "pcie_tx_bytes_per_second": "pcie_tx_bytes_per_second",
-    "sm_active_percent": "sm_active_percent",
-    "sm_occupancy_percent": "sm_occupancy_percent",
-    "tensor_active_percent": "tensor_active_percent",
-    "dram_active_percent": "dram_active_percent",
-}
-
-# How long the end of a run waits for one more look at the GPUs; a look takes a few milliseconds.
-_LAST_LOOK_S = 2.0
+from lightning_gpu_tools.memory_history import MemoryHistory
+from lightning_gpu_tools.rank_exchange import PATIENCE_S, RankExchange
+from lightning_gpu_tools.readings import GpuReading
+from lightning_gpu_tools.report import GpuSummary, RankSpeed, Report, save_report
+from lightning_gpu_tools.report_text import render_text
+from lightning_gpu_tools.step_clock import MONITORING, StepClock
 
 
 class GPUUtilizationMonitor(Callback):
     """Samples the GPUs from a background thread, logs what they did, and reports at the end where the time went.
 
     One thread of this process reads the driver's own buffer of samples, so that no sample is missed and the training
-    thread never waits for the driver. Global rank 0 logs the GPUs of its node, through every logger of the Trainer, at
-    the Trainer's ``log_every_n_steps``. What the hardware does not report is absent, never 0.
+    thread never asks the driver. Global rank 0 logs the GPUs of its node, through every logger of the Trainer, at the
+    Trainer's ``log_every_n_steps``, and those of other nodes, which they tell it once an epoch without a collective.
+    What the hardware does not report is absent, never 0. Validation is kept apart: it is in the report only.
 
-    Logged metrics, for each GPU ``i`` (torch device index; with ``devices="all"`` the index that ``nvidia-smi`` shows),
-    over the time since the last point unless it says otherwise:
+    Logged metrics, for each GPU ``i`` (torch device index; with ``devices="all"`` the index that ``nvidia-smi`` shows;
+    on node ``n`` > 0 ``node<n>/gpu/<i>/...``), over the time since the last point unless it says otherwise:
 
     ============================================ ===================== ==============================================
     ``gpu/<i>/...``                              unit                  meaning
@@ -71,6 +56,8 @@ class GPUUtilizationMonitor(Callback):
     ``pcie_{rx,tx}_bytes_per_second``            bytes/s               received and sent over PCIe
     ``{sm_active,sm_occupancy}_percent``         %                     Hopper and later
     ``{tensor_active,dram_active}_percent``      %                     Hopper and later
+    ``{own,others}_memory_bytes``                bytes                 of this job's, of all other listed processes
+    ``{own,others}_utilization_percent``         % of the time         likewise, where the driver tells
     ============================================ ===================== ==============================================
 
     At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, and where
@@ -82,6 +69,9 @@ class GPUUtilizationMonitor(Callback):
         devices: ``"trainer"`` = the GPUs that the Trainer uses; ``"all"`` = every GPU of the node, also when training
             on the CPU.
         report: Whether to print and write the report.
+        gpm: Whether to use the GPU performance monitors of Hopper and later (``sm_active_percent``, ...). They are
+            shared with Nsight and DCGM; ``False`` leaves them alone.
+        prog_bar: Whether to show the running utilization on the progress bar, as ``gpu_busy``.
 
     Raises:
         ValueError: An argument is out of its range, or, when the fit starts, the log directory cannot be written.
@@ -92,7 +82,13 @@ class GPUUtilizationMonitor(Callback):
     """
 
     def __init__(
-        self, *, interval_s: float = 1.0, devices: Literal["trainer", "all"] = "trainer", report: bool = True
+        self,
+        *,
+        interval_s: float = 1.0,
+        devices: Literal["trainer", "all"] = "trainer",
+        report: bool = True,
+        gpm: bool = True,
+        prog_bar: bool = False,
     ) -> None:
         if not 0 < interval_s < float("inf"):
             raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
@@ -101,21 +97,18 @@ class GPUUtilizationMonitor(Callback):
         self.interval_s = interval_s
         self.devices = devices
         self.report = report
+        self.gpm = gpm
+        self.prog_bar = prog_bar
+        self._fits = 0
         self._clock: StepClock | None = None
-        self._recorder: RunRecorder | None = None
-        self._gpus: tuple[GpuReading, ...] = ()
-        self._gpu_note: str | None = None
-        self._since_log: sampler.Reader | None = None
-        self._whole_run: sampler.Reader | None = None
+        self._run: _Run | None = None
         self._folder = ""
-        self._started_s = 0.0
-        self._logged_step = -1
-        self._energy_joules: dict[str, float] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or is_disabled():
             return
+        self._fits += 1
         if self.report:
             # Asking for the folder is a collective call, so every rank does it.
             self._folder = trainer.log_dir or trainer.default_root_dir
@@ -125,134 +118,259 @@ class GPUUtilizationMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._clock is None or not trainer.is_global_zero:
+        if self._clock is None:
             return
-        self._started_s = time.time()
-        self._logged_step = -1
-        self._recorder = RunRecorder(trainer, self._clock)
-        self._gpu_note = None
+        place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
+        run = self._run = _Run(trainer, self._clock, RankExchange(trainer, f"{self._fits}/{place}"))
+        if trainer.local_rank != 0:  # the first process of each node looks at all of the node's GPUs
+            return
         try:
-            self._gpus = trainer_gpus(trainer) if self.devices == "trainer" else self._every_gpu()
-            self._watch([gpu.uuid for gpu in self._gpus if gpu.uuid is not None])
+            gpus = trainer_gpus(trainer) if self.devices == "trainer" else run.every_gpu()
+            if gpus:
+                run.watch = GpuWatch(gpus, interval_s=self.interval_s, gpm=self.gpm, node=trainer.node_rank)
         except NvmlUnavailableError as error:
-            self._gpus = ()
-            self._gpu_note = f"No GPU was measured. {error}"
-        if self._gpu_note:
-            rank_zero_info(self._gpu_note)
-        elif not self._gpus:
+            run.gpu_note = f"No GPU was measured. {error}"
+        if run.gpu_note:
+            rank_zero_info(run.gpu_note)
+        elif run.watch is None:
             device = trainer.strategy.root_device.type
-            self._gpu_note = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
-
-    def _every_gpu(self) -> tuple[GpuReading, ...]:
-        from lightning_gpu_tools import nvml  # imports pynvml, so only where GPUs are asked for
-
-        readings = nvml.read_gpus()
-        broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
-        self._gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
-        return tuple(gpu for gpu in readings if not gpu.error)
-
-    def _watch(self, uuids: list[str]) -> None:
-        self._energy_joules = dict.fromkeys(uuids, 0.0)
-        if uuids:
-            self._since_log = sampler.subscribe(uuids, interval_s=self.interval_s)
-            self._whole_run = sampler.subscribe(uuids, interval_s=self.interval_s)
+            run.gpu_note = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
+        elif self.prog_bar:
+            run.show_on_progress_bar()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._recorder is not None and self._recorder.batch_bytes is None:
-            self._recorder.batch_bytes = batch_bytes(batch)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._since_log is None or not every:
+        run = self._run
+        if run is None:
             return
+        if run.recorder.batch_bytes is None:
+            run.recorder.batch_bytes = batch_bytes(batch)
         # The step that Lightning gives the metrics of self.log, so that both share an axis.
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        if (step + 1) % every == 0 and step != self._logged_step:
-            self._logged_step = step
-            self._log(trainer, self._since_log, step)
+        step = run.epoch_loop._batches_that_stepped
+        if run.every and (step + 1) % run.every == 0 and step != run.logged_step:
+            run.logged_step = step
+            run.log(step)
 
-    def _log(self, trainer: Trainer, reader: sampler.Reader, step: int) -> None:
-        windows = reader.take()
-        metrics: dict[str, float] = {}
-        for gpu in self._gpus:
-            if gpu.uuid in windows:
-                metrics |= self._metrics(gpu.index, windows[gpu.uuid])
-        if metrics:
-            for logger in trainer.loggers:
-                separator = logger.group_separator
-                logger.log_metrics({name.replace("/", separator): value for name, value in metrics.items()}, step=step)
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None and self._run.watch is not None:
+            self._run.watch.enter("validation")
 
-    def _metrics(self, index: int, window: GpuWindow) -> dict[str, float]:
-        metrics = {}
-        for name, field in _METRICS.items():
-            value = getattr(window, field)
-            if value is not None and name == "energy_joules":
-                value = self._energy_joules[window.uuid] = self._energy_joules[window.uuid] + value
-            if value is not None:
-                metrics[f"gpu/{index}/{name}"] = float(value)
-        return metrics
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None and self._run.watch is not None:
+            self._run.watch.enter("training")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.exchange_epoch()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish(trainer, f"stopped by {type(exception).__name__} at step {trainer.global_step}")
+        self._finish(trainer, f"stopped by {type(exception).__name__} at step {trainer.global_step}", patience_s=0.0)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._finish(trainer, "completed")
+        self._finish(trainer, "completed", patience_s=PATIENCE_S)
 
-    def _finish(self, trainer: Trainer, outcome: str) -> None:
+    def _finish(self, trainer: Trainer, outcome: str, patience_s: float) -> None:
         clock, self._clock = self._clock, None
+        run, self._run = self._run, None
         if clock is None:
             return
         clock.stop()
-        if self._recorder is not None:
-            if self.report and clock.ran:
-                self._write_report(self._report(trainer, clock, outcome))
-            for resource in (self._since_log, self._whole_run, self._recorder):
-                if resource is not None:
-                    resource.close()
-        clock.detach(trainer)
-        self._recorder = self._since_log = self._whole_run = None
+        try:
+            if run is not None and clock.ran:
+                run.tell()
+                if self.report and trainer.is_global_zero:
+                    _write_report(run.report(outcome, patience_s), self._folder)
+        finally:
+            if run is not None:
+                run.close()
+            clock.detach(trainer)
 
-    def _report(self, trainer: Trainer, clock: StepClock, outcome: str) -> Report:
-        assert self._recorder is not None
-        steady_s = [(block.wall_s - block.paused_s) / block.steps for block in clock.blocks]
+
+class _Run:
+    """One fit, from the start of training on."""
+
+    def __init__(self, trainer: Trainer, clock: StepClock, exchange: RankExchange) -> None:
+        self.every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self.epoch_loop = trainer.fit_loop.epoch_loop
+        self.logged_step = -1
+        self.watch: GpuWatch | None = None
+        self.gpu_note: str | None = None
+        self._trainer = trainer
+        self._clock = clock
+        self._exchange = exchange
+        self._turn = 0
+        self._started_s = time.time()
+        self._memory = MemoryHistory(trainer.strategy.root_device)
+        self._told: set[str] = set()
+        self._undo: Callable[[], None] | None = None
+        self.recorder = RunRecorder(trainer, clock)
+        exchange.tell(0, node=trainer.node_rank, pid=os.getpid())
+
+    def every_gpu(self) -> tuple[GpuReading, ...]:
+        """Return the GPUs of this node that can be read; the others become a note."""
+        readings = sampler.read_gpus()
+        broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
+        self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
+        return tuple(gpu for gpu in readings if not gpu.error)
+
+    def show_on_progress_bar(self) -> None:
+        """Add the running utilization to what the progress bar shows, which it asks for when it is drawn."""
+        bar, watch = self._trainer.progress_bar_callback, self.watch
+        if bar is None or watch is None:
+            return
+        get_metrics = bar.get_metrics
+
+        def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            percent = watch.latest_percent
+            shown: dict[str, Any] = {} if percent is None else {"gpu_busy": f"{percent:.0f}%"}
+            return {**get_metrics(*args, **kwargs), **shown}
+
+        bar.get_metrics = with_utilization  # type: ignore[method-assign]
+        self._undo = lambda: vars(bar).pop("get_metrics", None)
+
+    def log(self, step: int) -> None:
+        """Log this node's GPUs on rank 0."""
+        self._memory.look()
+        if self.watch is None or not self._trainer.is_global_zero:
+            return
+        self._learn_own_pids(self.watch)
+        metrics, troubles = self.watch.take()
+        self._warn(troubles)
+        self._log_metrics(metrics, step)
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if metrics:
+            for logger in self._trainer.loggers:
+                separator = logger.group_separator
+                logger.log_metrics({name.replace("/", separator): value for name, value in metrics.items()}, step=step)
+
+    def _warn(self, troubles: list[str]) -> None:
+        for trouble in troubles:
+            if trouble not in self._told:
+                self._told.add(trouble)
+                rank_zero_warn(trouble)
+
+    def _learn_own_pids(self, watch: GpuWatch) -> None:
+        if watch.own_pids is not None:
+            return
+        from lightning_gpu_tools import nvml  # imported already: there are GPUs
+
+        node = self._trainer.node_rank
+        mates = [facts["pid"] for facts in self._exchange.read(0) if facts["node"] == node]
+        local_ranks = max(1, self._exchange.ranks // max(1, self._trainer.num_nodes))
+        if nvml.pids_are_ours() and len(mates) >= local_ranks:
+            watch.own_pids = frozenset(mates)
+
+    def exchange_epoch(self) -> None:
+        """Tell the others how this epoch went here; on rank 0, log the GPUs of the other nodes."""
+        self.tell()
+        if not self._trainer.is_global_zero or self._trainer.num_nodes < 2:
+            return
+        for facts in self._exchange.read(self._turn, PATIENCE_S):
+            if facts["rank"] != self._trainer.global_rank:
+                self._warn(facts.get("troubles", []))
+                self._log_metrics(facts.get("metrics", {}), self.epoch_loop._batches_that_stepped - 1)
+        if self._exchange.missed:
+            self._warn([f"Ranks {self._exchange.missed} told nothing within {PATIENCE_S:.0f} s; they are left out."])
+
+    def tell(self) -> None:
+        """Put on the board how fast this rank is, and on other nodes than the first what their GPUs did."""
+        self._turn += 1
+        facts: dict[str, Any] = {"own_step_s": self._own_step_s()}
+        if self.watch is not None and not self._trainer.is_global_zero:
+            self._learn_own_pids(self.watch)
+            facts["metrics"], facts["troubles"] = self.watch.take()
+            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in self._gpus_so_far()]
+        self._exchange.tell(self._turn, **facts)
+
+    def _gpus_so_far(self) -> tuple[GpuSummary, ...]:
+        return () if self.watch is None else self.watch.summaries()
+
+    def _own_step_s(self) -> float | None:
+        own_s = [(b.wall_s - b.paused_s - b.training_step_s + b.forward_s) / b.steps for b in self._clock.blocks]
+        return median(own_s) if own_s else None
+
+    def report(self, outcome: str, patience_s: float) -> Report:
+        """Describe the fit, with what the other ranks told last."""
+        clock, trainer = self._clock, self._trainer
+        steady_s = tuple((block.wall_s - block.paused_s) / block.steps for block in clock.blocks)
+        step_s = median(steady_s) if steady_s else None
+        settings = _settings(trainer)
+        batch_size = settings.get("batch_size")
+        ranks = self._exchange.read(self._turn, patience_s)
+        if self.watch is not None:
+            self._learn_own_pids(self.watch)
+            self._warn(self.watch.take()[1])
+        gpus = self._gpus_so_far()
+        names = {gpu.name for gpu in gpus}
         return Report(
             outcome=outcome,
             started_at=datetime.fromtimestamp(self._started_s, timezone.utc).isoformat(timespec="seconds"),
             steps=clock.steps,
             wall_s=clock.wall_s,
             phase_s=clock.seconds,
-            step_s_median=median(steady_s) if steady_s else None,
-            diagnosis=_advisors_diagnosis(trainer) or diagnose(self._recorder.measurements()),
-            gpus=self._summaries(),
-            gpu_note=self._gpu_note,
-            settings=_settings(trainer),
+            step_s_median=step_s,
+            diagnosis=_advisors_diagnosis(trainer) or diagnose(self.recorder.measurements()),
+            gpus=gpus + tuple(_of_other_node(gpu) for facts in ranks for gpu in facts.get("gpus", ())),
+            gpu_note=self.gpu_note,
+            samples_per_s=batch_size * trainer.world_size / step_s if batch_size and step_s else None,
+            step_s_blocks=steady_s,
+            monitor_us_per_step=self._cost_us_per_step(),
+            spans=tuple(clock.timeline.spans()),
+            ranks=_speeds(ranks),
+            memory_growth=self._memory.growth(),
+            settings={**settings, "gpu": sorted(name for name in names if name)},
         )
 
-    def _summaries(self) -> tuple[GpuSummary, ...]:
-        if self._whole_run is None:
-            return ()
-        windows = self._whole_run.take(wait_s=_LAST_LOOK_S)
-        return tuple(
-            _summary(gpu, windows[gpu.uuid], self._whole_run.timelines(gpu.uuid), self._started_s)
-            for gpu in self._gpus
-            if gpu.uuid in windows
-        )
+    def _cost_us_per_step(self) -> float | None:
+        if not self._clock.steps:
+            return None
+        thread_s = 0.0 if self.watch is None else self.watch.thread_cpu_s
+        hooks_s = self._clock.seconds.get(MONITORING, 0.0)
+        return (self._clock.cost_s() + hooks_s + thread_s) / self._clock.steps * 1e6
 
-    def _write_report(self, report: Report) -> None:
-        print(f"\n{render_text(report)}")  # noqa: T201 - the report is for the person at the terminal
-        try:
-            written = [save_report(report, self._folder)]
-            if importlib.util.find_spec("matplotlib") is not None:
-                from lightning_gpu_tools.report_plot import save_plot
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._undo is not None:
+            self._undo()
+        if self.watch is not None:
+            self.watch.close()
+        self.recorder.close()
 
-                written.append(save_plot(report, self._folder))
-        except OSError as error:  # the disk is full, the folder has gone: the training itself went well
-            rank_zero_warn(f"The report could not be written to {self._folder!r}: {error}")
-        else:
-            print("Report: " + " ".join(str(path) for path in written))  # noqa: T201
+
+def _speeds(ranks: list[dict[str, Any]]) -> tuple[RankSpeed, ...]:
+    if len(ranks) < 2:
+        return ()
+    return tuple(
+        RankSpeed(rank=facts["rank"], node=facts["node"], own_step_s=facts["own_step_s"])
+        for facts in ranks
+        if facts.get("own_step_s") is not None
+    )
+
+
+def _of_other_node(facts: dict[str, Any]) -> GpuSummary:
+    return GpuSummary(**{**facts, "errors": tuple(facts["errors"])})
+
+
+def _write_report(report: Report, folder: str) -> None:
+    print(f"\n{render_text(report)}")  # noqa: T201 - the report is for the person at the terminal
+    try:
+        written = [save_report(report, folder)]
+        if importlib.util.find_spec("matplotlib") is not None:
+            from lightning_gpu_tools.report_plot import save_plot
+
+            written.append(save_plot(report, folder))
+    except OSError as error:  # the disk is full, the folder has gone: the training itself went well
+        rank_zero_warn(f"The report could not be written to {folder!r}: {error}")
+    else:
+        print("Report: " + " ".join(str(path) for path in written))  # noqa: T201
 
 
 def _check_writable(folder: str) -> None:
@@ -274,32 +392,6 @@ def _advisors_diagnosis(trainer: Trainer) -> Diagnosis | None:
         if isinstance(diagnosis, Diagnosis):
             return diagnosis
     return None
-
-
-def _summary(
-    gpu: GpuReading, window: GpuWindow, timelines: dict[str, list[tuple[float, float]]], started_s: float
-) -> GpuSummary:
-    power = [watts for _, watts in timelines.get("power_watts", [])]
-    temperature = [celsius for _, celsius in timelines.get("temperature_celsius", [])]
-    return GpuSummary(
-        index=gpu.index,
-        uuid=window.uuid,
-        name=gpu.name,
-        utilization_percent_mean=window.utilization_mean_percent,
-        utilization_percent_p5=window.utilization_p5_percent,
-        utilization_percent_p95=window.utilization_p95_percent,
-        memory_used_bytes_max=window.memory_used_peak_bytes,
-        memory_total_bytes=window.memory_total_bytes,
-        power_watts_mean=sum(power) / len(power) if power else None,
-        energy_joules=window.energy_joules,
-        temperature_celsius_max=max(temperature, default=None),
-        throttled_percent=window.throttled_percent,
-        timelines={
-            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in timelines[name]]
-            for name in ("utilization_percent", "memory_used_bytes", "power_watts")
-            if name in timelines
-        },
-    )
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

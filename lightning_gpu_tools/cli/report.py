@@ -20,7 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    from lightning_gpu_tools.report import load_report, render_text, to_json
+    from lightning_gpu_tools.report import load_report, to_json
+    from lightning_gpu_tools.report_text import render_text
 
     report = load_report(args.file)
     print(render_text(report) if args.format == "text" else to_json(report), end="\n" if args.format == "text" else "")

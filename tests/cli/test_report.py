@@ -7,7 +7,8 @@ from subprocess import CompletedProcess
 
 from test_report import REPORT
 
-from lightning_gpu_tools.report import render_text, save_report
+from lightning_gpu_tools.report import save_report
+from lightning_gpu_tools.report_text import render_text
 
 RunCli = Callable[..., "CompletedProcess[str]"]
 
