@@ -14,12 +14,10 @@ import contextlib
 import errno
 import fcntl
 import os
-import random
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
 
@@ -37,8 +35,7 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldFile:
+class HeldFile(NamedTuple):
     """A file that this process keeps locked until it ends or lets go.
 
     Attributes:
@@ -62,8 +59,7 @@ class HeldFile:
             os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """What is known of a file: whether a live process holds it, its content, and the user that it belongs to."""
 
     is_held: bool
@@ -142,7 +138,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def locked_folder(path: Path, *, create: bool) -> Iterator[Folder | None]:
+def locked_folder(path: str, *, create: bool) -> Iterator[Folder | None]:
     """Have the folder to oneself for the duration of the block.
 
     Args:
@@ -164,18 +160,18 @@ def locked_folder(path: Path, *, create: bool) -> Iterator[Folder | None]:
                 yield None
                 return
             open_descriptors.callback(os.close, lock)
-            _wait_for(lock, path / "lock")
+            _wait_for(lock, os.path.join(path, "lock"))
             # Whoever owns the folder can remove files from it, and two locks on two files exclude nobody.
-            if _is_same(lock, path / "lock") and _is_same(folder, path):
+            if _is_same(lock, os.path.join(path, "lock")) and _is_same(folder, path):
                 yield Folder(folder)
                 return
 
 
-def _open_folder(path: Path, create: bool) -> int | None:
+def _open_folder(path: str, create: bool) -> int | None:
     made = False
     if create:
         with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
+            os.makedirs(path)
             made = True
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -193,7 +189,7 @@ def _open_folder(path: Path, create: bool) -> int | None:
     return folder
 
 
-def _open_lock(folder: int, path: Path, create: bool) -> int | None:
+def _open_lock(folder: int, path: str, create: bool) -> int | None:
     """Open the lock file, for writing, too, as ``flock`` wants it on some file systems."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     give_up_s = time.monotonic() + _CREATION_S
@@ -206,7 +202,7 @@ def _open_lock(folder: int, path: Path, create: bool) -> int | None:
         except OSError as error:
             # Whoever creates it may be between creating it and setting its mode.
             if error.errno != errno.EACCES or time.monotonic() > give_up_s:
-                raise ClaimsError(f"{path / 'lock'} cannot be opened: {error.strerror}. {_ADVICE}") from error
+                raise ClaimsError(f"{path}/lock cannot be opened: {error.strerror}. {_ADVICE}") from error
             time.sleep(0.01)
             continue
         try:
@@ -215,14 +211,14 @@ def _open_lock(folder: int, path: Path, create: bool) -> int | None:
             continue
         except OSError as error:
             if error.errno != errno.EACCES or time.monotonic() > give_up_s:
-                raise ClaimsError(f"{path / 'lock'} cannot be created: {error.strerror}. {_ADVICE}") from error
+                raise ClaimsError(f"{path}/lock cannot be created: {error.strerror}. {_ADVICE}") from error
             time.sleep(0.01)
             continue
         os.fchmod(lock, 0o666)
         return lock
 
 
-def _wait_for(lock: int, path: Path) -> None:
+def _wait_for(lock: int, path: str) -> None:
     give_up_s = time.monotonic() + _PATIENCE_S
     while not _try_lock(lock, fcntl.LOCK_EX):
         if time.monotonic() > give_up_s:
@@ -230,10 +226,10 @@ def _wait_for(lock: int, path: Path) -> None:
                 f"Another process has held {path} for {_PATIENCE_S:.0f} s, so it is not known which GPUs are claimed. "
                 f"`fuser -v {path}` names it; if it hangs, end it."
             )
-        time.sleep(random.uniform(0.005, 0.02))  # so that those who wait do not move in step
+        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that those who wait do not move in step
 
 
-def _is_same(descriptor: int, path: Path) -> bool:
+def _is_same(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -60,8 +60,7 @@ def place(
         _log.info("CUDA_VISIBLE_DEVICES has been set to %d GPUs, %d are asked for: left as it is.", len(uuids), count)
         return None
     choice = selection.pick(
-        replace(
-            request,
+        request._replace(
             requirements=replace(request.requirements, count=count),
             # What cannot be put into the environment is found by its claim in children, so there has to be one.
             group=group or (secrets.token_hex(8) if started else None),
@@ -154,7 +153,7 @@ def _check(devices: list[int], uuids: list[str], request: selection.Request) -> 
             return devices
     requirements = replace(request.requirements, count=len(devices))
     group = _launcher_group(len(devices))
-    choice = selection.pick(replace(request, requirements=requirements, among=tuple(wanted), group=group))
+    choice = selection.pick(request._replace(requirements=requirements, among=tuple(wanted), group=group))
     choice.adopt()
     if choice.reason:
         _log.info("%s They were asked for by number.", choice.reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lightning_gpu_tools.quantities import format_bytes
 from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
@@ -42,8 +43,7 @@ class Requirements:
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A GPU that meets the requirements.
 
     Attributes:
@@ -69,8 +69,7 @@ class Candidate:
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejection:
+class Rejection(NamedTuple):
     """A GPU that does not meet the requirements; ``str()`` gives one sentence."""
 
     gpu: GpuReading
@@ -80,8 +79,7 @@ class Rejection:
         return f"{label(self.gpu)}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranking:
+class Ranking(NamedTuple):
     """The outcome: what can be used, the best first, and what cannot, in the order of the readings."""
 
     candidates: tuple[Candidate, ...]

@@ -128,7 +128,7 @@ class GpuWaiter(NamedTuple):
     Attributes:
         name: The smaller, the longer it has waited.
         uuids: The GPUs and MIG instances that it could use.
-        count: How many of them it waits for.
+        requested: How many of them it waits for.
         pid: The process, as it sees itself.
         user: Its owner, by the file system's word where it has one.
         since_s: Since when, seconds since the epoch.
@@ -136,7 +136,7 @@ class GpuWaiter(NamedTuple):
 
     name: str
     uuids: tuple[str, ...]
-    count: int
+    requested: int
     pid: int
     user: str
     since_s: float

@@ -357,9 +357,9 @@ def test_the_cleaner_of_tmp_leaves_a_claim_of_a_long_job_alone(tmp_path: Path) -
 def test_where_claims_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/home/alice/tmp")
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", raising=False)
-    assert directory() == Path("/tmp/lightning-gpu-tools")
+    assert directory() == "/tmp/lightning-gpu-tools"
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", "/var/claims")
-    assert directory() == Path("/var/claims")
+    assert directory() == "/var/claims"
 
 
 def test_memory_in_use_is_told_by_the_holder_and_its_children(path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_desktop_on_a_gpu_does_not_stand_in_the_way_of_exclusive() -> None:
 
 
 def test_what_someone_waits_for_is_kept_for_them() -> None:
-    waiter = GpuWaiter(name="0", uuids=("GPU-0",), count=1, pid=99, user="carol", since_s=0.0)
+    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol", since_s=0.0)
     ranking = rank_gpus([gpu(0), gpu(1)], (), Requirements(), ahead=[waiter])
     assert order(ranking) == [1]
     assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Print them."""
     if args.json:
+        import json
+
         gpus, claims = _read()
         print(json.dumps([_as_json(gpu, claims) for gpu in gpus]))
         return 0
@@ -79,6 +79,8 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim]]:
 
 
 def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim]) -> dict[str, Any]:
+    import dataclasses
+
     from lightning_gpu_tools.ranking import effective_free_bytes
 
     here = [claim for claim in claims if gpu.uuid in claim.uuids]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from lightning_gpu_tools.cli import options
 
@@ -36,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     selection = select_gpus(**options.requirements(args), claim=False)
     if args.format == "json":
         import dataclasses
+        import json
 
         gpus = [dataclasses.asdict(gpu) for gpu in selection.gpus]
         answer = {

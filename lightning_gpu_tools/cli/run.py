@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 
 from lightning_gpu_tools.cli import options
@@ -60,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
 def _execute(command: list[str]) -> int:
     try:
         if os.name == "nt":  # there exec starts a second process and ends this one, and with it the claim
+            import subprocess
+
             return subprocess.call(command)
         os.execvp(command[0], command)
     except FileNotFoundError:
