@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.claim_files import Folder, HeldFile, locked_folder
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.readings import GpuClaim, GpuWaiter
 
@@ -27,9 +26,13 @@ if sys.platform == "win32":
     import socket
     import tempfile
 
+    from lightning_gpu_tools.claim_files_windows import Folder, HeldFile, locked_folder
+
     _own_name, _hostname, _temporary_directory = getpass.getuser, socket.gethostname, tempfile.gettempdir
 else:
     import pwd
+
+    from lightning_gpu_tools.claim_files import Folder, HeldFile, locked_folder
 
     def _own_name() -> str:
         return _user_name(os.getuid())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gpu_tools import claim_files_windows, claims
 from lightning_gpu_tools.claims import directory, open_ledger
 from lightning_gpu_tools.errors import ClaimsError
 
@@ -24,7 +25,12 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user"
 HOLD = """
 import os, sys
 from pathlib import Path
+from lightning_gpu_tools import claims
 from lightning_gpu_tools.claims import open_ledger
+if sys.argv[-1] == "as-on-windows":
+    from lightning_gpu_tools.claim_files_windows import locked_folder
+    claims.locked_folder = locked_folder
+    sys.argv.pop()
 if len(sys.argv) > 2:
     os.setuid(int(sys.argv[2]))
 os.umask(0o077)
@@ -311,20 +317,25 @@ with open_ledger(path) as ledger:
     assert (path / "lock").exists()
 
 
-def test_only_one_at_a_time_has_the_ledger(path: Path) -> None:
+def count_together(path: Path, import_own: str) -> int:
+    """What four processes count up to that have the folder to themselves for each of 20 steps."""
     script = f"""
 from pathlib import Path
-from lightning_gpu_tools.claims import open_ledger
+{import_own}
 counter = Path({str(path.parent / "counter")!r})
 for _ in range(20):
-    with open_ledger(Path({str(path)!r})):
+    with own({str(path)!r}, create=True):
         value = int(counter.read_text())
         counter.write_text(str(value + 1))
 """
     (path.parent / "counter").write_text("0")
     children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
-    assert (path.parent / "counter").read_text() == "80"
+    return int((path.parent / "counter").read_text())
+
+
+def test_only_one_at_a_time_has_the_ledger(path: Path) -> None:
+    assert count_together(path, "from lightning_gpu_tools.claim_files import locked_folder as own") == 80
 
 
 def test_those_who_wait_are_in_the_order_in_which_they_came(path: Path) -> None:
@@ -373,3 +384,41 @@ def test_memory_in_use_is_told_by_the_holder_and_its_children(path: Path) -> Non
         grandchild.kill()
         grandchild.wait()
     mine.release()
+
+
+@pytest.fixture
+def as_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of claims as Windows has them; filelock itself works alike on both."""
+    monkeypatch.setattr(claims, "locked_folder", claim_files_windows.locked_folder)
+
+
+@pytest.mark.usefixtures("as_on_windows")
+def test_on_windows_a_claim_ends_with_its_process_and_leaves_no_file(path: Path) -> None:
+    assert holders(path) == []
+    with holder(path, "as-on-windows") as process:
+        with open_ledger(path) as ledger:
+            (claim,) = ledger.claims()
+            assert (claim.pid, claim.user, claim.memory_bytes) == (process.pid, claims._own_name(), 5)
+            joined = ledger.join(claim)
+        joined.release()  # which is not this process's to end
+        assert holders(path) == [process.pid]
+        process.kill()
+        process.wait()
+        assert holders(path) == []
+    assert [entry.name for entry in path.iterdir() if entry.name != "lock"] == []
+
+
+@pytest.mark.usefixtures("as_on_windows")
+def test_on_windows_a_released_claim_and_a_place_in_the_queue_are_gone(path: Path) -> None:
+    with open_ledger(path) as ledger:
+        mine, place = ledger.take(["GPU-a"], "whole"), ledger.queue(["GPU-a"], 1)
+        assert [waiter.name for waiter in ledger.waiters()] == [place.name]
+    assert holders(path) == [os.getpid()]
+    mine.release()
+    place.release()
+    assert holders(path) == []
+    assert [entry.name for entry in path.iterdir() if entry.name != "lock"] == []
+
+
+def test_on_windows_only_one_at_a_time_has_the_ledger(path: Path) -> None:
+    assert count_together(path, "from lightning_gpu_tools.claim_files_windows import locked_folder as own") == 80
