@@ -92,10 +92,10 @@ class GpuWatch:
             self._others_peak_bytes[window.uuid] = max(others, self._others_peak_bytes.get(window.uuid, 0))
         return sharing
 
-    def summaries(self) -> tuple[GpuSummary, ...]:
-        """Return each GPU over the whole run so far."""
-        windows = self._whole_run.take(wait_s=_LAST_LOOK_S)
-        validation = self._whole_run.take(phase="validation")
+    def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
+        """Return each GPU over the whole run so far; at its end the GPUs are looked at once more."""
+        windows = self._whole_run.so_far(wait_s=_LAST_LOOK_S if at_end else 0.0)
+        validation = self._whole_run.so_far(phase="validation")
         return tuple(self._summary(gpu, windows, validation) for gpu in self._gpus if gpu.uuid in windows)
 
     def _summary(self, gpu: GpuReading, windows: dict[str, GpuWindow], validation: dict[str, GpuWindow]) -> GpuSummary:

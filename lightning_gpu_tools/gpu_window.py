@@ -184,8 +184,14 @@ class WindowBuilder:
 
     def take(self) -> GpuWindow:
         """Return everything since the last call, and begin a new window."""
+        window = self.so_far()
+        self._begin()
+        return window
+
+    def so_far(self) -> GpuWindow:
+        """Return everything since the last ``take``, and go on."""
         last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
-        window = GpuWindow(
+        return GpuWindow(
             uuid=self._uuid,
             duration_s=self._duration_s,
             utilization_observed_s=self._utilization.total_s,
@@ -211,8 +217,6 @@ class WindowBuilder:
             errors=tuple(self._errors),
             problems=tuple(self._problems),
         )
-        self._begin()
-        return window
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
         total, seconds = self._busy.get(process.pid, (0.0, 0.0))

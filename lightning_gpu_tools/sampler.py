@@ -237,12 +237,19 @@ class Reader:
             phase: What happened in the other one is kept until it is asked for.
             wait_s: First have the thread look once more, and wait for that at most so long: for the end of a run.
         """
+        return self._read(WindowBuilder.take, wait_s, phase)
+
+    def so_far(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
+        """Return the same as ``take``, and leave it there: for one who never takes, all since the subscription."""
+        return self._read(WindowBuilder.so_far, wait_s, phase)
+
+    def _read(self, read: Callable[[WindowBuilder], GpuWindow], wait_s: float, phase: Phase) -> dict[str, GpuWindow]:
         if self._pid != os.getpid():  # the thread is the parent's, and the lock may be held by it for ever
             return {}
         if wait_s > 0:
             self._sampler.look_now(wait_s)
         with self._sampler._changed:
-            return {uuid: window.take() for uuid, window in self._windows[phase].items()}
+            return {uuid: read(window) for uuid, window in self._windows[phase].items()}
 
     def timelines(self, uuid: str) -> dict[str, list[tuple[float, float]]]:
         """Return (seconds since the epoch, value) since the subscription, by metric, in at most 2000 points each.

@@ -184,7 +184,7 @@ class GPUUtilizationMonitor(Callback):
         clock.stop()
         try:
             if run is not None and clock.ran:
-                run.tell()
+                run.tell(at_end=True)
                 if self.report and trainer.is_global_zero:
                     _write_report(run.report(outcome, patience_s), self._folder)
         finally:
@@ -270,7 +270,7 @@ class _Run:
 
     def exchange_epoch(self) -> None:
         """Tell the others how this epoch went here; on rank 0, log the GPUs of the other nodes."""
-        self.tell()
+        self.tell(at_end=False)
         if not self._trainer.is_global_zero or self._trainer.num_nodes < 2:
             return
         for facts in self._exchange.read(self._turn, PATIENCE_S):
@@ -280,18 +280,16 @@ class _Run:
         if self._exchange.missed:
             self._warn([f"Ranks {self._exchange.missed} told nothing within {PATIENCE_S:.0f} s; they are left out."])
 
-    def tell(self) -> None:
+    def tell(self, *, at_end: bool) -> None:
         """Put on the board how fast this rank is, and on other nodes than the first what their GPUs did."""
         self._turn += 1
         facts: dict[str, Any] = {"own_step_s": self._own_step_s()}
         if self.watch is not None and not self._trainer.is_global_zero:
             self._learn_own_pids(self.watch)
             facts["metrics"], facts["troubles"] = self.watch.take()
-            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in self._gpus_so_far()]
+            summaries = self.watch.summaries(at_end=at_end)
+            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
         self._exchange.tell(self._turn, **facts)
-
-    def _gpus_so_far(self) -> tuple[GpuSummary, ...]:
-        return () if self.watch is None else self.watch.summaries()
 
     def _own_step_s(self) -> float | None:
         own_s = [(b.wall_s - b.paused_s - b.training_step_s + b.forward_s) / b.steps for b in self._clock.blocks]
@@ -305,10 +303,11 @@ class _Run:
         settings = _settings(trainer)
         batch_size = settings.get("batch_size")
         ranks = self._exchange.read(self._turn, patience_s)
+        gpus: tuple[GpuSummary, ...] = ()
         if self.watch is not None:
             self._learn_own_pids(self.watch)
+            gpus = self.watch.summaries(at_end=True)
             self._warn(self.watch.take()[1])
-        gpus = self._gpus_so_far()
         names = {gpu.name for gpu in gpus}
         return Report(
             outcome=outcome,
