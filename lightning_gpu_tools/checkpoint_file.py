@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zipfile
@@ -66,6 +67,12 @@ def newest_complete_beside(path: str) -> str | None:
         return next((str(other) for other in newest_first if not isinstance(_look(str(other)), Fault)), None)
     except OSError:  # listing neighbours is a courtesy; the error about the file itself must come out
         return None
+
+
+def comes_from_contents(error: Exception) -> bool:
+    """Whether reading failed because of what is in the file, and not because the disk failed."""
+    # EINVAL: the contents sent the reader to a place that no file has.
+    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
 
 
 def explain_damage(path: str, format_: Format) -> Fault:

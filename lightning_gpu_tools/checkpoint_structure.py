@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
-from lightning_gpu_tools.checkpoint_file import Fault, Format, broken, explain_damage, identify
+from lightning_gpu_tools.checkpoint_file import Fault, Format, broken, comes_from_contents, explain_damage, identify
 from lightning_gpu_tools.pickle_structure import Opaque, StorageInfo, StructureReader, TensorInfo
 
 BYTES_OF_DTYPE = {
@@ -64,9 +64,10 @@ def read_structure(path: str) -> Structure:
     try:
         read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
         return read(path)
-    except OSError:
-        raise
-    except Exception as error:  # noqa: BLE001 - damaged or hostile bytes raise anything; nothing of theirs has run
+    except Exception as error:
+        # Damaged or hostile bytes raise anything; nothing of theirs has run.
+        if not comes_from_contents(error):
+            raise
         fault = error.args[0] if isinstance(error, _Damaged) else explain_damage(path, format_)
         raise broken(path, fault) from None
 
@@ -93,7 +94,9 @@ def find_damage(path: str, progress: Callable[[int], None] = lambda _: None) -> 
                     while chunk := file.read(_CHUNK_BYTES):
                         checksum = zlib.crc32(chunk, checksum)
                         progress(len(chunk))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, zlib.error) as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, zlib.error) as error:
+        if not comes_from_contents(error):
+            raise
         return str(error)
     return None
 
@@ -129,8 +132,12 @@ def _read_legacy(path: str) -> Structure:
         reader = StructureReader(file)
         content = reader.load()
         keys = StructureReader(file).load()
-    if not isinstance(keys, list) or {str(key) for key in keys} < reader.storages.keys():
-        raise _Damaged(Fault("is a damaged or cut file in torch's old format (before 1.6)"))
+        here = file.tell()
+        size = file.seek(0, 2)
+    storages = [reader.storages[str(key)] for key in keys]
+    # Each block of numbers comes after its length in 8 bytes.
+    if here + sum(8 + s.numel * BYTES_OF_DTYPE.get(s.dtype, 0) for s in storages) > size:
+        raise _Damaged(explain_damage(path, "legacy"))
     return Structure(path, "legacy", content, frozenset(reader.globals), {})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_gpu_tools.atomic_file import replacing
-from lightning_gpu_tools.checkpoint_file import Fault, broken, identify
+from lightning_gpu_tools.checkpoint_file import Fault, broken, comes_from_contents, identify
 from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure
 from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from lightning_gpu_tools.unsafe_globals import beyond_plain_data, explain_blocked
@@ -143,8 +142,6 @@ def _read(path: str, map_location: Any, weights_only: bool) -> Any:
             with open(path, "rb") as file:
                 return torch.load(file, map_location=map_location, weights_only=weights_only)
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=format_ == "zip")
-    except MemoryError:
-        raise
     except Exception as error:  # damaged or hostile bytes make torch raise anything
         _explain(path, error, weights_only, map_location)
         raise
@@ -158,9 +155,8 @@ def _explain(path: str, error: Exception, weights_only: bool, map_location: Any)
         blocked = [name for name in beyond_plain_data(structure.globals) if name not in allowed]
         if blocked:
             raise UnsafeCheckpointError(explain_blocked(path, blocked)) from None
-    if not weights_only or map_location != "cpu":
-        return
-    if isinstance(error, OSError) and not isinstance(error, pickle.UnpicklingError) and error.errno != 22:
+    asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
+    if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return
     fault = Fault(
         f"is damaged: its contents cannot be put together ({type(error).__name__})",

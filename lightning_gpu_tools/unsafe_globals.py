@@ -59,10 +59,10 @@ def explain_blocked(path: str, names: Iterable[str]) -> str:
     if harmless:
         lines.append(f"only hold values: {', '.join(harmless)}.")
     if harmless and not dangerous:
-        imports = sorted({name.rpartition(".")[0] for name in harmless} - {"builtins"})
+        modules = {name.rpartition(".")[0] for name in harmless} - {"builtins"} | {"torch"}
         allowed = ", ".join(name.removeprefix("builtins.") for name in harmless)
-        start = (
-            f"import {', '.join([*imports, 'torch'])}; " if "torch" not in imports else f"import {', '.join(imports)}; "
+        lines.append(
+            f"To allow what only holds values: import {', '.join(sorted(modules))}; "
+            f"torch.serialization.add_safe_globals([{allowed}])"
         )
-        lines.append(f"To allow those that only hold values:  {start}torch.serialization.add_safe_globals([{allowed}])")
     return "\n  ".join(lines)

@@ -1,0 +1,358 @@
+"""Broken, foreign and hostile files: each gets an error in words, and nothing in them runs."""
+
+import io
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure, walk_tensors
+from lightning_gpu_tools.errors import (
+    BrokenCheckpointError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
+from lightning_gpu_tools.pickle_structure import TensorInfo
+from lightning_gpu_tools.torch_checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_gpu_tools.unsafe_globals import beyond_plain_data
+
+
+def good_bytes(**options: Any) -> bytes:
+    buffer = io.BytesIO()
+    content = {"epoch": 3, "state_dict": OrderedDict(a=torch.arange(600.0).view(30, 20), b=torch.ones(5))}
+    torch.save(content, buffer, **options)
+    return buffer.getvalue()
+
+
+GOOD = good_bytes()
+LEGACY = good_bytes(_use_new_zipfile_serialization=False)
+
+
+def other_zip() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("photos/cat.txt", "meow")
+    return buffer.getvalue()
+
+
+def tar() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a"))
+    return buffer.getvalue()
+
+
+def torchscript() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "version"):
+            archive.writestr(f"model/{name}", b"\x80\x02}.")
+    return buffer.getvalue()
+
+
+def without_record() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(GOOD)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for info in old.infolist():
+            if not info.filename.endswith("data/1"):
+                new.writestr(info.filename, old.read(info))
+    return buffer.getvalue()
+
+
+def with_length(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header
+
+
+FAULTS = {
+    "empty": (b"", "is empty.*disk was full"),
+    "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
+    "cut by 100 bytes": (GOOD[:-100], "is cut short"),
+    "zeros at the end": (
+        GOOD[:2000] + bytes(len(GOOD) - 2000),
+        "ends in .* of zeros.*stopped before the data was written",
+    ),
+    "zeros only": (bytes(5000), "nothing but zeros"),
+    "git-lfs pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+        "git-lfs pointer.*git lfs pull",
+    ),
+    "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*log-in.*Download"),
+    "web page in capitals": (b"\n <HTML><head>", "web page"),
+    "random bytes": (bytes(range(7, 250)) * 20, "is no checkpoint"),
+    "json": (b'{"error": "not found"}', "JSON text"),
+    "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "gzip file.*Unpack"),
+    "tar": (tar(), "tar archive.*Unpack"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5.*Keras"),
+    "zip that is no checkpoint": (other_zip(), "zip archive but no checkpoint.*photos/cat.txt"),
+    "torchscript": (torchscript(), "TorchScript archive.*torch.jit.load"),
+    "damaged zip index": (GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1), "is damaged: the index at its end"),
+    "missing record": (without_record(), "weights in its record data/1 are missing"),
+    "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
+    "cut legacy file": (LEGACY[: len(LEGACY) // 2], "damaged or cut file in torch's old format"),
+    "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', "safetensors file cut short"),
+    "safetensors of nonsense": (with_length(b'{"a": 1}'), "damaged safetensors file"),
+    "safetensors cut in its weights": (
+        with_length(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}') + bytes(8),
+        "is cut short: the weights of a end beyond the end",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_file_says_what_it_is_and_what_to_do(fault: str, tmp_path: Path) -> None:
+    content, message = FAULTS[fault]
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content)
+    write_checkpoint({"a": torch.ones(2)}, tmp_path / "epoch=2.ckpt")
+    with pytest.raises(BrokenCheckpointError, match=message) as caught:
+        read_checkpoint(path)
+    text = str(caught.value)
+    assert text.startswith(str(path))
+    assert text.endswith(f"A complete checkpoint in the same folder: {tmp_path / 'epoch=2.ckpt'}")
+    assert "weights_only" not in text
+    # The same without torch.
+    with pytest.raises(BrokenCheckpointError, match=message):
+        read_structure(str(path))
+
+
+def test_the_newest_complete_neighbour_is_named_and_no_broken_one(tmp_path: Path) -> None:
+    for age, name in enumerate(("old.ckpt", "newer.ckpt", "broken.ckpt")):
+        path = tmp_path / name
+        path.write_bytes(GOOD[:-50] if name.startswith("broken") else GOOD)
+        os.utime(path, (1000 + age, 1000 + age))
+    (tmp_path / "notes.txt").write_bytes(GOOD)
+    with pytest.raises(BrokenCheckpointError, match=r"same folder: .*/newer\.ckpt$"):
+        read_checkpoint(tmp_path / "broken.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint at .*gone\.ckpt.*newest one.*newer\.ckpt"):
+        read_checkpoint(tmp_path / "gone.ckpt")
+
+
+def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="The folder does not exist either"):
+        read_checkpoint(tmp_path / "no" / "last.ckpt")
+    error = pickle.loads(pickle.dumps(CheckpointNotFoundError("There is no checkpoint at x.")))
+    assert str(error) == "There is no checkpoint at x."
+
+
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        (".metadata", "sharded checkpoint.*python -m lightning.pytorch.utilities.consolidate_checkpoint"),
+        ("latest", "DeepSpeed checkpoint.*zero_to_fp32"),
+        ("zero_to_fp32.py", "DeepSpeed checkpoint"),
+        ("epoch=1.ckpt", "is a folder.*It holds epoch=1.ckpt; name the file"),
+        ("notes.txt", "is a folder, and no sharded checkpoint"),
+    ],
+)
+def test_a_folder_says_which_tool_makes_a_file_of_it(inside: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / inside).touch()
+    with pytest.raises(BrokenCheckpointError, match=message):
+        read_checkpoint(folder)
+
+
+def test_a_flipped_bit_in_the_weights_is_found_by_verifying_only(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    position = GOOD.index(struct.pack("<3f", 100, 101, 102)) + 1
+    path.write_bytes(GOOD[:position] + bytes([GOOD[position] ^ 1]) + GOOD[position + 1 :])
+    assert not torch.equal(read_checkpoint(path)["state_dict"]["a"], torch.arange(600.0).view(30, 20))
+    with pytest.raises(BrokenCheckpointError, match=r"is damaged: Bad CRC-32.*data/0"):
+        read_checkpoint(path, verify=True)
+    path.write_bytes(GOOD)
+    seen: list[int] = []
+    assert find_damage(str(path), seen.append) is None
+    assert sum(seen) >= 600 * 4
+    verify_checkpoint(path)
+
+
+class Exploit:
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.witness),)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path: Path) -> None:
+    path, witness = tmp_path / "gift.ckpt", tmp_path / "it ran"
+    torch.save(
+        {"state_dict": {"w": torch.ones(2)}, "x": Exploit(witness)}, path, _use_new_zipfile_serialization=new_format
+    )
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(path)
+    text = str(caught.value)
+    assert "Nothing of it has run" in text
+    assert "run code when opened: posix.mkdir" in text
+    assert "do not open the file" in text
+    assert "weights_only" not in text
+    assert "add_safe_globals" not in text
+    structure = read_structure(str(path))
+    assert "posix.mkdir" in structure.globals
+    assert [name for name, _ in walk_tensors(structure.content)] == ["state_dict.w"]
+    assert not witness.exists()
+    read_checkpoint(path, weights_only=False)
+    assert witness.exists(), "the file is harmless, so the test proves nothing"
+
+
+def test_harmless_classes_are_named_with_the_line_that_allows_them(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"hyper_parameters": {"data": Path("a"), "loss": torch.nn.MSELoss(), "odd": Exploit.__mro__}}, path)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(path)
+    text = str(caught.value)
+    assert "only hold values: pathlib.PosixPath, torch.nn.modules.loss.MSELoss." in text
+    assert "unknown: " in text
+    assert "test_checkpoint_file.Exploit" in text
+    torch.save({"hyper_parameters": {"data": Path("a"), "loss": torch.nn.MSELoss()}}, path)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(path)
+    line = str(caught.value).rpartition("To allow what only holds values: ")[2]
+    try:
+        exec(line)  # the line that the message gives, as a user would paste it
+        assert read_checkpoint(path)["hyper_parameters"]["data"] == Path("a")
+    finally:
+        torch.serialization.clear_safe_globals()
+
+
+def test_our_list_of_plain_data_is_torchs() -> None:
+    from torch._weights_only_unpickler import _get_allowed_globals
+
+    names = list(_get_allowed_globals())
+    assert beyond_plain_data(names) == []
+    tempting = ["builtins.eval", "os.system", "torch.load", "torch.hub.load", "torch.nn.Linear", "collections.deque"]
+    assert beyond_plain_data(tempting) == sorted(tempting)
+
+
+@pytest.mark.parametrize("location", ["cuda:0", "cuda:7", "mps", "xla:0", "hpu:0"])
+def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.ckpt"
+    for new_format in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: location)
+            torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=new_format)
+        with pytest.raises((RuntimeError, AttributeError, AssertionError)):
+            torch.load(path)  # the file really is one that torch alone cannot open here
+        weights = read_checkpoint(path)["w"]
+        assert weights.device.type == "cpu"
+        assert weights.tolist() == [0, 1, 2]
+        structure = read_structure(str(path))
+        assert {info.storage.location for _, info in walk_tensors(structure.content) if info.storage} == {location}
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+DTYPES += [torch.int64, torch.uint8, torch.uint16, torch.bool]
+
+
+def test_structure_tells_what_torch_would_load(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in DTYPES}
+    content = {
+        "state_dict": OrderedDict(tensors),
+        "parameter": torch.nn.Parameter(torch.ones(4)),
+        "view": torch.zeros(10, 10)[2:4],
+        "scalar": torch.tensor(1.5),
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.empty(7, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}],
+        "epoch": 3,
+    }
+    for new_format in (True, False):
+        path = tmp_path / "a.ckpt"
+        torch.save(content, path, _use_new_zipfile_serialization=new_format)
+        structure = read_structure(str(path))
+        seen = dict(walk_tensors(structure.content))
+        for name, tensor in tensors.items():
+            info = seen[f"state_dict.{name}"]
+            assert (info.dtype, info.shape) == (str(tensor.dtype).removeprefix("torch."), (3, 2))
+        assert seen["parameter"] == TensorInfo("float32", (4,), seen["parameter"].storage, "parameter")
+        assert seen["view"].shape == (2, 10)
+        assert seen["scalar"].shape == ()
+        assert seen["meta"].dtype == "float32"
+        assert seen["meta"].shape == (7,)
+        assert seen["quantized"].dtype == "qint8"
+        assert seen["optimizer_states.0.state.0.step"].shape == ()
+        assert structure.content["epoch"] == 3
+        assert beyond_plain_data(structure.globals) == []
+
+
+# -- fuzzing -------------------------------------------------------------------------------------------------------
+
+
+def open_in_every_way(path: Path) -> None:
+    """Either it opens, or it is refused in words; nothing else may come out, and never torch's dangerous advice."""
+    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: find_damage(str(path))):
+        message = refusal(act)
+        assert not message or str(path) in message
+        assert "weights_only" not in message
+
+
+def refusal(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    source=st.sampled_from([GOOD, LEGACY]),
+    edits=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), max_size=4),
+    cut=st.one_of(st.none(), st.floats(0, 1)),
+    tail=st.binary(max_size=20),
+)
+def test_no_damage_surprises(
+    tmp_path_factory: pytest.TempPathFactory,
+    source: bytes,
+    edits: list[tuple[float, bytes]],
+    cut: float | None,
+    tail: bytes,
+) -> None:
+    data = bytearray(source)
+    for place, patch in edits:
+        start = int(place * (len(data) - 1))
+        data[start : start + len(patch)] = patch
+    if cut is not None:
+        data = data[: int(cut * len(data))]
+    path = tmp_path_factory.getbasetemp() / "fuzzed.ckpt"
+    path.write_bytes(bytes(data) + tail)
+    open_in_every_way(path)
+
+
+PROGRAMS = st.lists(
+    st.sampled_from(
+        [
+            *(b"}", b"]", b")", b"(", b"N", b"K\x01", b"X\x01\x00\x00\x00a", b"G" + bytes(8), b"\x8a\x01\x05", b"\x8f"),
+            *(b"cos\nsystem\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
+            *(b"R", b"b", b"s", b"u", b"a", b"e", b"t", b"\x85", b"\x86", b"\x87", b"\x81", b"Q", b"0", b"2", b"\x90"),
+            *(b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", b"\x94", b"\x93", b"X\xff\xff\xff\x7f"),
+            *(b"\x96\xff\xff\xff\xff\xff\x00\x00\x00", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f"),
+        ]
+    ),
+    max_size=25,
+).map(b"".join)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(program=PROGRAMS)
+def test_no_pickle_program_surprises(tmp_path_factory: pytest.TempPathFactory, program: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "program.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + program + b".")
+        archive.writestr("archive/version", b"3\n")
+        archive.writestr("archive/data/0", bytes(16))
+    open_in_every_way(path)
