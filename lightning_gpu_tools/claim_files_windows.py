@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from lightning_gpu_tools.errors import ClaimsError
 
 _PATIENCE_S = 60.0  # as in claim_files
+_held: list[FileLock] = []  # filelock drops the lock with the last reference
 
 
 class HeldFile(NamedTuple):
@@ -32,6 +33,7 @@ class HeldFile(NamedTuple):
         """Drop the lock."""
         if self.lock:
             self.lock.release()
+            _held.remove(self.lock)
 
 
 class FoundFile(NamedTuple):
@@ -69,6 +71,7 @@ class Folder:
         lock.acquire(timeout=0)
         with open(os.path.join(self._path, name), "xb") as file:
             file.write(content)
+        _held.append(lock)
         return HeldFile(lock)
 
     def join(self, name: str) -> HeldFile:

@@ -1,0 +1,36 @@
+"""Pick the GPU with the most free memory, claim what the job needs of it, and train there.
+
+    python examples/pick_gpus.py
+
+Without an NVIDIA GPU it says why none can be picked, and trains on the CPU.
+"""
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_gpu_tools import (
+    FreeMemoryCUDAAccelerator,
+    NotEnoughGpusError,
+    NvmlUnavailableError,
+    list_gpus,
+    select_gpus,
+)
+
+
+def main() -> None:
+    try:
+        for gpu in list_gpus():
+            print(f"GPU {gpu.index} {gpu.name}: {gpu.memory_free_bytes} bytes free, {gpu.utilization_percent} % busy")
+        # To look first; it claims nothing.
+        print(select_gpus(min_free="1GiB", claim=False).reason)
+        accelerator = FreeMemoryCUDAAccelerator(min_free="1GiB")
+    except (NvmlUnavailableError, NotEnoughGpusError) as error:
+        print(f"No GPU: {error}")
+        accelerator = "cpu"
+    trainer = Trainer(accelerator=accelerator, devices=1, max_steps=10, logger=False, enable_checkpointing=False)
+    trainer.fit(BoringModel())
+    print(f"Trained on {trainer.strategy.root_device}.")
+
+
+if __name__ == "__main__":
+    main()
