@@ -1,28 +1,71 @@
-"""``lightning-gpu-tools report``: print a training run's report again."""
+"""``lightning-gpu-tools report``: print a training run's report again, or compare it with another one."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.report import Report
+
+_EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "report",
-        help="print the report of a training run again",
-        description="Print the report that GPUUtilizationMonitor wrote at the end of a training run.",
-        epilog="Exit code: 0 printed, 1 the file is no report, 2 wrong usage.",
+        help="print the report of a training run again, or compare two runs",
+        description="Print the report that GPUUtilizationMonitor wrote at the end of a training run; with --against, "
+        "compare its steady steps with those of another run. Works without a GPU.",
+        epilog="Exit code: 0 printed, or not slower than allowed; 1 slower than allowed, beyond the runs' own noise, "
+        "or the file is no report; 2 wrong usage; 3 the runs cannot be compared (and why).",
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
-    parser.add_argument("--format", choices=["text", "json"], default="text", help="default: %(default)s")
-    parser.set_defaults(run=run)
+    parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")
+    parser.add_argument(
+        "--max-slowdown",
+        metavar="PERCENT",
+        type=_share,
+        help="how much longer a step may take than in OLD, for example 5%% (default: 0%%)",
+    )
+    parser.add_argument("--format", choices=["text", "markdown", "json"], default="text", help="default: %(default)s")
+    parser.set_defaults(run=run, usage_error=parser.error)
+
+
+def _share(text: str) -> float:
+    try:
+        percent = float(text.strip().removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent < float("inf"):
+        raise argparse.ArgumentTypeError(f"not a percentage of at least 0: {text!r}; write for example 5%")
+    return percent / 100
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report."""
+    """Print the report or the comparison."""
     from lightning_gpu_tools.report import load_report, to_json
-    from lightning_gpu_tools.report_text import render_text
+    from lightning_gpu_tools.report_text import render_markdown, render_text
 
+    if args.max_slowdown is not None and args.against is None:
+        args.usage_error("--max-slowdown needs --against OLD")
     report = load_report(args.file)
-    print(render_text(report) if args.format == "text" else to_json(report), end="\n" if args.format == "text" else "")
+    if args.against is not None:
+        return _compare(report, load_report(args.against), args.max_slowdown or 0.0, args.format)
+    render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
+    print(render(report).rstrip("\n"))
     return 0
+
+
+def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int:
+    from lightning_gpu_tools import report_comparison as comparing
+
+    comparison = comparing.compare(report, old, max_slowdown)
+    render = {
+        "text": comparing.render_comparison,
+        "markdown": comparing.comparison_markdown,
+        "json": comparing.comparison_json,
+    }[form]
+    print(render(comparison))
+    return _EXIT_CODES[comparison.verdict]

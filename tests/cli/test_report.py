@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -27,3 +28,34 @@ def test_no_report_is_an_error_with_its_path_and_an_empty_stdout(run_cli: RunCli
     assert (result.returncode, result.stdout) == (1, "")
     assert str(tmp_path / "nowhere") in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_two_runs_are_compared_by_exit_code(run_cli: RunCli, tmp_path: Path) -> None:
+    blocks = tuple(0.05 + 0.0001 * (i % 7) for i in range(40))
+    old = replace(REPORT, step_s_blocks=blocks)
+    save_report(old, tmp_path / "old")
+    save_report(replace(old, step_s_blocks=tuple(1.1 * block for block in blocks)), tmp_path / "slow")
+    save_report(replace(old, settings={**old.settings, "batch_size": 32}), tmp_path / "other")
+
+    def against_old(name: str, *options: str) -> "CompletedProcess[str]":
+        return run_cli("report", str(tmp_path / name), "--against", str(tmp_path / "old"), *options)
+
+    slow = against_old("slow", "--max-slowdown", "5%")
+    assert (slow.returncode, slow.stderr) == (1, "")
+    assert slow.stdout.startswith("SLOWER: a step took 50.3 ms and now takes 55.3 ms: +10.0 %")
+    assert against_old("slow", "--max-slowdown", "20").returncode == 0
+    other = against_old("other", "--format", "json")
+    assert other.returncode == 3
+    assert json.loads(other.stdout)["reasons"] == ["the batch size differs: 64 before, 32 now"]
+    assert against_old("slow", "--format", "markdown").stdout.startswith("**SLOWER:** ")
+    assert run_cli("report", str(tmp_path / "slow"), "--max-slowdown", "5%").returncode == 2
+    assert against_old("slow", "--max-slowdown", "-5%").returncode == 2
+    assert against_old("missing").returncode == 1
+
+
+def test_a_pull_request_gets_markdown(run_cli: RunCli, tmp_path: Path) -> None:
+    save_report(REPORT, tmp_path)
+    lines = run_cli("report", str(tmp_path), "--format", "markdown").stdout.splitlines()
+    assert lines[0].startswith("**GPU utilization: LOW** (stopped by KeyError")
+    assert lines[2].startswith("- **Why:** Waiting for data")
+    assert lines.count("```text") == lines.count("```") == 1
