@@ -7,15 +7,16 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools import claims, cuda
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.explanations import sharding_hint, why_picked
 from lightning_gpu_tools.gpu_sets import best_set
-from lightning_gpu_tools.quantities import format_bytes, format_duration, parse_bytes, parse_duration
-from lightning_gpu_tools.ranking import Candidate, Ranking, Rejection, Requirements, attainable, label, rank_gpus
+from lightning_gpu_tools.quantities import format_duration, parse_bytes, parse_duration
+from lightning_gpu_tools.ranking import Candidate, Ranking, Rejection, Requirements, attainable, rank_gpus
 from lightning_gpu_tools.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.visibility import visible_gpus
 
@@ -270,7 +271,7 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     if request.claim or request.group is not None:
         kind, memory_bytes = _what_to_claim(request)
         held = ledger.take([str(one.gpu.uuid) for one in chosen], kind, memory_bytes, request.group)
-    return GpuSelection(tuple(one.gpu for one in chosen), _why(chosen, visible), held)
+    return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
 
 
 def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tuple[Candidate, ...]:
@@ -315,27 +316,10 @@ def _not_enough(
     asked = f"Asked for {count} GPU{'s' if count > 1 else ''}"
     if gpus:
         message = f"{asked}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-        message += _sharding_hint(visible, others, request.requirements)
+        message += sharding_hint(visible, others, request.requirements, {os.getpid()})
     else:
         message = f"{asked}, but the NVIDIA driver lists none."
     return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
-
-
-def _sharding_hint(gpus: Sequence[GpuReading], others: Sequence[GpuClaim], requirements: Requirements) -> str:
-    """Return what to do if no GPU is large enough but several together are; else nothing."""
-    needed_bytes = requirements.min_free_bytes or 0
-    relaxed = replace(requirements, min_free_bytes=None, count=max(2, requirements.count))
-    candidates = rank_gpus(gpus, others, relaxed, {os.getpid()}).candidates
-    free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
-    enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
-    if enough is None or free_bytes[0] >= needed_bytes:
-        return ""
-    sizes = ", ".join(map(format_bytes, free_bytes[:enough]))
-    return (
-        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}): a model that is "
-        f"too big for one can be split over {enough} with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy; "
-        f"min_free then is what each of them has to hold."
-    )
 
 
 def _with_instances(gpus: Sequence[GpuReading]) -> list[GpuReading]:
@@ -355,15 +339,3 @@ def _what_to_claim(request: Request) -> tuple[Literal["memory", "whole", "exclus
 def _take_over(claim: GpuClaim, gpus: Sequence[GpuReading], held: claims.Held) -> GpuSelection:
     by_uuid = {gpu.uuid: gpu for gpu in _with_instances(gpus)}
     return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
-
-
-def _why(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:
-    """Return the sentence that names the picked GPUs and what spoke for them."""
-    parts = []
-    for candidate in chosen:
-        free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
-        memory = "free memory unknown" if free is None else f"{format_bytes(free)} free"
-        load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
-        claimed = ", claimed by others, too" if candidate.whole_claims else ""
-        parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
-    return f"Picked {'; '.join(parts)}: idle before busy, then the most free memory, out of {len(visible)} visible."

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_gpu_tools.quantities import parse_bytes, parse_duration
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.selection import GpuSelection
 
 _T = TypeVar("_T")
 
@@ -33,15 +36,21 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def requirements(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments for ``select_gpus``."""
-    return {
-        "count": 1 if args.count is None else args.count,
-        "min_free": args.min_free,
-        "max_utilization": args.max_utilization,
-        "exclusive": args.exclusive,
-        "wait": args.wait,
-    }
+def select(args: argparse.Namespace, *, claim: bool) -> GpuSelection:
+    """Pick what the options ask for."""
+    from lightning_gpu_tools.selection import select_gpus
+
+    try:
+        return select_gpus(
+            1 if args.count is None else args.count,
+            min_free=args.min_free,
+            max_utilization=args.max_utilization,
+            exclusive=args.exclusive,
+            wait=args.wait,
+            claim=claim,
+        )
+    except KeyboardInterrupt:  # while waiting
+        raise SystemExit(130) from None  # as of a program that SIGINT ended, POSIX "Exit Status for Commands"
 
 
 def _count(text: str) -> int:

@@ -30,9 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the choice."""
-    from lightning_gpu_tools.selection import select_gpus
-
-    selection = select_gpus(**options.requirements(args), claim=False)
+    selection = options.select(args, claim=False)
     if args.format == "json":
         import dataclasses
         import json

@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
     asked = args.count or args.min_free is not None or args.max_utilization is not None or args.exclusive
     if asked or not args.advise:
-        from lightning_gpu_tools.selection import select_gpus
-
-        selection = select_gpus(**options.requirements(args))
+        selection = options.select(args, claim=True)
         selection.apply()
         selection.pass_on()
         if args.bind_numa:

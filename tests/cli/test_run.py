@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
@@ -125,6 +127,17 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     answer = run_cli("run", "--advise", "--", "sh", "-c", "echo $LIGHTNING_GPU_TOOLS")
     assert (answer.returncode, answer.stdout) == (0, "advise\n")
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
+
+
+def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu(utilization=90)]
+    with running("--max-utilization", "5", "--wait", "1h", "--", "true") as job:
+        assert job.stderr is not None
+        assert "Waiting for up to" in job.stderr.readline()
+        job.send_signal(signal.SIGINT)
+        assert "Traceback" not in job.communicate()[1]
+    assert job.returncode == 130
+    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
 
 
 def test_gpus_shows_who_holds_what_since_when(driver: Driver, run_cli: RunCli) -> None:
