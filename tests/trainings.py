@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,18 @@ class Raise(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == self.at_step:
             raise Boom(f"at step {self.at_step}")
+
+
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    """Return what the CSV logger wrote: metric -> step -> value."""
+    metrics: dict[str, dict[int, float]] = {}
+    with (folder / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if text and name not in ("step", "epoch"):
+                    metrics.setdefault(name, {})[int(row["step"])] = float(text)
+    return metrics
+
+
+def sampler_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name]

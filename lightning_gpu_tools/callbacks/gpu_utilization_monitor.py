@@ -321,19 +321,16 @@ class _Run:
             gpu_note=self.gpu_note,
             samples_per_s=batch_size * trainer.world_size / step_s if batch_size and step_s else None,
             step_s_blocks=steady_s,
-            monitor_us_per_step=self._cost_us_per_step(),
+            monitor_us_per_step=self._us_per_step(clock.cost_s() + clock.seconds.get(MONITORING, 0.0)),
+            monitor_thread_us_per_step=None if self.watch is None else self._us_per_step(self.watch.thread_cpu_s),
             spans=tuple(clock.timeline.spans()),
             ranks=_speeds(ranks),
             memory_growth=self._memory.growth(),
             settings={**settings, "gpu": sorted(name for name in names if name)},
         )
 
-    def _cost_us_per_step(self) -> float | None:
-        if not self._clock.steps:
-            return None
-        thread_s = 0.0 if self.watch is None else self.watch.thread_cpu_s
-        hooks_s = self._clock.seconds.get(MONITORING, 0.0)
-        return (self._clock.cost_s() + hooks_s + thread_s) / self._clock.steps * 1e6
+    def _us_per_step(self, seconds: float) -> float | None:
+        return seconds / self._clock.steps * 1e6 if self._clock.steps else None
 
     def close(self) -> None:
         """Let go of everything."""

@@ -1,11 +1,9 @@
 """The monitor in real trainings: over a fake driver, without a driver, and when things go wrong in the middle."""
 
-import csv
 import json
 import os
 import pickle
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,10 @@ import pytest
 from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer, sampler_threads
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.report import load_report
-
-
-def logged(folder: Path) -> dict[str, dict[int, float]]:
-    """Return what the CSV logger wrote: metric -> step -> value."""
-    metrics: dict[str, dict[int, float]] = {}
-    with (folder / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                if text and name not in ("step", "epoch"):
-                    metrics.setdefault(name, {})[int(row["step"])] = float(text)
-    return metrics
 
 
 def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **options: Any) -> Path:
@@ -39,10 +26,6 @@ def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **opt
     )
     trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(40)), loader(Samples(1)))
     return Path(logger.log_dir)
-
-
-def sampler_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name]
 
 
 def test_every_gpu_of_the_node_is_logged_in_the_units_of_its_name(driver: Driver, tmp_path: Path) -> None:
