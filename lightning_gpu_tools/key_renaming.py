@@ -398,11 +398,21 @@ def _moved_modules(renames: Mapping[str, str]) -> dict[str, str]:
         old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
         while old_path not in moved:
             moved[old_path] = new_path
-            old_path, _, old_name = old_path.rpartition(".")
-            new_path, _, new_name = new_path.rpartition(".")
-            if old_name != new_name or not old_name:
+            parent, _, name = old_path.rpartition(".")
+            new_parent, _, new_name = new_path.rpartition(".")
+            while new_name != name and _is_wrapper_name(new_name):
+                new_path = new_parent
+                new_parent, _, new_name = new_path.rpartition(".")
+            if name == new_name and name:
+                new_path = new_parent
+            elif not _is_wrapper_name(name):  # a wrapper and what it wraps come out as one
                 break
+            old_path = parent
     return moved
+
+
+def _is_wrapper_name(name: str) -> bool:
+    return name == WRAPPER_SEGMENT or name in PRIVATE_SEGMENTS
 
 
 def _inside_wrappers(node: Node) -> Node:
@@ -412,7 +422,7 @@ def _inside_wrappers(node: Node) -> Node:
 
 
 def _bare(key: str) -> str:
-    return ".".join(s for s in key.split(".") if s not in PRIVATE_SEGMENTS and s != WRAPPER_SEGMENT)
+    return ".".join(segment for segment in key.split(".") if not _is_wrapper_name(segment))
 
 
 def _roots(tree: Tree) -> str:

@@ -36,6 +36,8 @@ def is_state_dict(value: Any) -> bool:
     """Whether this is a model's state: tensors by name, apart from extra states and settings of quantised modules."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
+    if hasattr(value, "_metadata"):  # torch puts it there and keeps it in the file
+        return bool(value)
     tensors = sum(isinstance(item, torch.Tensor) for item in value.values())
     nested = any(isinstance(item, Mapping) for key, item in value.items() if not key.endswith("_extra_state"))
     return tensors > 0 and not nested and 2 * tensors >= len(value)
@@ -97,7 +99,7 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
 
 def _nested_state_dicts(content: Mapping[str, Any], path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in content.items():
-        if not isinstance(value, Mapping) or not isinstance(name, str) or "param_groups" in value:
+        if not isinstance(value, Mapping) or not isinstance(name, str) or "param_groups" in value:  # an optimizer's
             continue
         if is_state_dict(value):
             yield path + name, value

@@ -251,10 +251,12 @@ def load_from_checkpoint(
     model = build_module(model_class, checkpoint, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()
-    with contextlib.suppress(CheckpointError):
-        # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
+    # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
+    may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
+    with _naming(path, model_class), contextlib.suppress(*may_wait):
         _, weights, plan = _choose(model, checkpoint, root, strict)
         checkpoint["state_dict"] = plan.apply(weights, keep=plan.unexpected)
+        root = None
     model.on_load_checkpoint(checkpoint)
     with _naming(path, model_class):
         _, weights, plan = _choose(model, checkpoint, root, strict)

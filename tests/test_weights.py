@@ -1,0 +1,467 @@
+"""load_weights and load_from_checkpoint on real files, real architectures and real wrappers."""
+
+import copy
+import functools
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch import __version__ as lightning_version
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_gpu_tools import (
+    AmbiguousCheckpointError,
+    BrokenCheckpointError,
+    CheckpointMismatchError,
+    UnsafeCheckpointError,
+    load_from_checkpoint,
+    load_weights,
+)
+from lightning_gpu_tools.torch_checkpoint import write_checkpoint
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.downsample = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width))
+
+
+def resnet() -> nn.Module:
+    """As timm names its parts."""
+    net = nn.Sequential()
+    net.conv1, net.bn1 = nn.Conv2d(3, 4, 7, bias=False), nn.BatchNorm2d(4)
+    for stage in range(1, 4):
+        net.add_module(f"layer{stage}", nn.Sequential(*(ResidualBlock(4) for _ in range(2))))
+    net.fc = nn.Linear(4, 10)
+    return net
+
+
+class TiedTransformer(nn.Module):
+    """Embedding and output share one matrix, as in most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def quantized() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    return torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.SyncBatchNorm(3), nn.LSTM(3, 4))
+
+
+def recurrent_with_module_child() -> nn.Module:
+    return nn.ModuleDict({"module": nn.GRU(3, 4), "head": nn.ModuleList([nn.Linear(4, 1), nn.PReLU()])})
+
+
+ARCHITECTURES = [resnet, TiedTransformer, quantized, normed, recurrent_with_module_child]
+
+
+class System(nn.Module):
+    """A net as the attribute of a larger thing, as in a LightningModule."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.model = net
+
+
+def compiled(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend="eager")  # type: ignore[return-value]
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda net: net,
+    "DataParallel": nn.DataParallel,
+    "compile": compiled,
+    "compile(DataParallel)": lambda net: compiled(nn.DataParallel(net)),
+    "DataParallel(compile(DataParallel))": lambda net: nn.DataParallel(compiled(nn.DataParallel(net))),
+    "AveragedModel": AveragedModel,
+    "AveragedModel(DataParallel)": lambda net: AveragedModel(nn.DataParallel(net)),
+    "System": System,
+    "compile(System(DataParallel))": lambda net: compiled(System(nn.DataParallel(net))),
+    "DataParallel(System(compile))": lambda net: nn.DataParallel(System(compiled(net))),
+}
+
+
+def fill(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*net.parameters(), *net.buffers()):
+        if tensor.dtype.is_floating_point:
+            tensor.data.copy_(torch.rand(tensor.shape, generator=generator))
+
+
+def contents(net: nn.Module) -> list[Any]:
+    tensors = [t.tolist() for name, t in (*net.named_parameters(), *net.named_buffers()) if "n_averaged" not in name]
+    packed = [
+        m.weight().dequantize().tolist()
+        for m in net.modules()
+        if "quantized" in type(m).__module__ and hasattr(m, "weight")
+    ]
+    return tensors + packed
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_any_wrapping_of_a_real_architecture_loads_into_any_other(
+    architecture: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    source_net, target_net = architecture(), architecture()
+    if architecture is quantized:
+        WRAPPERS = {name: wrap for name, wrap in WRAPPINGS.items() if "Averaged" not in name}
+    else:
+        WRAPPERS = WRAPPINGS
+        fill(source_net, 1)
+        fill(target_net, 2)
+    expected = contents(source_net)
+    for saved_as, wrap_source in WRAPPERS.items():
+        torch.save(wrap_source(copy.deepcopy(source_net)).state_dict(), tmp_path / "a.pt")
+        for loaded_as, wrap_target in WRAPPERS.items():
+            target = wrap_target(copy.deepcopy(target_net))
+            report = load_weights(target, tmp_path / "a.pt")
+            assert contents(target) == expected, (saved_as, loaded_as, str(report))
+
+
+def test_the_report_says_what_was_done(tmp_path: Path) -> None:
+    net = nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))
+    torch.save({"state_dict": net.state_dict(), "epoch": 1}, tmp_path / "last.ckpt")
+    report = load_weights(nn.Sequential(nn.Linear(2, 2)), tmp_path / "last.ckpt")
+    assert str(report) == 'last.ckpt: loaded 2 weights; removed "module." from 2 keys'
+    assert report.entry == "state_dict"
+    assert report.loaded == ("0.weight", "0.bias")
+    assert report.renamed == {"module.0.weight": "0.weight", "module.0.bias": "0.bias"}
+    again = load_weights(net, tmp_path / "last.ckpt")
+    assert str(again) == "last.ckpt: loaded 2 weights"
+    assert again.renamed == {}
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)).state_dict(), tmp_path / "a.pt")
+    target = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(CheckpointMismatchError, match=r"a\.pt does not fit Sequential\. 2 of the model's 4 keys fit"):
+        load_weights(target, tmp_path / "a.pt")
+    assert all(torch.equal(before[key], value) for key, value in target.state_dict().items())
+    report = load_weights(target, tmp_path / "a.pt", strict=False)
+    assert report.mismatched == (("1.weight", (3, 2), (4, 2)), ("1.bias", (3,), (4,)))
+    assert not torch.equal(before["0.weight"], target[0].weight)
+    assert torch.equal(before["1.weight"], target[1].weight)
+    assert "other shape: 1.weight, 1.bias" in str(report)
+
+
+def test_two_sets_of_weights_need_a_word(tmp_path: Path) -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.save({"model": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}},
+               tmp_path / "a.pt")  # fmt: skip
+    with pytest.raises(AmbiguousCheckpointError, match=r'"model" and "ema".*root="model" or root="ema"'):
+        load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
+    target = nn.Linear(2, 2)
+    assert load_weights(target, tmp_path / "a.pt", root="ema").entry == "ema"
+    assert torch.equal(target.weight, two.weight)
+    torch.save({"state": {"model": {f"net.{k}": v for k, v in one.state_dict().items()}}}, tmp_path / "b.pt")
+    assert load_weights(target, tmp_path / "b.pt").entry == "state.model"
+    assert load_weights(target, tmp_path / "b.pt", root="state.model.net.").root == "net."
+    assert torch.equal(target.weight, one.weight)
+
+
+def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:
+    for content, words in (([1, 2], "a list"), ({"epoch": 1, "lr": 2}, "a dictionary with epoch, lr"), (7, "a int")):
+        torch.save(content, tmp_path / "a.pt")
+        with pytest.raises(BrokenCheckpointError, match=f"a.pt does not fit Linear.*holds no weights but {words}"):
+            load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
+
+
+def test_tied_weights_load_from_a_file_that_has_one_of_them(tmp_path: Path) -> None:
+    source, target = TiedTransformer(), TiedTransformer()
+    weights = source.state_dict()
+    del weights["head.weight"]
+    torch.save(weights, tmp_path / "a.pt")
+    load_weights(nn.DataParallel(target), tmp_path / "a.pt")
+    assert torch.equal(target.embed.weight, source.embed.weight)
+    assert target.head.weight is target.embed.weight
+
+
+def test_a_model_on_the_meta_device_takes_tensors_of_its_own(tmp_path: Path) -> None:
+    source = TiedTransformer()
+    torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
+    with torch.device("meta"):
+        target = TiedTransformer()
+    load_weights(target, tmp_path / "a.pt")
+    assert contents(target) == contents(source)
+    assert target.head.weight is target.embed.weight
+    (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))
+    assert contents(target) == contents(source)
+
+
+def test_lazy_modules_get_their_shape_from_the_file(tmp_path: Path) -> None:
+    source = nn.DataParallel(nn.Sequential(nn.Linear(3, 2)))
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    target = nn.Sequential(nn.LazyLinear(2))
+    load_weights(target, tmp_path / "a.pt")
+    assert torch.equal(target[0].weight, source.module[0].weight)
+
+
+def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> None:
+    source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    fill(source, 1)
+    old = {f"module.{key}": value for key, value in source.state_dict().items() if "tracked" not in key}
+    torch.save(old, tmp_path / "a.pt")
+    load_weights(target, tmp_path / "a.pt")
+    assert torch.equal(target.running_var, source.running_var)
+    # In a newer file the same is a fault.
+    torch.save({**old, "module.x.num_batches_tracked": torch.tensor(1)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: num_batches_tracked"):
+        load_weights(target, tmp_path / "a.pt")
+
+
+def test_old_names_that_a_module_translates_itself_still_load(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning):
+        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)))
+    torch.save(nn.DataParallel(old).state_dict(), tmp_path / "a.pt")
+    target = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)))
+    load_weights(target, tmp_path / "a.pt")
+    assert torch.allclose(target[0].weight, old[0].weight)
+
+
+def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:
+    from torchmetrics import CatMetric
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = CatMetric()
+            self.metric.persistent(True)
+            self.history = torch.zeros(3)
+
+        def get_extra_state(self) -> dict[str, torch.Tensor]:
+            return {"history": self.history}
+
+        def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+            self.history = state["history"]
+
+    source = Net()
+    source.metric.update(torch.arange(4.0))
+    source.history += 5
+    path = tmp_path / "a.pt"
+    torch.save(nn.DataParallel(source).state_dict(), path)
+    target = Net()
+    target.metric.update(torch.zeros(1))
+    load_weights(target, path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert target.history.tolist() == [5, 5, 5]
+    assert target.metric.compute().tolist() == [0, 1, 2, 3]
+
+
+def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> None:
+    from safetensors.torch import save_model
+
+    source, target = TiedTransformer(), TiedTransformer()
+    save_model(source, str(tmp_path / "a.safetensors"))  # it stores only one of the two tied names
+    load_weights(compiled(target), tmp_path / "a.safetensors")
+    assert contents(target) == contents(source)
+
+
+def test_a_safetensors_name_on_a_torch_file_does_not_mislead(tmp_path: Path) -> None:
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    (tmp_path / "a.pt").rename(tmp_path / "a.safetensors")
+    load_weights(target, tmp_path / "a.safetensors")
+    assert torch.equal(source.weight, target.weight)
+
+
+# -- URLs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A web server on this machine that serves ``tmp_path``."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
+    class Exploit:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+            import os
+
+            return os.mkdir, (str(tmp_path / "it ran"),)
+
+    source, target = nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "good.pt")
+    load_weights(target, f"{url}/good.pt")
+    assert torch.equal(target.weight, source.module.weight)
+    torch.save({"state_dict": source.state_dict(), "x": Exploit()}, tmp_path / "bad.pt")
+    for load in (load_weights, lambda model, path: load_from_checkpoint(Lit, path)):
+        with pytest.raises(UnsafeCheckpointError, match=rf"{url}/bad\.pt holds more than plain data"):
+            load(target, f"{url}/bad.pt")
+    assert not (tmp_path / "it ran").exists()
+    with pytest.raises(FileNotFoundError, match=rf"no checkpoint at {url}/gone\.pt"):
+        load_weights(target, f"{url}/gone.pt")
+
+
+# -- load_from_checkpoint ------------------------------------------------------------------------------------------
+
+
+class Lit(LightningModule):
+    def __init__(self, width: int = 2, wrap: str = "plain") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = WRAPPINGS[wrap](nn.Linear(width, width))
+        self.trace: list[str] = []
+
+    def configure_model(self) -> None:
+        self.trace.append("configure_model")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trace.append(f"on_load_checkpoint {sorted(checkpoint['state_dict'])}")
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        self.trace.append("load_state_dict")
+        return super().load_state_dict(*arguments, **options)
+
+
+class OneArgument(LightningModule):
+    def __init__(self, settings: dict[str, Any], other: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters(settings)
+        self.settings, self.other = dict(settings), other
+        self.net = nn.Linear(settings["width"], 1)
+
+
+class AnyArguments(LightningModule):
+    def __init__(self, width: int = 2, **rest: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.rest = rest
+        self.net = nn.Linear(width, 1)
+
+
+def save_lit(model: LightningModule, path: Path) -> Path:
+    checkpoint: dict[str, Any] = {
+        "pytorch-lightning_version": lightning_version,
+        "epoch": 0,
+        "global_step": 0,
+        "loops": {},
+        "state_dict": model.state_dict(),
+        "hyper_parameters": dict(model.hparams),
+    }
+    if model._hparams_name:
+        checkpoint["hparams_name"] = model._hparams_name
+    model.on_save_checkpoint(checkpoint)
+    write_checkpoint(checkpoint, path)
+    return path
+
+
+def test_hyperparameters_and_hooks_are_lightnings(tmp_path: Path) -> None:
+    path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
+    mine, theirs = load_from_checkpoint(Lit, path), Lit.load_from_checkpoint(path)
+    assert mine.trace == theirs.trace
+    assert dict(mine.hparams) == dict(theirs.hparams) == {"width": 3, "wrap": "plain"}
+    assert torch.equal(mine.net.weight, theirs.net.weight)
+
+
+@pytest.mark.parametrize("wrap", ["DataParallel", "compile", "compile(DataParallel)"])
+def test_a_class_loads_what_another_wrapping_of_it_saved(wrap: str, tmp_path: Path) -> None:
+    source = Lit(width=3, wrap=wrap)
+    path = save_lit(source, tmp_path / "a.ckpt")
+    plain = load_from_checkpoint(Lit, path, wrap="plain")
+    assert torch.equal(plain.net.weight, next(source.parameters()))
+    assert plain.trace[1] == "on_load_checkpoint ['net.bias', 'net.weight']"
+    back = load_from_checkpoint(Lit, save_lit(plain, tmp_path / "b.ckpt"), wrap=wrap)
+    assert torch.equal(next(back.parameters()), plain.net.weight)
+
+
+def test_arguments_reach_the_class_as_in_lightning(tmp_path: Path) -> None:
+    path = save_lit(OneArgument({"width": 3, "depth": 1}), tmp_path / "one.ckpt")
+    for load in (functools.partial(load_from_checkpoint, OneArgument), OneArgument.load_from_checkpoint):
+        model = load(path, depth=5, other=7)
+        assert (model.settings["width"], model.settings["depth"], model.other) == (3, 5, 7)
+    path = save_lit(AnyArguments(width=4, a=1), tmp_path / "any.ckpt")
+    for load in (functools.partial(load_from_checkpoint, AnyArguments), AnyArguments.load_from_checkpoint):
+        assert load(path, b=2).rest == {"a": 1, "b": 2}
+    path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
+    (tmp_path / "h.yaml").write_text("width: 3\nwrap: DataParallel\n")
+    assert isinstance(load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.yaml").net, nn.DataParallel)
+    with pytest.raises(ValueError, match=r"must end in \.yaml, \.yml or \.csv, got '.*h\.toml'"):
+        load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.toml")
+
+
+def test_bare_weights_and_another_root_load_into_a_class(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    torch.save(nn.DataParallel(net).state_dict(), tmp_path / "a.pt")
+    assert torch.equal(load_from_checkpoint(Lit, tmp_path / "a.pt").net.weight, net.weight)
+    torch.save({"teacher": net.state_dict(), "student": nn.Linear(2, 2).state_dict()}, tmp_path / "b.pt")
+    assert torch.equal(load_from_checkpoint(Lit, tmp_path / "b.pt", root="teacher").net.weight, net.weight)
+    with pytest.raises(AmbiguousCheckpointError):
+        load_from_checkpoint(Lit, tmp_path / "b.pt")
+
+
+def test_a_hook_may_be_what_makes_the_weights_fit(tmp_path: Path) -> None:
+    class Grows(Lit):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.extra = nn.Linear(*checkpoint["state_dict"]["extra.weight"].shape[::-1])
+
+    source = Lit()
+    source.extra = nn.Linear(5, 1)
+    model = load_from_checkpoint(Grows, save_lit(source, tmp_path / "a.ckpt"))
+    assert torch.equal(model.extra.weight, source.extra.weight)
+
+
+def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:2")
+        path = save_lit(Lit(), tmp_path / "a.ckpt")
+    assert load_from_checkpoint(Lit, path).device.type == "cpu"
+    assert load_from_checkpoint(Lit, path, map_location={"cuda:2": "cpu"}).device.type == "cpu"
+    with pytest.raises(RuntimeError, match="CUDA"):  # the caller's wish, not the file's fault
+        load_from_checkpoint(Lit, path, map_location="cuda:0")
+
+
+def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path) -> None:
+    source = Lit()
+    path = save_lit(source, tmp_path / "a.ckpt")
+    content = torch.load(path)
+    for hparams, words in (
+        ({"_instantiator": "os.system"}, "wants 'os.system' to build"),
+        (
+            {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "subprocess.Popen"},
+            "wants the class 'subprocess.Popen'",
+        ),
+    ):
+        write_checkpoint({**content, "hyper_parameters": hparams}, path)
+        with pytest.raises(UnsafeCheckpointError, match=words):
+            load_from_checkpoint(Lit, path)
+
+
+def test_what_the_command_line_of_lightning_saved_is_built_as_there(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    path = save_lit(Lit(), tmp_path / "a.ckpt")
+    content = torch.load(path)
+    content["hyper_parameters"] = {
+        "_instantiator": "lightning.pytorch.cli.instantiate_module",
+        "width": 2,
+        "wrap": "DataParallel",
+    }
+    write_checkpoint(content, path)
+    assert isinstance(load_from_checkpoint(Lit, path).net, nn.DataParallel)
