@@ -90,6 +90,10 @@ class GPUUtilizationAdvisor(Callback):
             self._look()
 
     def _look(self) -> None:
+        assert self._clock is not None
+        if sum(block.wall_s for block in self._clock.blocks) < self.min_seconds:  # spares judging what is too short
+            self._next_look += 10
+            return
         diagnosis = self._diagnose()
         if diagnosis.verdict == "too_short":
             self._next_look += 10
