@@ -14,8 +14,19 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.diagnosis import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.report import GpuSummary, Report, from_json, load_report, save_report, to_json
+from lightning_gpu_tools.memory_growth import MemoryGrowth
+from lightning_gpu_tools.report import (
+    GpuSummary,
+    RankSpeed,
+    Report,
+    from_json,
+    load_report,
+    save_report,
+    slowest_rank,
+    to_json,
+)
 from lightning_gpu_tools.report_text import render_text
+from lightning_gpu_tools.stopwatch import PhaseSpan
 
 FINDING = Finding(
     cause="data_loading",
@@ -78,6 +89,58 @@ def test_the_text_says_verdict_why_and_next_and_closes_the_tree() -> None:
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
     assert lines[-1].startswith("└─ unexplained")
+
+
+def test_a_field_of_a_later_version_is_passed_over() -> None:
+    data = json.loads(to_json(REPORT))
+    data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = 1
+    assert from_json(json.dumps(data)) == REPORT
+
+
+def test_a_full_report_survives_the_file() -> None:
+    full = replace(
+        REPORT,
+        spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}),),
+        ranks=(RankSpeed(rank=0, node=0, own_step_s=0.01), RankSpeed(rank=1, node=0, own_step_s=0.02)),
+        memory_growth=(MemoryGrowth(what="Memory", bytes_per_s=1e6, grown_bytes=1e9, left_s=None),),
+        step_s_blocks=(0.05, 0.051),
+        gpus=(replace(REPORT.gpus[0], errors=("Xid 79 (the GPU has fallen off the bus)",)),),
+    )
+    assert from_json(to_json(full)) == full
+
+
+def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
+    ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
+    assert slowest_rank(ranks) == (ranks[1], pytest.approx(0.02))
+    assert slowest_rank(ranks[:1]) is None
+    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
+    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work a step, 20 ms more than the median of 4 ranks."
+
+
+def test_growing_memory_errors_others_and_the_own_cost_are_told() -> None:
+    gpu = replace(
+        REPORT.gpus[0],
+        node=1,
+        errors=("Xid 31 (memory page fault)",),
+        others_memory_bytes_max=5 * 2**30,
+        energy_joules=720_000.0,
+        power_watts_mean=300.0,
+        throttled_percent=12.0,
+    )
+    growth = MemoryGrowth(what="The memory of the process (RSS)", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
+    text = " ".join(
+        render_text(replace(REPORT, gpus=(gpu,), memory_growth=(growth,), monitor_us_per_step=14.2)).split()
+    )
+    for words in (
+        "node 1 GPU 3 NVIDIA H200: 34 % busy",
+        "others use up to 5.00 GiB of it",
+        "300 W (0.2 kWh)",
+        "throttled 12 % of the time",
+        "ERRORS: Xid 31 (memory page fault)",
+        "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
+        "Measuring this added 14 us to a step.",
+    ):
+        assert words in text
 
 
 def test_samples_per_second_count_every_rank() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -51,6 +52,24 @@ def test_it_works_in_spawned_processes(run_python: Run, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("gpu_report.json"))) == 1
 
 
-def test_a_script_that_nobody_edits_gets_both_by_a_variable(run_python: Run, tmp_path: Path) -> None:
-    result = run_script(run_python, tmp_path, "not added", "1", "auto", LIGHTNING_GPU_TOOLS="advise")
+def test_a_script_that_nobody_edits_gets_both_by_a_variable_also_two_at_once(run_python: Run, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+
+    def train(folder: Path) -> "CompletedProcess[str]":
+        return run_script(run_python, folder, "not added", "1", "auto", LIGHTNING_GPU_TOOLS="advise")
+
+    with ThreadPoolExecutor() as jobs:
+        results = list(jobs.map(train, folders))
+    for folder, result in zip(folders, results, strict=True):
+        assert result.stdout.count("Verdict:") == 1
+        assert result.stderr.count("Waiting for data takes") == 0  # 20 s are needed for a judgement by default
+        assert len(list(folder.rglob("gpu_report.json"))) == 1
+
+
+def test_who_has_a_monitor_of_his_own_gets_no_second_one(run_python: Run, tmp_path: Path) -> None:
+    result = run_script(run_python, tmp_path, "added", "1", "auto", LIGHTNING_GPU_TOOLS="advise")
     assert result.stdout.count("Verdict:") == 1
+    assert result.stderr.count("Waiting for data takes") == 1  # by the threshold of the user's own advisor
+    assert len(list(tmp_path.rglob("gpu_report.json"))) == 1
