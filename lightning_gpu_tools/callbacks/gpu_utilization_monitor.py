@@ -187,6 +187,8 @@ class GPUUtilizationMonitor(Callback):
                 run.tell(at_end=True)
                 if self.report and trainer.is_global_zero:
                     _write_report(run.report(outcome, patience_s), self._folder)
+        except Exception as error:  # noqa: BLE001 - the training itself has gone well; a fault of ours must not undo it
+            rank_zero_warn(f"There is no report of this training, because of a fault in it: {error!r}")
         finally:
             if run is not None:
                 run.close()

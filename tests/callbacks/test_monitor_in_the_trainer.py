@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer, sampler_threads
 
 from lightning_gpu_tools import GPUUtilizationMonitor, nvml
+from lightning_gpu_tools.callbacks import gpu_utilization_monitor
 from lightning_gpu_tools.report import load_report
 
 
@@ -134,3 +135,12 @@ def test_the_training_thread_never_asks_the_driver_and_errors_are_named(driver: 
     assert report.monitor_us_per_step is not None
     assert 0 < report.monitor_us_per_step < 5000
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)
+
+
+def test_a_fault_in_the_report_does_not_cost_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_utilization_monitor, "render_text", lambda report: 1 / 0)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
+    with pytest.warns(UserWarning, match=r"no report of this training.*ZeroDivisionError"):
+        trainer.fit(Model(), loader(Samples(3)))
+    assert trainer.global_step == 3
+    assert vars(trainer.strategy).get("batch_to_device") is None  # the clock's wrappers are off
