@@ -4,8 +4,8 @@ A claim is a file that its holders keep locked (``flock``, shared among them). T
 when it ends, however it ends, so a file that nobody has locked is a leftover. Every look and every change happens under
 one more lock, the file ``lock``, so that a look, which has to try a lock to see if it is held, disturbs nobody.
 
-Nothing in a folder that everybody can write to is trusted: no symbolic link is followed, only regular files are read,
-and no existing file is ever written to. The folder has to be on a local file system.
+Nothing in a folder that everybody can write to is trusted: no symbolic link is followed, no read waits for the other
+end of a pipe, and no existing file is ever written to. The folder has to be on a local file system.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Folder:
         """Return what is known of a file.
 
         Raises:
-            OSError: It is gone, a symbolic link, not a regular file, or may not be read.
+            OSError: It is gone, a symbolic link, no file, or may not be read.
         """
-        descriptor = self._open(name)
+        descriptor = os.open(name, _READ, dir_fd=self._descriptor)
         try:
             is_held = not _try_lock(descriptor, fcntl.LOCK_EX)
             content = os.read(descriptor, _LARGEST_RECORD_BYTES)
@@ -114,19 +114,12 @@ class Folder:
         Raises:
             OSError: It is gone.
         """
-        return self._hold(self._open(name))
+        return self._hold(os.open(name, _READ, dir_fd=self._descriptor))
 
     def remove(self, name: str) -> None:
         """Remove a leftover. In a sticky folder only its owner can; others' leftovers wait for their owners."""
         with contextlib.suppress(PermissionError, FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
-
-    def _open(self, name: str) -> int:
-        descriptor = os.open(name, _READ, dir_fd=self._descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", name)
-        return descriptor
 
     def _hold(self, descriptor: int) -> HeldFile:
         fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -174,6 +174,15 @@ def test_mig_one_instance_and_not_two(driver: Driver) -> None:
     assert cpu_as_cuda.gpus_of(made) == [driver.gpus[0].mig[1].uuid]
 
 
+@pytest.mark.parametrize("by", ["number", "uuid"])
+def test_two_mig_instances_are_no_grant_of_two(driver: Driver, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    driver.gpus = [gpu(mig=[mig(), mig()])]
+    mask = "0" if by == "number" else ",".join(str(instance.uuid) for instance in driver.gpus[0].mig or ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    with pytest.raises(NotEnoughGpusError, match="only one MIG instance"):
+        trainer(2)
+
+
 def test_options_belong_to_one_accelerator(driver: Driver) -> None:
     big, small = FreeMemoryCUDAAccelerator(min_free="35GiB"), FreeMemoryCUDAAccelerator(min_free="5GiB")
     with pytest.raises(NotEnoughGpusError, match=r"asked for 35\.0 GiB"):
@@ -240,7 +249,7 @@ FIT = (
     SCRIPT
     + """
 if __name__ == "__main__":
-    if sys.argv[1] == "late":
+    if sys.argv[1] == "late" and "LOCAL_RANK" not in os.environ:  # in the process that starts the other
         cpu_as_cuda.start()
     for case in sys.argv[3]:
         trainer = Trainer(
@@ -330,6 +339,32 @@ def test_children_of_ddp_and_a_second_fit_use_the_same_gpus(
     if strategy == "ddp":
         cores = {line.split()[1]: line.split()[2:] for line in answer.stdout.splitlines() if "CORES" in line}
         assert cores == {str(rank): [str(core) for core in driver.gpus[expected[rank]].cpus or ()] for rank in (0, 1)}
+
+
+def test_a_child_that_outlives_the_one_that_picked_keeps_the_claim(
+    driver: Driver, script: Callable[[str], str], claims_dir: Path
+) -> None:
+    path = script("""
+import subprocess, sys
+from lightning_gpu_tools.placement import place
+from lightning_gpu_tools.selection import Request
+assert place(1, Request.parse(exclusive=True), list) == [0]
+if len(sys.argv) > 1:
+    subprocess.Popen([sys.executable, sys.argv[0]])
+else:
+    print("child is there", flush=True)
+sys.stdin.read()
+""")
+    with subprocess.Popen([sys.executable, path, "parent"], stdin=-1, stdout=-1, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout.readline() == "child is there\n"
+        parent.kill()
+        parent.wait()
+        assert live_claims(claims_dir) == [("exclusive", 1)]
+        parent.stdin.close()  # which ends the child
+        assert parent.stdout.read() == ""
+        assert live_claims(claims_dir) == []
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

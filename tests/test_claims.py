@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import json
@@ -11,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,6 +238,26 @@ def test_a_record_of_a_newer_version_is_understood(path: Path) -> None:
     assert claim.hostname == "?[2Jevil"
 
 
+@pytest.mark.parametrize(
+    ("since_s", "namespace", "told"),
+    [(None, None, True), (1.0, None, False), (None, "pid:[1]", False)],
+    ids=["same-process", "number-given-to-another", "number-in-another-container"],
+)
+def test_memory_is_only_told_of_the_very_process_that_claimed(
+    path: Path, since_s: float | None, namespace: str | None, told: bool
+) -> None:
+    record = {**GOOD, "pid": os.getpid(), "since_s": since_s or time.time()}
+    record["pid_namespace"] = namespace or os.readlink("/proc/self/ns/pid")
+    path.mkdir()
+    (path / "lock").touch()
+    claim = path / "00000000deadbeef.claim"
+    claim.write_text(json.dumps(record))
+    with claim.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with open_ledger(path) as ledger:
+            assert ledger.claims([os.getpid()])[0].process_ids == (frozenset({os.getpid()}) if told else frozenset())
+
+
 def test_files_that_are_not_ours_are_left_alone(path: Path) -> None:
     path.mkdir()
     (path / "README").write_text("hello")
@@ -252,7 +274,14 @@ def test_a_symbolic_link_instead_of_the_folder_is_refused(path: Path, tmp_path: 
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["file", "dangling link", "link to a file", "pipe"])
+def test_a_link_to_a_claim_elsewhere_is_no_claim(path: Path, tmp_path: Path) -> None:
+    with holder(path) as process, holder(tmp_path / "elsewhere"):
+        (elsewhere,) = (tmp_path / "elsewhere").glob("*.claim")
+        (path / elsewhere.name).symlink_to(elsewhere)
+        assert holders(path) == [process.pid]
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link", "link to a file", "pipe"])
 def test_a_trap_instead_of_the_lock_or_a_claim_does_no_harm(path: Path, tmp_path: Path, kind: str) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -260,7 +289,7 @@ def test_a_trap_instead_of_the_lock_or_a_claim_does_no_harm(path: Path, tmp_path
         trap = path / "00000000deadbeef.claim"
         if kind == "pipe":
             os.mkfifo(trap)
-        elif kind == "file":
+        elif kind == "folder":
             trap.mkdir()
         else:
             trap.symlink_to(victim if kind == "link to a file" else tmp_path / "nothing")
@@ -298,24 +327,33 @@ def test_a_folder_that_this_user_cannot_write_to_is_refused(path: Path) -> None:
 
 def test_a_lock_that_was_exchanged_meanwhile_excludes_nobody_and_is_not_used(path: Path) -> None:
     script = f"""
-import os, time
-from pathlib import Path
 from lightning_gpu_tools.claims import open_ledger
-path = Path({str(path)!r})
-print("waiting", flush=True)
-with open_ledger(path) as ledger:
-    print(os.stat(path / "lock").st_ino in {{os.fstat(fd).st_ino for fd in map(int, os.listdir("/proc/self/fd"))
-          if os.path.exists(f"/proc/self/fd/{{fd}}")}}, flush=True)
+with open_ledger({str(path)!r}):
+    print("in", flush=True)
 """
     with open_ledger(path):
         child = subprocess.Popen([sys.executable, "-c", script], stdout=-1, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "waiting\n"
+        while str(path / "lock") not in opened_by(child):
+            assert child.poll() is None
         os.rename(path / "lock", path / "old")
-    assert child.stdout.read() == "True\n"
-    assert child.wait() == 0
-    child.stdout.close()
-    assert (path / "lock").exists()
+        with open_ledger(path):  # on the new lock, so that the child must not come in now
+            pass
+        taken = (path / "lock").open()
+        fcntl.flock(taken, fcntl.LOCK_EX)
+    while str(path / "lock") not in opened_by(child):  # it has seen that its lock is the old one
+        assert child.poll() is None
+    taken.close()
+    assert child.communicate()[0] == "in\n"
+    assert child.returncode == 0
+
+
+def opened_by(process: subprocess.Popen[str]) -> list[str]:
+    folder = f"/proc/{process.pid}/fd"
+    found = []
+    for descriptor in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"{folder}/{descriptor}"))
+    return found
 
 
 def count_together(path: Path, import_own: str) -> int:

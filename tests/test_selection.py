@@ -28,6 +28,7 @@ from lightning_gpu_tools import (
     list_gpus,
     select_gpus,
 )
+from lightning_gpu_tools.claims import open_ledger
 
 GIB = 2**30
 pytestmark = pytest.mark.usefixtures("claims_dir")
@@ -342,6 +343,21 @@ def test_those_who_wait_are_served_in_the_order_in_which_they_came(driver: Drive
     assert "".join(finished).split() == ["a", "b", "c"]
 
 
+def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        with open_ledger(claims_dir):  # so that it is not stopped while it has the ledger
+            job.send_signal(signal.SIGSTOP)
+        mine.release()
+        with pytest.raises(NotEnoughGpusError, match=rf"kept for .* \(pid {job.pid}\), who has waited longer"):
+            select_gpus(wait=0.1)
+        assert indices(select_gpus(min_free="1GiB", claim=False)) == [0]  # who does not wait is not in the queue
+        job.send_signal(signal.SIGCONT)
+        assert job.communicate()[0] == "a\n"
+
+
 def test_ctrl_c_while_waiting_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
@@ -451,9 +467,7 @@ def test_gpus_joined_by_nvlink_are_preferred_among_those_that_pass(driver: Drive
 
 
 def test_gpus_on_one_numa_node_are_preferred_among_those_that_pass(driver: Driver) -> None:
-    driver.gpus = [
-        gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (39.5, 1), (39, 0), (10, 1))
-    ]
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (39.5, 1), (39, 0), (10, 1))]
     assert indices(select_gpus(2, claim=False)) == [0, 2]
 
 
