@@ -9,7 +9,9 @@ trains on the first one and the GPUs are sampled.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import tempfile
 import time
@@ -28,6 +30,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.report import load_report
 
 WARM_UP = 200
 
@@ -112,6 +115,14 @@ def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folde
     return (end_wall_s - wall_s) / (steps - 1) * 1e6, (end_cpu_s - cpu_s) / (steps - 1) * 1e6
 
 
+def own_count_us(steps: int) -> float:
+    """Return what the report says that monitor and advisor add to a step: no difference of two noisy trainings."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        step_us([GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=1e9)], 50, steps, folder)
+        (file,) = Path(folder).rglob("gpu_report.json")
+        return load_report(file).monitor_us_per_step or 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="steady steps of a training (default: %(default)s)")
@@ -139,6 +150,7 @@ def main() -> None:
             spread = f"{min(own):.0f} to {max(own):.0f}"
             table.add_row(name, f"{median(own):.0f}", spread, f"{added:+.0f}", f"{beyond:+.0f}")
         console.print(table)
+    console.print(f"By their own count, monitor and advisor add {own_count_us(args.steps):.1f} us to a step.")
     if args.output:
         result = {
             "benchmark": "step_overhead",
