@@ -164,7 +164,7 @@ def _open_folder(path: str, create: bool) -> int | None:
     made = False
     if create:
         with contextlib.suppress(FileExistsError):
-            os.makedirs(path)
+            os.makedirs(path, mode=0o1777)
             made = True
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -183,12 +183,10 @@ def _open_folder(path: str, create: bool) -> int | None:
 
 
 def _open_lock(folder: int, path: str, create: bool) -> int | None:
-    """Open the lock file, for writing, too, as ``flock`` wants it on some file systems."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     give_up_s = time.monotonic() + _CREATION_S
     while True:
         try:
-            return os.open("lock", flags, dir_fd=folder)
+            return os.open("lock", _READ, dir_fd=folder)
         except FileNotFoundError:
             if not create:
                 return None
