@@ -16,6 +16,13 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_gpu_tools.checkpoint_content import (
+    LIGHTNING_VERSION,
+    MANIFEST,
+    MODEL_STATES,
+    describe_content,
+    is_lightning_checkpoint,
+)
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -26,11 +33,7 @@ from lightning_gpu_tools.key_groups import list_groups
 from lightning_gpu_tools.key_renaming import RenamePlan, clean_names, plan_renaming
 from lightning_gpu_tools.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.state_dicts import (
-    LIGHTNING_VERSION,
-    MODEL_STATES,
-    describe_content,
     find_state_dicts,
-    is_lightning_checkpoint,
     own_all_but_weights,
     own_what_modules_keep,
     same_tensors,
@@ -38,7 +41,6 @@ from lightning_gpu_tools.state_dicts import (
 )
 from lightning_gpu_tools.torch_checkpoint import read_checkpoint, remove_checkpoint, verify_checkpoint, write_checkpoint
 
-MANIFEST = "lightning_gpu_tools"
 _MANIFEST_VERSION = 1
 
 

@@ -1,61 +1,48 @@
-"""Where the weights are in what a checkpoint file holds, and what of it shares memory with the file."""
+"""The weights in a loaded checkpoint, and what of it shares memory with the file."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
+from lightning_gpu_tools import checkpoint_content
+from lightning_gpu_tools.checkpoint_content import MODEL_STATES, describe_content
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.key_renaming import ModelKeys
 from lightning_gpu_tools.key_tree import PathSet, Shape
 from lightning_gpu_tools.model_keys import shape_of
 
-LIGHTNING_VERSION = "pytorch-lightning_version"
-# Entries of a Lightning checkpoint whose keys are the model's: WeightAveraging adds the second.
-MODEL_STATES = ("state_dict", "current_model_state")
-
 
 def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights in a checkpoint's content, by the name of their entry; ``""`` for the content itself.
-
-    A ``state_dict`` entry is meant whenever there is one. Otherwise every dictionary of tensors counts, except an
-    optimizer's state.
-    """
-    if not isinstance(content, Mapping):
-        return {}
-    if is_state_dict(content.get("state_dict")):
-        return {"state_dict": content["state_dict"]}
-    if is_state_dict(content):
-        return {"": content}
-    return dict(_nested_state_dicts(content, "", depth=2))
+    """Return the sets of weights in a loaded checkpoint, by the name of their entry."""
+    return checkpoint_content.find_state_dicts(content, torch.Tensor)
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether this is a model's state: tensors by name, apart from extra states and settings of quantised modules."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        return False
-    if hasattr(value, "_metadata"):  # torch puts it there and keeps it in the file
-        return bool(value)
-    tensors = sum(isinstance(item, torch.Tensor) for item in value.values())
-    nested = any(isinstance(item, Mapping) for key, item in value.items() if not key.endswith("_extra_state"))
-    return tensors > 0 and not nested and 2 * tensors >= len(value)
+    """Whether this is a model's state."""
+    return checkpoint_content.is_state_dict(value, torch.Tensor)
 
 
-def is_lightning_checkpoint(content: Any) -> bool:
-    """Whether this is what ``Trainer.save_checkpoint`` writes."""
-    return (
-        isinstance(content, Mapping) and LIGHTNING_VERSION in content and isinstance(content.get("state_dict"), Mapping)
-    )
+def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the weights of an entry.
 
-
-def describe_content(content: Any) -> str:
-    """Say what a file holds that holds no weights."""
-    if isinstance(content, Mapping):
-        names = [str(name) for name in content]
-        return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
-    return f"a {type(content).__name__}"
+    Raises:
+        CheckpointMismatchError: There is no such entry, or none at all.
+        AmbiguousCheckpointError: There are several and none was named.
+    """
+    entries = find_state_dicts(content)
+    if not entries:
+        raise CheckpointMismatchError(f"{path} holds no weights but {describe_content(content)}.")
+    names = ", ".join(entries)
+    if entry is None and len(entries) > 1:
+        raise AmbiguousCheckpointError(f"{path} holds several sets of weights: {names}. Say which one: --entry NAME.")
+    chosen = next(iter(entries)) if entry is None else entry
+    if chosen not in entries:
+        raise CheckpointMismatchError(f"{path} has no weights called {chosen!r}; it has {names or 'only one set'}.")
+    return chosen, entries[chosen]
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
@@ -95,13 +82,3 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
     for key, value in weights.items():
         if not isinstance(value, torch.Tensor) or key in keeps:
             weights[key] = copy.deepcopy(value)
-
-
-def _nested_state_dicts(content: Mapping[str, Any], path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, value in content.items():
-        if not isinstance(value, Mapping) or not isinstance(name, str) or "param_groups" in value:  # an optimizer's
-            continue
-        if is_state_dict(value):
-            yield path + name, value
-        elif depth > 1:
-            yield from _nested_state_dicts(value, f"{path}{name}.", depth - 1)

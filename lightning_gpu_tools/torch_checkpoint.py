@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import fsspec  # type: ignore[import-untyped]
@@ -100,10 +100,17 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
             os.unlink(copy)
 
 
-def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
+def write_checkpoint(
+    content: Any, path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None
+) -> None:
     """Write a file so that at every moment ``path`` holds the old complete one or the new complete one.
 
     Tensors are streamed one by one, so that saving needs no second copy of them.
+
+    Args:
+        content: Anything that ``torch.save`` takes.
+        path: A local path, or any URL that fsspec knows.
+        progress: Called with the number of bytes that were written since the last call.
 
     Raises:
         OSError: The file system refuses; ``filename`` is the path.
@@ -111,10 +118,10 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
     filesystem, name = _filesystem(path)
     if isinstance(filesystem, LocalFileSystem):
         with replacing(name) as file:
-            _save(content, file)
+            _save(content, file, progress)
         return
     with tempfile.NamedTemporaryFile(prefix="lightning-gpu-tools-") as file:
-        _save(content, file)
+        _save(content, file, progress)
         file.flush()
         _upload(filesystem, file.name, name)
 
@@ -203,23 +210,26 @@ def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -
 class _Recorder:
     """A file for ``torch.save`` that remembers why writing failed; torch itself reports only that it did."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
         self._file = file
+        self._progress = progress
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         try:
-            return self._file.write(data)
+            written = self._file.write(data)
         except OSError as error:
             self.error = self.error or error
             raise
+        self._progress(written)
+        return written
 
     def flush(self) -> None:
         self._file.flush()
 
 
-def _save(content: Any, file: Any) -> None:
-    recorder = _Recorder(file)
+def _save(content: Any, file: Any, progress: Callable[[int], None]) -> None:
+    recorder = _Recorder(file, progress)
     try:
         torch.save(content, recorder)  # type: ignore[arg-type]
     except Exception:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_gpu_tools.checkpoint_content import describe_content
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -23,13 +24,7 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.key_groups import list_groups
 from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, plan_renaming
 from lightning_gpu_tools.model_keys import read_model
-from lightning_gpu_tools.state_dicts import (
-    describe_content,
-    find_state_dicts,
-    own_what_modules_keep,
-    same_tensors,
-    shapes_of,
-)
+from lightning_gpu_tools.state_dicts import find_state_dicts, own_what_modules_keep, same_tensors, shapes_of
 from lightning_gpu_tools.torch_checkpoint import read_checkpoint
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_gpu_tools.cli import gpus, pick, report, run
+from lightning_gpu_tools.cli import checkpoint, gpus, pick, report, run
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
 
-COMMANDS = (gpus, pick, run, report)
+COMMANDS = (gpus, pick, run, report, checkpoint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

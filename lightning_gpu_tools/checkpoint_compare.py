@@ -1,0 +1,166 @@
+"""The differences between the weights of two checkpoint files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_gpu_tools.checkpoint_summary import prose, table
+from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.key_groups import group_keys
+from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, plan_renaming
+from lightning_gpu_tools.state_dicts import choose_weights
+from lightning_gpu_tools.torch_checkpoint import read_checkpoint
+
+# 128 MiB at a time, as float64.
+_VALUES_AT_ONCE = 1 << 24
+_LONGEST_TABLE = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How one key differs.
+
+    Attributes:
+        key: Its name in the second file.
+        what: ``"shape"``, ``"dtype"`` or ``"values"``.
+        detail: Both sides, or by how much.
+        largest: The largest absolute difference of two values; ``None`` if they cannot be subtracted.
+        share: The share of values that differ; ``None`` likewise.
+    """
+
+    key: str
+    what: str
+    detail: str
+    largest: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What differs between two files; ``renamed`` says how the names of the first had to be changed."""
+
+    renamed: str
+    only_in_first: tuple[str, ...]
+    only_in_second: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    same: int
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the weights are the same, whatever their names."""
+        return not (self.only_in_first or self.only_in_second or self.differences)
+
+
+def compare(first: str, second: str, progress: Callable[[int], None] = lambda _: None) -> Comparison:
+    """Compare the weights of two files, key by key, after taking wrappers and one root off the names of the first.
+
+    Raises:
+        CheckpointError: A file cannot be read or holds no single set of weights.
+    """
+    _, one = choose_weights(first, read_checkpoint(first), None)
+    _, two = choose_weights(second, read_checkpoint(second), None)
+    try:
+        plan = plan_renaming(dict.fromkeys(one), ModelKeys(shapes=dict.fromkeys(two)), strict=False)
+    except CheckpointMismatchError:  # nothing in common
+        plan = RenamePlan(renames={})
+    differences: list[Difference] = []
+    for old, new in plan.renames.items():
+        differences.extend(_differences(new, one[old], two[new]))
+        progress(2 * two[new].nbytes if isinstance(two[new], torch.Tensor) else 0)
+    taken = set(plan.renames.values())
+    return Comparison(
+        renamed=plan.describe(),
+        only_in_first=tuple(key for key in one if key not in plan.renames),
+        only_in_second=tuple(key for key in two if key not in taken),
+        differences=tuple(differences),
+        same=len(plan.renames) - len({difference.key for difference in differences}),
+    )
+
+
+def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        if repr(one) != repr(two):
+            yield Difference(key=key, what="values", detail="not tensors, and different")
+        return
+    if one.shape != two.shape:
+        yield Difference(key=key, what="shape", detail=f"{_shape(one)} and {_shape(two)}")
+        return
+    if one.dtype != two.dtype:
+        yield Difference(key=key, what="dtype", detail=f"{_dtype(one)} and {_dtype(two)}")
+    # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
+    if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):
+        return
+    unequal, largest = _unequal_values(one, two)
+    if unequal:
+        share = unequal / one.numel()
+        size = f"up to {largest:.3g}" if math.isfinite(largest) else "not finite"
+        detail = f"{size}, in {share:.1%}"
+        yield Difference(
+            key=key, what="values", detail=detail, largest=largest if math.isfinite(largest) else None, share=share
+        )
+
+
+def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
+    """Return how many values differ and by how much at most, without a second copy of both."""
+    flat = [(t.dequantize() if t.is_quantized else t.to_dense()).detach().reshape(-1) for t in (one, two)]
+    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    unequal, largest = 0, 0.0
+    for a, b in zip(*(torch.split(tensor, _VALUES_AT_ONCE) for tensor in flat), strict=True):
+        x, y = a.to(wide), b.to(wide)
+        different = (x != y) & ~(x.isnan() & y.isnan())
+        if different.any():
+            unequal += int(different.sum())
+            gap = float((x - y).abs()[different].max())
+            largest = gap if math.isnan(gap) else max(largest, gap)
+    return unequal, largest
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.is_quantized or not one.numel():
+        return not one.numel()
+    flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, two))
+    return torch.equal(*flat)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def render(found: Comparison, first: str, second: str) -> str:
+    """Return a comparison as text, at most 100 columns wide except for longer names; large differences first."""
+    lines = [f"{first} and {second}: {found.same} weights are the same"]
+    if found.renamed:
+        lines += prose(f"  names of the first: {found.renamed}")
+    for label, keys in (("only in the first", found.only_in_first), ("only in the second", found.only_in_second)):
+        for line in group_keys(keys):
+            lines += prose(f"  {label}: {line}")
+    by_key: dict[str, dict[str, Difference]] = {}
+    for difference in found.differences:
+        by_key.setdefault(difference.key, {})[difference.what] = difference
+    ranked = sorted(by_key.items(), key=lambda item: -_weight(item[1]))
+    if ranked:
+        rows = [(key, *(whats[w].detail if w in whats else "" for w in _COLUMNS)) for key, whats in ranked]
+        lines += table([("key", *_COLUMNS), *rows[:_LONGEST_TABLE]])
+        if len(rows) > _LONGEST_TABLE:
+            lines.append(f"  … and {len(rows) - _LONGEST_TABLE} more; --json gives all")
+    return "\n".join(lines)
+
+
+_COLUMNS = ("shape", "dtype", "values")
+
+
+def _weight(whats: dict[str, Difference]) -> float:
+    """How much a reader should care: another shape first, then what is not finite, then the largest difference."""
+    values = whats.get("values")
+    if "shape" in whats or (values is not None and values.largest is None):
+        return math.inf
+    return 0.0 if values is None or values.largest is None else values.largest

@@ -1,0 +1,65 @@
+"""Where the weights are in what a checkpoint holds; for loaded tensors and for descriptions of tensors alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+LIGHTNING_VERSION = "pytorch-lightning_version"
+# What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
+MANIFEST = "lightning_gpu_tools"
+# Entries of a Lightning checkpoint whose keys are the model's: WeightAveraging adds the second.
+MODEL_STATES = ("state_dict", "current_model_state")
+
+
+def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
+    """Return the sets of weights in a checkpoint's content, by the name of their entry; ``""`` for the content itself.
+
+    A ``state_dict`` entry is meant whenever there is one. Otherwise every dictionary of tensors counts, except an
+    optimizer's state.
+    """
+    if not isinstance(content, Mapping):
+        return {}
+    if is_state_dict(content.get("state_dict"), tensor_type):
+        return {"state_dict": content["state_dict"]}
+    if is_state_dict(content, tensor_type):
+        return {"": content}
+    return dict(_nested_state_dicts(content, "", 2, tensor_type))
+
+
+def is_state_dict(value: Any, tensor_type: type) -> bool:
+    """Whether this is a model's state: tensors by name, apart from extra states and settings of quantised modules."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    if hasattr(value, "_metadata"):  # torch puts it there and keeps it in the file
+        return bool(value)
+    tensors = sum(isinstance(item, tensor_type) for item in value.values())
+    nested = any(isinstance(item, Mapping) for key, item in value.items() if not key.endswith("_extra_state"))
+    return tensors > 0 and not nested and 2 * tensors >= len(value)
+
+
+def is_lightning_checkpoint(content: Any) -> bool:
+    """Whether this is what ``Trainer.save_checkpoint`` writes."""
+    return (
+        isinstance(content, Mapping) and LIGHTNING_VERSION in content and isinstance(content.get("state_dict"), Mapping)
+    )
+
+
+def describe_content(content: Any) -> str:
+    """Say what a file holds that holds no weights."""
+    if isinstance(content, Mapping):
+        names = [str(name) for name in content]
+        return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
+    return f"a {type(content).__name__}"
+
+
+def _nested_state_dicts(
+    content: Mapping[str, Any], path: str, depth: int, tensor_type: type
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, value in content.items():
+        if not isinstance(value, Mapping) or not isinstance(name, str) or "param_groups" in value:  # an optimizer's
+            continue
+        if is_state_dict(value, tensor_type):
+            yield path + name, value
+        elif depth > 1:
+            yield from _nested_state_dicts(value, f"{path}{name}.", depth - 1, tensor_type)

@@ -1,0 +1,157 @@
+"""Rewrite a checkpoint with clean keys, another root, another precision or as safetensors."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_gpu_tools.atomic_file import replacing
+from lightning_gpu_tools.checkpoint_content import (
+    LIGHTNING_VERSION,
+    MANIFEST,
+    is_lightning_checkpoint,
+)
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.key_groups import list_groups
+from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming
+from lightning_gpu_tools.state_dicts import choose_weights, shapes_of
+from lightning_gpu_tools.torch_checkpoint import read_checkpoint, write_checkpoint
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What to change.
+
+    Attributes:
+        entry: The entry of the file that holds the weights; ``None`` if there is only one.
+        wrappers: Paths of modules whose child ``module`` is a wrapper's; private names such as ``_orig_mod`` always go.
+        like: A checkpoint whose keys are wanted.
+        drop_root: Attribute to take off every key, ``"model."``.
+        add_root: Attribute to put before every key.
+        dtype: What floating-point weights become.
+        weights_only: Whether to leave out everything that is not weights.
+    """
+
+    entry: str | None = None
+    wrappers: tuple[str, ...] = ()
+    like: str | None = None
+    drop_root: str = ""
+    add_root: str = ""
+    dtype: torch.dtype | None = None
+    weights_only: bool = False
+
+
+def convert(source: str, target: str, changes: Changes, progress: Progress = lambda _: None) -> str:
+    """Write ``target`` from ``source`` and say what was done. ``target`` is safetensors if it is called so.
+
+    Raises:
+        CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
+        OSError: ``target`` cannot be written.
+    """
+    content = read_checkpoint(source)
+    entry, weights = choose_weights(source, content, changes.entry)
+    plan = _plan(source, weights, content, changes)
+    converted = plan.apply(weights)
+    if changes.dtype is not None:
+        converted.update((key, _to_dtype(value, changes.dtype)) for key, value in converted.items())
+    said = [f"{len(converted)} weights"]
+    said += [
+        part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
+    ]
+    if target.endswith(".safetensors"):
+        _write_safetensors(target, converted, content, progress)
+    elif changes.weights_only or not isinstance(content, Mapping) or not entry:
+        write_checkpoint(converted, target, progress)
+    else:
+        write_checkpoint(_put(content, entry, converted), target, progress)
+    return f"{target}: {', '.join(part for part in said if part)}"
+
+
+def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
+    if changes.like is not None:
+        _, wanted = choose_weights(changes.like, read_checkpoint(changes.like), None)
+        try:
+            return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
+        except CheckpointError as error:
+            error.args = (f"{source} does not fit {changes.like}. {error.args[0]}", *error.args[1:])
+            raise
+    known = content.get(MANIFEST, {}).get("wrappers", {}) if is_lightning_checkpoint(content) else {}
+    names = clean_names(weights, {*changes.wrappers, *known})
+    kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
+    if changes.drop_root and not kept:
+        raise CheckpointMismatchError(f"{source}: no key begins with {changes.drop_root!r}, so it cannot be dropped.")
+    return RenamePlan(
+        renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
+        unused=tuple(key for key in names if key not in kept),
+    )
+
+
+def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
+    first, _, rest = entry.partition(".")
+    return {**content, first: _put(content[first], rest, weights) if rest else weights}
+
+
+def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, progress: Progress) -> None:
+    """Write the format itself, because its library writes in place: https://huggingface.co/docs/safetensors#format."""
+    unfit = [key for key, value in weights.items() if not _fits_safetensors(value)]
+    if unfit:
+        raise CheckpointError(
+            f"{target}: safetensors holds plain tensors only, not {list_groups(unfit)}. Choose another suffix than "
+            ".safetensors to keep them."
+        )
+    first: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    for key, value in weights.items():
+        leader = first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else key, key)
+        if leader != key:
+            tied[key] = leader
+    # The largest elements first, so that each tensor begins at a multiple of its element size.
+    order = sorted((key for key in weights if key not in tied), key=lambda key: -weights[key].element_size())
+    header: dict[str, Any] = {"__metadata__": _texts(weights, tied, content)}
+    end = 0
+    for key in order:
+        start, end = end, end + weights[key].numel() * weights[key].element_size()
+        dtype = _SAFETENSORS_DTYPES[weights[key].dtype]
+        header[key] = {"dtype": dtype, "shape": list(weights[key].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(target) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key in order:
+            numbers = weights[key].detach().cpu().contiguous().reshape(-1)
+            if numbers.numel():
+                progress(file.write(numbers.view(torch.uint8).numpy()))
+
+
+def _fits_safetensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _SAFETENSORS_DTYPES
+
+
+def _texts(weights: Mapping[str, Any], tied: Mapping[str, str], content: Any) -> dict[str, str]:
+    manifest = {"version": 1, "torch": str(torch.__version__)}
+    if is_lightning_checkpoint(content):
+        manifest["lightning"] = content[LIGHTNING_VERSION]
+    texts = {"format": "pt", MANIFEST: json.dumps(manifest)}
+    versions = getattr(weights, "_metadata", None)
+    if versions:
+        texts["module_versions"] = json.dumps(versions)
+    if tied:
+        texts["tied"] = json.dumps(tied)
+    return texts

@@ -1,0 +1,195 @@
+"""A checkpoint's structure as the numbers and lines that ``lightning-gpu-tools checkpoint inspect`` shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_gpu_tools.checkpoint_content import (
+    LIGHTNING_VERSION,
+    MANIFEST,
+    find_state_dicts,
+    is_lightning_checkpoint,
+)
+from lightning_gpu_tools.checkpoint_structure import BYTES_OF_DTYPE, Structure, walk_tensors
+from lightning_gpu_tools.key_groups import group_keys
+from lightning_gpu_tools.key_tree import PRIVATE_SEGMENTS, WRAPPER_SEGMENT, build_tree, child_modules, is_wrapper
+from lightning_gpu_tools.pickle_structure import TensorInfo
+from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.unsafe_globals import beyond_plain_data
+
+SCHEMA_VERSION = 1
+WIDTH = 100
+
+
+def summarize(structure: Structure, size_bytes: int) -> dict[str, Any]:
+    """Return what is known about a file, ready for JSON. Unknown is ``None``; sizes are in bytes."""
+    content = structure.content
+    lightning = is_lightning_checkpoint(content)
+    manifest = _manifest(structure)
+    entries = find_state_dicts(content, TensorInfo)
+    tensors = [info for _, info in walk_tensors(content)]
+    states = content.get("optimizer_states") if lightning else None
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": structure.path,
+        "format": structure.format,
+        "size_bytes": size_bytes,
+        "kind": "lightning" if lightning else "state_dict" if entries.keys() == {""} else "dictionary",
+        "lightning_version": _text(content, LIGHTNING_VERSION) or manifest.get("lightning"),
+        "torch_version": manifest.get("torch"),
+        "epoch": _number(content, "epoch"),
+        "global_step": _number(content, "global_step"),
+        "hyper_parameters": _names(content, "hyper_parameters"),
+        "callbacks": _names(content, "callbacks"),
+        "optimizers": len(states) if isinstance(states, list) else None,
+        "devices": sorted({info.storage.location for info in tensors if info.storage}) or manifest.get("devices"),
+        "saved_from_devices": manifest.get("devices"),
+        "removed_wrappers": manifest.get("wrappers"),
+        "wrappers_in_keys": {name: _wrappers_in(weights) for name, weights in entries.items()},
+        "beyond_plain_data": beyond_plain_data(structure.globals),
+        "weights": {name: [_describe(key, info) for key, info in w.items()] for name, w in entries.items()},
+    }
+
+
+def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
+    """Return the summary as text, at most 100 columns wide except for longer names.
+
+    Args:
+        summary: From :func:`summarize`.
+        all_keys: Whether to give every key a line, and not only every group of keys that differ in a number.
+    """
+    kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
+    size = format_bytes(summary["size_bytes"])
+    lines = prose(f"{summary['path']}: {kinds[summary['kind']]}, {size}, {summary['format']}")
+    facts = {
+        "epoch": summary["epoch"],
+        "step": summary["global_step"],
+        "Lightning": summary["lightning_version"],
+        "torch": summary["torch_version"],
+        "saved from": ", ".join(summary["saved_from_devices"] or summary["devices"] or ()) or None,
+        "optimizers": summary["optimizers"],
+    }
+    lines += prose("  " + ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
+    for label, names in (("hyperparameters", "hyper_parameters"), ("callbacks", "callbacks")):
+        if summary[names]:
+            lines += prose(f"  {label}: {', '.join(summary[names])}")
+    if summary["removed_wrappers"]:
+        removed = (f"{kind} at {path or 'the root'}" for path, kind in summary["removed_wrappers"].items())
+        lines += prose(f"  wrappers removed when it was saved: {', '.join(removed)}")
+    if summary["beyond_plain_data"]:
+        lines += prose(f"  holds more than plain data: {', '.join(summary['beyond_plain_data'])}")
+    for name, weights in summary["weights"].items():
+        lines += ["", *_weights(name, weights, summary["wrappers_in_keys"][name], all_keys)]
+    return "\n".join(lines)
+
+
+def prose(line: str) -> list[str]:
+    """Return a line of words as lines of at most 100 columns, names uncut."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int], all_keys: bool) -> list[str]:
+    numbers = sum(weight["numel"] or 0 for weight in weights)
+    total = sum(weight["bytes"] or 0 for weight in weights)
+    title = f"{name or 'weights'}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"
+    lines = [title]
+    if wrappers:
+        lines.append("  in the keys: " + ", ".join(f'"{segment}." ({count})' for segment, count in wrappers.items()))
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for weight in weights:
+        groups.setdefault((weight["key"],) if all_keys else _kind(weight), []).append(weight)
+    rows = [("key", "shape", "dtype", "size")]
+    for members in groups.values():
+        shape = "-" if members[0]["shape"] is None else "x".join(map(str, members[0]["shape"])) or "scalar"
+        size = sum(member["bytes"] or 0 for member in members)
+        keys = [member["key"] for member in members] if all_keys else group_keys(member["key"] for member in members)
+        rows += [(key, shape, members[0]["dtype"] or "-", format_bytes(size) if i == 0 else "\"")
+                 for i, key in enumerate(keys)]  # fmt: skip
+    return lines + table(rows)
+
+
+def _kind(weight: Mapping[str, Any]) -> tuple[Any, ...]:
+    words = tuple(segment for segment in weight["key"].split(".") if not segment.isdigit())
+    return (words, tuple(weight["shape"] or ()), weight["dtype"])
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as aligned lines; the first column takes what the others leave of 100 columns.
+
+    A longer name gets a line of its own rather than being cut.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(1, len(rows[0]))]
+    first = min(max(len(row[0]) for row in rows), WIDTH - 2 - sum(widths) - 2 * len(widths))
+    lines = []
+    for name, *cells in rows:
+        if len(name) > first:
+            lines.append(f"  {name}")
+            name = ""
+        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"  {name.ljust(first)}  {aligned}".rstrip())
+    return lines
+
+
+def _describe(key: str, info: Any) -> dict[str, Any]:
+    if not isinstance(info, TensorInfo):
+        return dict.fromkeys(("key", "shape", "dtype", "numel", "bytes", "device")) | {"key": key}
+    numel = None if info.shape is None else math.prod(info.shape)
+    size = BYTES_OF_DTYPE.get(info.dtype)
+    return {
+        "key": key,
+        "shape": None if info.shape is None else list(info.shape),
+        "dtype": info.dtype,
+        "numel": numel,
+        "bytes": None if numel is None or size is None else numel * size,
+        "device": info.storage.location if info.storage else None,
+    }
+
+
+def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
+    """Count the keys below each kind of wrapper; ``module`` counts where it has no sibling, as in a wrapper."""
+    counts: Counter[str] = Counter()
+    for key in weights:
+        counts.update(set(key.split(".")[:-1]) & PRIVATE_SEGMENTS)
+    stack = [build_tree(weights).root]
+    while stack:
+        node = stack.pop()
+        if is_wrapper(node):
+            below = [node]
+            while below:
+                inner = below.pop()
+                counts[WRAPPER_SEGMENT] += sum(isinstance(value, str) for value in inner.values())
+                below.extend(child for _, child in child_modules(inner))
+            continue
+        stack.extend(child for _, child in child_modules(node))
+    return dict(sorted(counts.items()))
+
+
+def _manifest(structure: Structure) -> Mapping[str, Any]:
+    if isinstance(structure.content, Mapping) and isinstance(structure.content.get(MANIFEST), Mapping):
+        manifest: Mapping[str, Any] = structure.content[MANIFEST]
+        return manifest
+    try:
+        read = json.loads(structure.metadata.get(MANIFEST, "{}"))
+    except ValueError:  # a text of that name by another program
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _text(content: Any, name: str) -> str | None:
+    value = content.get(name) if isinstance(content, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+def _number(content: Any, name: str) -> int | None:
+    value = content.get(name) if isinstance(content, Mapping) else None
+    return value if isinstance(value, int) else None
+
+
+def _names(content: Any, name: str) -> list[str]:
+    value = content.get(name) if isinstance(content, Mapping) else None
+    return [str(key) for key in value] if isinstance(value, Mapping) else []

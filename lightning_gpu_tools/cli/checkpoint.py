@@ -1,0 +1,218 @@
+"""``lightning-gpu-tools checkpoint``: look into checkpoint files, check, convert and compare them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.quantities import format_bytes, format_duration
+
+# Below this a file is read before anybody wonders whether something is happening.
+_LONG_FILE_BYTES = 256 << 20
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="inspect, verify, convert and compare checkpoint files",
+        description="Look into checkpoint files by torch.save (also those of Lightning) and safetensors. No code in a "
+        "file is ever run.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_inspect(actions)
+    _add_verify(actions)
+    _add_convert(actions)
+    _add_diff(actions)
+
+
+def _add_inspect(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "inspect",
+        help="show keys, shapes, dtypes, sizes, wrappers, versions and devices",
+        description="Show what is in a file. Reads its description only, not its weights, so it takes milliseconds.",
+        epilog="Exit code: 0 done; 1 the file cannot be read, with the reason on stderr; 2 wrong usage.",
+    )
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--all", action="store_true", help="a line for every key, not for every group")
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, null = not known")
+    parser.set_defaults(run=_inspect)
+
+
+def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "verify",
+        help="read the whole file and compare it with its checksums",
+        description="Read the whole file and compare every record with its checksum (CRC-32). torch itself does not, "
+        "and loads a file with a flipped bit without a word.",
+        epilog="Files in torch's old format and safetensors have no checksums; of these only the structure is checked, "
+        "and the answer says so. Exit code: 0 sound; 1 damaged or unreadable, with the reason on stderr; 2 usage.",
+    )
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="print JSON: path, sound, checksums, bytes")
+    parser.set_defaults(run=_verify)
+
+
+def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "convert",
+        help="write it with clean keys, another root, another dtype, or as safetensors",
+        description="Write TARGET from SOURCE: on the CPU, without the names that torch.compile, FSDP, activation "
+        "checkpointing and Fabric leave in keys. What else is in SOURCE (optimizer, epoch, ...) stays unless --weights "
+        "is given or TARGET ends in .safetensors.",
+        epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
+        "bfloat16. Exit code: 0 done; 1 failed, and TARGET is as it was; 2 wrong usage.",
+    )
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument(
+        "--wrapper",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="path of a DataParallel, DDP or AveragedModel whose `module.` is to go ('' is the root); can be repeated",
+    )
+    names.add_argument("--like", metavar="FILE", help="give the keys the names that they have in this checkpoint")
+    parser.add_argument("--drop-root", metavar="NAME.", default="", help="take this off the keys; others are left out")
+    parser.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
+    parser.add_argument("--dtype", choices=_DTYPES, help="what floating-point weights become")
+    parser.add_argument("--weights", action="store_true", help="leave out everything but the weights")
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
+    parser.set_defaults(run=_convert)
+
+
+def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "diff",
+        help="compare the weights of two files: keys, shapes, dtypes, values",
+        description="Compare the weights of two files. Wrappers and one root are taken off or put on the keys of A "
+        "first, so that the same weights under other names are the same.",
+        epilog="Exit code: 0 the same; 1 they differ; 2 wrong usage; 3 they cannot be compared, with the reason on "
+        "stderr.",
+    )
+    parser.add_argument("first", metavar="A")
+    parser.add_argument("second", metavar="B")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_diff)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoint_structure import read_structure
+    from lightning_gpu_tools.checkpoint_summary import render, summarize
+
+    with _told():
+        summary = summarize(read_structure(args.file), os.path.getsize(args.file))
+    _print(summary if args.json else render(summary, all_keys=args.all))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure
+
+    start = time.monotonic()
+    with _told():
+        structure = read_structure(args.file)
+        size = os.path.getsize(args.file)
+        with _progress("verifying", size) as advance:
+            damage = find_damage(args.file, advance)
+    if damage is not None:
+        raise CheckpointError(f"{args.file} is damaged: {damage}")
+    checksums = structure.format == "zip"
+    if args.json:
+        _print({"path": args.file, "sound": True, "checksums": checksums, "bytes": size})
+    else:
+        how = "all checksums are right" if checksums else "the structure is sound (this format has no checksums)"
+        _print(f"{args.file}: {how}, {format_bytes(size)} in {format_duration(time.monotonic() - start)}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if os.path.exists(args.target) and not args.force:
+        raise CheckpointError(f"{args.target} exists. --force replaces it.")
+    import torch
+
+    from lightning_gpu_tools.checkpoint_convert import Changes, convert
+
+    changes = Changes(
+        entry=args.entry,
+        wrappers=tuple(args.wrapper),
+        like=args.like,
+        drop_root=_as_root(args.drop_root),
+        add_root=_as_root(args.add_root),
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        weights_only=args.weights,
+    )
+    with _told(), _progress("converting", _size(args.source)) as advance:
+        said = convert(args.source, args.target, changes, advance)
+    _print(said)
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoint_compare import compare, render
+
+    try:
+        with _told(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
+            found = compare(args.first, args.second, advance)
+    except CheckpointError as error:
+        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
+        return 3
+    if args.json:
+        import dataclasses
+
+        _print(dataclasses.asdict(found))
+        return 0 if found.is_same else 1
+    _print(render(found, args.first, args.second))
+    return 0 if found.is_same else 1
+
+
+def _as_root(name: str) -> str:
+    return name.rstrip(".") + "." if name else ""
+
+
+def _size(path: str) -> int:
+    """The size of a local file; 0 for a URL or a file that is not there, which the reader will say better."""
+    return os.path.getsize(path) if os.path.isfile(path) else 0
+
+
+def _print(what: object) -> None:
+    if isinstance(what, str):
+        print(what)
+    else:
+        import json
+
+        print(json.dumps(what))
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What the file system refuses is an answer here, not a crash."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{error.filename or 'the file'}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _progress(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar for a long file, on a terminal only."""
+    if size_bytes < _LONG_FILE_BYTES or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=size_bytes)
+        yield lambda count: progress.advance(task, count)
