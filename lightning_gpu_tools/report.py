@@ -113,8 +113,8 @@ class Report:
         samples_per_s: Samples of all ranks in a second of steady steps; ``None`` where the batch size is unknown.
         step_s_blocks: Mean time of a step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
-        monitor_us_per_step: What this package itself added to a step, in microseconds: its wrappers and hooks in the
-            training thread; ``None`` if it was not measured.
+        monitor_us_per_step: What this package itself added to a step at least, in microseconds: its wrappers in the
+            training thread, by what they cost in warm caches, and what it did there; ``None`` if it was not measured.
         monitor_thread_us_per_step: CPU time of its own thread beside that, likewise; ``None`` without GPUs.
         spans: What the run was spent on over time, in at most 400 parts.
         ranks: How fast each rank is, as far as they could be heard; empty with one rank.

@@ -28,7 +28,7 @@ def render_text(report: Report) -> str:
     if report.wall_s > 0:
         lines += _time_tree(report)
     if report.monitor_us_per_step is not None:
-        line = f"Measuring this added {report.monitor_us_per_step:.0f} us to a step"
+        line = f"Measuring this added at least {report.monitor_us_per_step:.0f} us to a step"
         if report.monitor_thread_us_per_step is not None:
             line += f", and took {report.monitor_thread_us_per_step:.0f} us of CPU a step in a thread beside it"
         lines.append(line + ".")

@@ -87,7 +87,7 @@ class GPUUtilizationAdvisor(Callback):
         if self._recorder.batch_bytes is None:
             self._recorder.batch_bytes = batch_bytes(batch)
         if self._clock.steps >= self._next_look and not self._warned:
-            self._look()
+            self._clock.as_own_work(self._look)
 
     def _look(self) -> None:
         assert self._clock is not None

@@ -143,7 +143,7 @@ class GPUUtilizationMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         run = self._run
-        if run is None:
+        if run is None or self._clock is None:
             return
         if run.recorder.batch_bytes is None:
             run.recorder.batch_bytes = batch_bytes(batch)
@@ -151,7 +151,7 @@ class GPUUtilizationMonitor(Callback):
         step = run.epoch_loop._batches_that_stepped
         if run.every and (step + 1) % run.every == 0 and step != run.logged_step:
             run.logged_step = step
-            run.log(step)
+            self._clock.as_own_work(run.log, step)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
