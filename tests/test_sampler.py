@@ -154,7 +154,7 @@ def test_the_driver_hears_from_the_thread_only(clock):
 
 def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
     monkeypatch.setattr(sampler.time, "time", lambda: clock.now_s)  # the clock of the phases is the driver's
-    clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.25)]
+    clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
     uuid = clock.gpus[0].uuid
     with subscribe([uuid], interval_s=NEVER_S) as reader:
         reader.take(wait_s=PATIENCE_S)
