@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -391,7 +392,9 @@ def test_ranks_that_torchrun_restarts_choose_again_and_agree(
 
 def test_every_node_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
     path = script(PLACE + MEET)
-    port = "29731"
+    with socket.socket() as probe:  # a fixed one may be another test run's on the same machine
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     nodes = [
         subprocess.Popen(
             [*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}", path],
