@@ -70,6 +70,19 @@ def idle_cpu_s() -> float:
     return sum(per_core[core].idle + getattr(per_core[core], "iowait", 0.0) for core in mine if core < len(per_core))
 
 
+def cores_in_reach(cores: float, used_or_idle: float) -> float:
+    """Return how many of its cores a job could use while others are busy on them.
+
+    Args:
+        cores: What the job is granted.
+        used_or_idle: The cores that the job used or that stood idle, on average.
+    """
+    taken = max(0.0, cores - used_or_idle)
+    # A job that mostly slept used less than the scheduler would give it: its fair share, once it has as many threads to
+    # run as it has cores.
+    return max(min(cores, used_or_idle), cores * cores / (cores + taken))
+
+
 def _cgroup_folders(controller: str, mount: Path, membership: Path) -> list[Path]:
     """Return the existing folders of this process's cgroup and of its ancestors for one controller."""
     try:

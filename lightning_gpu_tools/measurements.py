@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools import sampler
 from lightning_gpu_tools.diagnosis import RunMeasurements
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.host import children_cpu_s, idle_cpu_s, read_host_budget
+from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.readings import GpuReading, LoaderSettings
 from lightning_gpu_tools.step_clock import StepClock
 
@@ -136,15 +136,16 @@ class RunRecorder:
         self._take()
         children_s = children_cpu_s() - self._children_cpu_s
         used_s = time.process_time() - self._own_cpu_s + children_s
-        in_reach = self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s
         elapsed_s = time.perf_counter() - self._began_s
+        host = read_host_budget(local_ranks=self._local_ranks)
+        used_or_idle = (self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s) / elapsed_s
         workers = self._loader is not None and self._loader.num_workers > 0
         return RunMeasurements(
             wall_s=clock.wall_s,
             steps=max(1, clock.steps),
             phase_s=dict(clock.seconds),
             blocks=tuple(clock.blocks),
-            host=replace(read_host_budget(local_ranks=self._local_ranks), cores_in_reach=in_reach / elapsed_s),
+            host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),
             on_gpu=self._on_gpu,
             utilization_percent=100 * self._busy_s / self._observed_s if self._observed_s > 0 else None,
             loader=self._loader,

@@ -319,8 +319,8 @@ class HostBudget:
 
     Attributes:
         cores: CPU cores that can be used at once: the affinity mask, cut by the cgroup's quota, so possibly a fraction.
-        cores_in_reach: What this job used of them plus what stood idle, on average: less than ``cores`` where others
-            are busy on the machine. ``None`` if it was not measured.
+        cores_in_reach: How many of them this job can get while others are busy on the machine. ``None`` if it was not
+            measured.
         memory_available_bytes: Memory that can still be taken, cut by the cgroup's limit.
         shm_free_bytes: Free space in ``/dev/shm``, through which workers hand over batches; ``None`` where there is
             none.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.host import children_cpu_s, idle_cpu_s, read_host_budget
+from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 
 GIB = 2**30
 
@@ -99,3 +99,16 @@ def test_idle_time_does_not_outrun_the_clock() -> None:
     cores = len(os.sched_getaffinity(0))
     # The kernel counts in hundredths of a second, for each core.
     assert 0 <= idle_cpu_s() - idle_s <= cores * elapsed_s - 0.5 + 0.03 * cores
+
+
+@pytest.mark.parametrize(
+    ("used_or_idle", "in_reach"),
+    [
+        (8.0, 8.0),  # nobody else
+        (6.0, 6.4),  # others keep two busy
+        (0.5, 64 / 15.5),  # others take all they can get, and the job slept: it would get its share
+        (9.0, 8.0),  # counters round
+    ],
+)
+def test_a_job_can_get_what_it_used_what_was_idle_and_its_fair_share(used_or_idle: float, in_reach: float) -> None:
+    assert cores_in_reach(8.0, used_or_idle) == pytest.approx(in_reach)
