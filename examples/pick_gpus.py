@@ -23,10 +23,11 @@ def main() -> None:
             print(f"GPU {gpu.index} {gpu.name}: {gpu.memory_free_bytes} bytes free, {gpu.utilization_percent} % busy")
         # To look first; it claims nothing.
         print(select_gpus(min_free="1GiB", claim=False).reason)
-        accelerator = FreeMemoryCUDAAccelerator(min_free="1GiB")
     except (NvmlUnavailableError, NotEnoughGpusError) as error:
         print(f"No GPU: {error}")
-        accelerator = "cpu"
+    # It is not available either where torch has been built without CUDA.
+    usable = FreeMemoryCUDAAccelerator.is_available()
+    accelerator = FreeMemoryCUDAAccelerator(min_free="1GiB") if usable else "cpu"
     trainer = Trainer(accelerator=accelerator, devices=1, max_steps=10, logger=False, enable_checkpointing=False)
     trainer.fit(BoringModel())
     print(f"Trained on {trainer.strategy.root_device}.")

@@ -1,10 +1,12 @@
 """The README's blocks and the examples, run as a reader would run them."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
@@ -31,14 +33,30 @@ def test_a_block_of_the_readme_runs_as_it_stands(driver: Driver, run_python: Run
 
 
 def test_the_metrics_in_the_readme_are_the_ones_that_are_logged() -> None:
-    from lightning_gpu_tools.callbacks.gpu_utilization_monitor import _METRICS
+    from lightning_gpu_tools.gpu_metrics import gpu_metrics
+    from lightning_gpu_tools.gpu_sharing import Sharing
+    from lightning_gpu_tools.readings import GpuWindow
+
+    def filled(kind: type[Any]) -> Any:
+        return kind(**{field.name: 1 for field in dataclasses.fields(kind)})
 
     table = set()
     for cell in re.findall(r"^\| (`.*?`) \|", README, re.MULTILINE):
         for name in re.findall(r"`(.*?)`", cell):
             before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
             table |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
-    assert table == set(_METRICS)
+    logged = gpu_metrics(0, filled(GpuWindow), filled(Sharing), energy_joules=1.0)
+    assert {f"gpu/0/{name}" for name in table} == set(logged)
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.usefixtures("claims_dir")
+def test_every_example_runs(driver: Driver, run_python: Run, tmp_path: Path, example: str) -> None:
+    """The fake driver's GPUs can be picked, but not computed on: the trainings are on the CPU."""
+    driver.gpus = [gpu(), gpu()]
+    options = ["--epochs", "1", "--batch-size", "2"] if example == "train.py" else []
+    result = run_python(str(ROOT / "examples" / example), *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_main_example_trains_reports_and_loads_its_checkpoint(run_python: Run, tmp_path: Path) -> None:
