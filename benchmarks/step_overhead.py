@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
-from lightning_gpu_tools.report import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 WARM_UP = 200
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.accelerator import FreeMemoryCUDAAccelerator
+    from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
     from lightning_gpu_tools.callbacks.gpu_utilization_advisor import GPUUtilizationAdvisor
     from lightning_gpu_tools.callbacks.gpu_utilization_monitor import GPUUtilizationMonitor
     from lightning_gpu_tools.checkpoint_io import PortableCheckpointIO
-    from lightning_gpu_tools.diagnosis import Diagnosis, Finding
     from lightning_gpu_tools.errors import (
         AmbiguousCheckpointError,
         BrokenCheckpointError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
     )
     from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading
-    from lightning_gpu_tools.selection import GpuSelection, list_gpus, select_gpus
+    from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.strategies import (
         FreeMemoryDDPStrategy,
         FreeMemoryDeepSpeedStrategy,
@@ -46,8 +46,8 @@ _MODULE_OF = {
     "GPUUtilizationAdvisor": "callbacks.gpu_utilization_advisor",
     "GPUUtilizationMonitor": "callbacks.gpu_utilization_monitor",
     "PortableCheckpointIO": "checkpoint_io",
-    "Diagnosis": "diagnosis",
-    "Finding": "diagnosis",
+    "Diagnosis": "advice.diagnosis",
+    "Finding": "advice.diagnosis",
     "AmbiguousCheckpointError": "errors",
     "BrokenCheckpointError": "errors",
     "CheckpointError": "errors",
@@ -63,9 +63,9 @@ _MODULE_OF = {
     "GpuClaim": "readings",
     "GpuProcess": "readings",
     "GpuReading": "readings",
-    "GpuSelection": "selection",
-    "list_gpus": "selection",
-    "select_gpus": "selection",
+    "GpuSelection": "selection.picking",
+    "list_gpus": "selection.picking",
+    "select_gpus": "selection.picking",
     "FreeMemoryDDPStrategy": "strategies",
     "FreeMemoryDeepSpeedStrategy": "strategies",
     "FreeMemoryFSDPStrategy": "strategies",

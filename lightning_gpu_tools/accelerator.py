@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
-from lightning_gpu_tools import placement
-from lightning_gpu_tools.selection import Request
+from lightning_gpu_tools.selection import placement
+from lightning_gpu_tools.selection.picking import Request
 
 
 class FreeMemoryCUDAAccelerator(CUDAAccelerator):

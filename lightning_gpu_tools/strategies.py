@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gpu_tools.accelerator import cuda_uuids, place_devices
-from lightning_gpu_tools.affinity import bind_to_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
-from lightning_gpu_tools.selection import Request
+from lightning_gpu_tools.selection.affinity import bind_to_gpus
+from lightning_gpu_tools.selection.picking import Request
 
 # Lightning shows what its own loggers say from INFO on.
 _log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.visibility import visible_gpus
+from lightning_gpu_tools.selection.visibility import visible_gpus
 
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
 

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NotEnoughGpusError, select_gpus
-from lightning_gpu_tools.claims import open_ledger
+from lightning_gpu_tools.selection.claims import open_ledger
 
 TESTS = Path(__file__).parent
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -271,8 +271,8 @@ tell("built", trainer)
 # What the accelerator does underneath, without the seconds that it takes to import Lightning.
 PLACE = """
 import os, sys
-from lightning_gpu_tools.placement import place
-from lightning_gpu_tools.selection import Request
+from lightning_gpu_tools.selection.placement import place
+from lightning_gpu_tools.selection.picking import Request
 assert place(2, Request.parse(exclusive=True), list) == [0, 1]
 uuids = os.environ["CUDA_VISIBLE_DEVICES"].replace(",", " ")
 os.write(1, f"TOLD built {os.environ['RANK']} {uuids}\\n".encode())
@@ -347,8 +347,8 @@ def test_a_child_that_outlives_the_one_that_picked_keeps_the_claim(
 ) -> None:
     path = script("""
 import subprocess, sys
-from lightning_gpu_tools.placement import place
-from lightning_gpu_tools.selection import Request
+from lightning_gpu_tools.selection.placement import place
+from lightning_gpu_tools.selection.picking import Request
 assert place(1, Request.parse(exclusive=True), list) == [0]
 if len(sys.argv) > 1:
     subprocess.Popen([sys.executable, sys.argv[0]])

@@ -161,6 +161,30 @@ def test_another_users_left_over_is_no_obstacle(open_folder: Path, start: Callab
     assert (open_folder / "mine.ckpt").exists()
 
 
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(descriptor: int) -> None:
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def seen_replace(source: str, target: str) -> None:
+        events.append(("replace", source, target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    path = tmp_path / "a.ckpt"
+    write_checkpoint({"w": torch.ones(1000)}, path)
+    (first, part, size), (second, source, target), (third, folder, _) = events
+    assert (first, second, third) == ("fsync", "replace", "fsync")
+    assert (part, size) == (source, path.stat().st_size)
+    assert (target, folder) == (str(path), str(tmp_path))
+
+
 def test_a_failed_block_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(b"old")

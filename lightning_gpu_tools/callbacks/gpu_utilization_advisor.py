@@ -8,11 +8,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.diagnosis import Diagnosis, diagnose
+from lightning_gpu_tools.advice.diagnosis import Diagnosis, diagnose
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
-from lightning_gpu_tools.measurements import RunRecorder, batch_bytes
-from lightning_gpu_tools.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.monitoring.measurements import RunRecorder, batch_bytes
+from lightning_gpu_tools.monitoring.step_clock import WARM_UP_STEPS, StepClock
 
 
 class GPUUtilizationAdvisor(Callback):

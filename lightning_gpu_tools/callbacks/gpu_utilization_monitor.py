@@ -19,18 +19,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools import sampler
-from lightning_gpu_tools.diagnosis import Diagnosis, diagnose
+from lightning_gpu_tools.advice.diagnosis import Diagnosis, diagnose
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpu_watch import GpuWatch
-from lightning_gpu_tools.measurements import RunRecorder, batch_bytes, train_loader_settings, trainer_gpus
-from lightning_gpu_tools.memory_history import MemoryHistory
-from lightning_gpu_tools.rank_exchange import PATIENCE_S, RankExchange
+from lightning_gpu_tools.monitoring import sampler
+from lightning_gpu_tools.monitoring.gpu_watch import GpuWatch
+from lightning_gpu_tools.monitoring.measurements import RunRecorder, batch_bytes, train_loader_settings, trainer_gpus
+from lightning_gpu_tools.monitoring.memory_history import MemoryHistory
+from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
+from lightning_gpu_tools.monitoring.step_clock import MONITORING, StepClock
 from lightning_gpu_tools.readings import GpuReading
-from lightning_gpu_tools.report import GpuSummary, RankSpeed, Report, save_report
-from lightning_gpu_tools.report_text import render_text
-from lightning_gpu_tools.step_clock import MONITORING, StepClock
+from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report
+from lightning_gpu_tools.reports.text import render_text
 
 
 class GPUUtilizationMonitor(Callback):
@@ -362,7 +362,7 @@ def _write_report(report: Report, folder: str) -> None:
     try:
         written = [save_report(report, folder)]
         if importlib.util.find_spec("matplotlib") is not None:
-            from lightning_gpu_tools.report_plot import save_plot
+            from lightning_gpu_tools.reports.plot import save_plot
 
             written.append(save_plot(report, folder))
     except OSError as error:  # the disk is full, the folder has gone: the training itself went well

@@ -70,7 +70,8 @@ def _watch(console: Any) -> int:
 
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim]]:
-    from lightning_gpu_tools import claims, nvml
+    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.selection import claims
 
     gpus = nvml.read_gpus()
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
@@ -81,7 +82,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim]]:
 def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim]) -> dict[str, Any]:
     import dataclasses
 
-    from lightning_gpu_tools.ranking import effective_free_bytes
+    from lightning_gpu_tools.selection.ranking import effective_free_bytes
 
     here = [claim for claim in claims if gpu.uuid in claim.uuids]
     fields = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_gpu_tools.quantities import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.selection import GpuSelection
+    from lightning_gpu_tools.selection.picking import GpuSelection
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
 
 def select(args: argparse.Namespace, *, claim: bool) -> GpuSelection:
     """Pick what the options ask for."""
-    from lightning_gpu_tools.selection import select_gpus
+    from lightning_gpu_tools.selection.picking import select_gpus
 
     try:
         return select_gpus(

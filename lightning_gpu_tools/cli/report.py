@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.report import Report
+    from lightning_gpu_tools.reports.report import Report
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
@@ -45,8 +45,8 @@ def _share(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
-    from lightning_gpu_tools.report import load_report, to_json
-    from lightning_gpu_tools.report_text import render_markdown, render_text
+    from lightning_gpu_tools.reports.report import load_report, to_json
+    from lightning_gpu_tools.reports.text import render_markdown, render_text
 
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int:
-    from lightning_gpu_tools import report_comparison as comparing
+    from lightning_gpu_tools.reports import comparison as comparing
 
     comparison = comparing.compare(report, old, max_slowdown)
     render = {

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         selection.apply()
         selection.pass_on()
         if args.bind_numa:
-            from lightning_gpu_tools.affinity import bind_to_gpus
+            from lightning_gpu_tools.selection.affinity import bind_to_gpus
 
             bind_to_gpus(selection.uuids)
         print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)

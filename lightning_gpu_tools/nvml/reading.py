@@ -13,11 +13,11 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.monitoring.utilization import mean_percent
 from lightning_gpu_tools.nvml.calls import ask, newest, utilization_samples
 from lightning_gpu_tools.nvml.messages import why_unavailable, why_unreadable
 from lightning_gpu_tools.nvml.session import identify, session
 from lightning_gpu_tools.readings import ComputeMode, GpuProcess, GpuReading
-from lightning_gpu_tools.utilization import mean_percent
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "default",

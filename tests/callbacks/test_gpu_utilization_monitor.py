@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer, sampler_threads
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
-from lightning_gpu_tools.report import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 
 def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **options: Any) -> Path:

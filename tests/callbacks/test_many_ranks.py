@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_driver import Driver, gpu, process
 
-from lightning_gpu_tools.report import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 SCRIPT = """
 import os, sys, time

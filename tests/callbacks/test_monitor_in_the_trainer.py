@@ -15,7 +15,7 @@ from trainings import Model, Samples, loader, logged, quiet_trainer, sampler_thr
 
 from lightning_gpu_tools import GPUUtilizationMonitor, nvml
 from lightning_gpu_tools.callbacks import gpu_utilization_monitor
-from lightning_gpu_tools.report import load_report
+from lightning_gpu_tools.reports.report import load_report
 
 
 def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_path: Path) -> None:

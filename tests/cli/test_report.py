@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from test_report import REPORT
+from sample_report import REPORT
 
-from lightning_gpu_tools.report import save_report
-from lightning_gpu_tools.report_text import render_text
+from lightning_gpu_tools.reports.report import save_report
+from lightning_gpu_tools.reports.text import render_text
 
 RunCli = Callable[..., "CompletedProcess[str]"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.sampler import subscribe
+from lightning_gpu_tools.monitoring.sampler import subscribe
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,8 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
 def test_it_is_known_whether_cuda_has_started(start: str) -> None:
     before, after, too_late = answer(f"""
 import json, torch
-from lightning_gpu_tools import CudaAlreadyInitializedError, cuda, select_gpus
+from lightning_gpu_tools import CudaAlreadyInitializedError, select_gpus
+from lightning_gpu_tools.selection import cuda
 before = cuda.is_initialized()
 selection = select_gpus()
 {start}
@@ -60,7 +61,7 @@ print(json.dumps([before, cuda.is_initialized(), too_late]))
 def test_cudas_own_order_is_that_of_torch() -> None:
     asked, shown = answer("""
 import json, torch
-from lightning_gpu_tools import cuda
+from lightning_gpu_tools.selection import cuda
 asked = cuda.device_order()
 shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
 print(json.dumps([asked, shown]))
@@ -76,8 +77,9 @@ selection = select_gpus(min_free="4GiB")
 selection.apply()
 buffer = torch.zeros(2**30, device="cuda")  # 4 GiB
 os.environ.pop("LIGHTNING_GPU_TOOLS_JOB")
-from lightning_gpu_tools import claims, nvml
-from lightning_gpu_tools.ranking import effective_free_bytes
+from lightning_gpu_tools import nvml
+from lightning_gpu_tools.selection import claims
+from lightning_gpu_tools.selection.ranking import effective_free_bytes
 (gpu,) = [gpu for gpu in nvml.read_gpus() if gpu.uuid == selection.uuids[0]]
 with claims.open_ledger(claims.directory()) as ledger:
     (claim,) = ledger.claims([process.pid for process in gpu.processes or ()])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainings import Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights, nvml
-from lightning_gpu_tools.report import Report, load_report
+from lightning_gpu_tools.reports.report import Report, load_report
 
 pytestmark = pytest.mark.gpu
 

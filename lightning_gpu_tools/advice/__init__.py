@@ -1,0 +1,1 @@
+"""From measurements to what holds a training up and what to change."""

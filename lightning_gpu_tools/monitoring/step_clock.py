@@ -1,0 +1,319 @@
+"""Where the wall time of a fit goes, phase by phase, for a few microseconds a step and without synchronising CUDA.
+
+Every instant of training belongs to exactly one phase, the innermost one that the training thread is in, so the phases
+add up to the wall time by construction. ``trainer`` is the Trainer's own work around a step; what happens outside of
+everything that is timed is ``unexplained``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
+from lightning_gpu_tools.readings import StepBlock
+
+DATA_LOADING = "data_loading"
+HOST_TO_DEVICE_COPY = "host_to_device_copy"
+TRAINING_STEP = "training_step"
+VALIDATION = "validation"
+CHECKPOINT = "checkpoint"
+EPOCH_START = "epoch_start"
+LOGGING = "logging"
+CALLBACK = "callback"
+MONITORING = "monitoring"
+TRAINER = "trainer"
+UNEXPLAINED = "unexplained"
+
+# Kernels are chosen, caches are filled and workers come up during the first steps.
+WARM_UP_STEPS = 20
+_STEPS_PER_BLOCK = 10
+_MAX_BLOCKS = 128
+# Those of validation but the last are part of the phase "validation".
+_TIMED_HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_end",
+    "on_train_end",
+)
+
+_Function = Callable[..., Any]
+
+
+class StepClock:
+    """Times the phases of one fit of one Trainer; get it with :meth:`attach`, in ``Callback.setup``.
+
+    It puts wrappers on instances (the fit loop, the strategy, the loggers, the callbacks) and takes them off when the
+    fit ends. What a future Lightning has under another name cannot be timed: it stays part of the phase around it and
+    is named in ``unseen``.
+
+    Attributes:
+        seconds: Wall time by phase up to the last change of phase; the keys are the constants of this module, for
+            callbacks and loggers with the class name: ``"callback/EarlyStopping"``.
+        steps: Training steps begun.
+        timeline: What the run was spent on, span by span.
+        blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
+        unseen: What could not be timed.
+    """
+
+    def __init__(self, trainer: Trainer, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.steps = 0
+        self.timeline = PhaseTimeline()
+        self.blocks: list[StepBlock] = []
+        self.unseen: list[str] = []
+        self._clock = clock
+        self._watch = Stopwatch(UNEXPLAINED, clock)
+        self.seconds = self._watch.seconds
+        self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
+        self._users = 0
+        self._running = False
+        self._started = self._stopped = 0.0
+        self._first_of_epoch = True
+        self._step_is_steady = False
+        self._step_mark: tuple[float, ...] = ()
+        self._fetch_cpu_s = self._fetch_cpu_since = self._forward_s = 0.0
+        self._open_steps, self._open_sums = 0, [0.0] * 7
+        self._steps_per_block = _STEPS_PER_BLOCK
+        self._undo: list[Callable[[], object]] = []
+        self._wrap(trainer.fit_loop, "on_run_start", functools.partial(self._before, lambda: self._start(trainer)))
+        self._wrap(trainer.fit_loop, "on_run_end", functools.partial(self._after, self._end_run))
+
+    @classmethod
+    def attach(cls, trainer: Trainer) -> StepClock:
+        """Return the clock of ``trainer``'s present fit, the same one for everybody who asks."""
+        clock = _clocks.get(trainer)
+        if clock is None:
+            clock = _clocks[trainer] = cls(trainer)
+        clock._users += 1
+        return clock
+
+    def detach(self, trainer: Trainer) -> None:
+        """Give the clock back; the last one to do so stops it. What it measured stays readable."""
+        self._users -= 1
+        if self._users <= 0:
+            self.stop()
+            if _clocks.get(trainer) is self:
+                del _clocks[trainer]
+
+    def stop(self) -> None:
+        """End the measurement and take every wrapper off; nothing happens the second time."""
+        if self._running:
+            self._watch.enter(UNEXPLAINED)
+            self._stopped = self._watch.since_s
+            self._running = False
+            self.timeline.cut(self._stopped, self.seconds)
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
+        return (self._clock() if self._running else self._stopped) - self._started
+
+    @property
+    def ran(self) -> bool:
+        """Whether training has begun at all."""
+        return self._started > 0
+
+    def as_own_work(self, function: Callable[..., object], *args: object) -> None:
+        """Call the function, with its time booked on this package."""
+        self._watch.enter(MONITORING)
+        try:
+            function(*args)
+        finally:
+            self._watch.leave()
+
+    def cost_s(self) -> float:
+        """Return what this clock has cost the training thread so far: how often it acted, times what that costs.
+
+        That is measured in a loop of nothing else, with warm caches; between the kernels of a training it costs more.
+        """
+        watch = Stopwatch(UNEXPLAINED)
+        pair_s = seconds_per_call(watch.timed(TRAINER, int)) - seconds_per_call(int)
+        scratch = copy.copy(self)
+        scratch._watch, scratch.timeline, scratch.blocks = watch, PhaseTimeline(), []
+        scratch.seconds, scratch._clock = watch.seconds, time.perf_counter
+
+        def one_step() -> None:
+            scratch._begin_fetch()
+            scratch._end_fetch()
+
+        # The fetch of a step is one of the pairs, with more to do.
+        return max(0.0, pair_s * (self._watch.pairs - self.steps) + seconds_per_call(one_step) * self.steps)
+
+    def _end_run(self) -> None:
+        if self._running:  # else it was the end of a trial run
+            self.stop()
+
+    def _start(self, trainer: Trainer) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if self._callbacks and not any(callback in callbacks for callback in self._callbacks):
+            return  # a trial run of a tuner (BatchSizeFinder, LearningRateFinder), which takes the callbacks out
+        self._running = True
+        self._watch.start()
+        self._started = self._watch.since_s
+        self.timeline.start(self._started)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        self._wrap(trainer.fit_loop, "on_advance_start", self._timed(EPOCH_START))
+        self._wrap(epoch_loop, "on_run_start", self._timed(EPOCH_START))
+        self._wrap(epoch_loop, "on_run_start", functools.partial(self._before, self._begin_epoch))
+        self._wrap(epoch_loop, "advance", self._timed(TRAINER))
+        self._wrap(epoch_loop, "on_advance_end", self._timed(TRAINER))
+        self._wrap(trainer.fit_loop, "on_advance_end", self._timed(TRAINER))
+        self._wrap(epoch_loop, "_on_before_fetch", functools.partial(self._before, self._begin_fetch))
+        self._wrap(epoch_loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
+        self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
+        self._wrap(epoch_loop.manual_optimization, "run", self._timed(TRAINING_STEP))
+        self._wrap(trainer.strategy, "training_step", self._measure_forward)
+        self._wrap(epoch_loop.val_loop, "run", self._timed(VALIDATION))
+        self._wrap(trainer.strategy, "batch_to_device", self._timed(HOST_TO_DEVICE_COPY, except_in=VALIDATION))
+        self._wrap(trainer, "save_checkpoint", self._timed(CHECKPOINT))
+        for logger in trainer.loggers:
+            for method in ("log_metrics", "save"):
+                self._wrap(logger, method, self._timed(f"{LOGGING}/{type(logger).__name__}"))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            ours = type(callback).__module__.startswith("lightning_gpu_tools.")
+            phase = MONITORING if ours else f"{CALLBACK}/{type(callback).__name__}"
+            for hook in _TIMED_HOOKS:
+                if ours and hook == "on_train_batch_end":
+                    continue  # nearly always it does nothing; what it does now and then goes through `as_own_work`
+                overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
+                if overridden or hook in vars(callback):  # LambdaCallback has its hooks on the instance
+                    self._wrap(callback, hook, self._timed(phase))
+
+    def _wrap(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
+        function = getattr(owner, name, None)
+        if function is None:
+            self.unseen.append(f"{type(owner).__name__}.{name}")
+            return
+        # Where somebody else has wrapped the same instance before, that wrapper is put back, not lost.
+        if name in vars(owner):
+            self._undo.append(functools.partial(setattr, owner, name, function))
+        else:
+            self._undo.append(functools.partial(delattr, owner, name))
+        setattr(owner, name, wrapper(function))
+
+    @staticmethod
+    def _before(action: Callable[[], None], function: _Function) -> _Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            action()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    @staticmethod
+    def _after(action: Callable[[], None], function: _Function) -> _Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            action()
+            return result
+
+        return wrapped
+
+    def _timed(self, phase: str, *, except_in: str = "") -> Callable[[_Function], _Function]:
+        def wrapper(function: _Function) -> _Function:
+            timed = self._watch.timed(phase, function, except_in)
+            return self._with_edges(timed) if phase in (VALIDATION, CHECKPOINT) else timed
+
+        return wrapper
+
+    def _with_edges(self, function: _Function) -> _Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+
+        return wrapped
+
+    def _measure_forward(self, function: _Function) -> _Function:
+        clock = self._clock
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            began_s = clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._forward_s += clock() - began_s
+
+        return measured
+
+    def _begin_epoch(self) -> None:
+        self._first_of_epoch = True
+
+    def _begin_fetch(self) -> None:
+        watch = self._watch
+        if watch.phases[-1] == EPOCH_START:
+            # A loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator.
+            watch.enter(EPOCH_START)
+            return
+        self._end_step()
+        self.steps += 1
+        self._step_is_steady = self.steps > WARM_UP_STEPS and not self._first_of_epoch
+        watch.enter(EPOCH_START if self._first_of_epoch else DATA_LOADING)
+        self._first_of_epoch = False
+        self._fetch_cpu_since = time.thread_time()
+
+    def _end_fetch(self) -> None:
+        if self._watch.phases[-1] == DATA_LOADING:
+            self._fetch_cpu_s += time.thread_time() - self._fetch_cpu_since
+        self._watch.leave()
+
+    def _end_step(self) -> None:
+        seconds = self.seconds.get
+        now = self._clock()
+        mark = (
+            now,
+            seconds(DATA_LOADING, 0.0),
+            self._fetch_cpu_s,
+            seconds(HOST_TO_DEVICE_COPY, 0.0),
+            seconds(TRAINING_STEP, 0.0),
+            seconds(VALIDATION, 0.0) + seconds(CHECKPOINT, 0.0) + seconds(EPOCH_START, 0.0),
+            self._forward_s,
+        )
+        if self._step_is_steady:
+            self._open_steps += 1
+            before, sums = self._step_mark, self._open_sums
+            for i in range(len(mark)):
+                sums[i] += mark[i] - before[i]
+            if self._open_steps == self._steps_per_block:
+                self._close_block()
+        self._step_mark = mark
+        if now >= self.timeline.due_s:
+            self.timeline.cut(self._watch.since_s, self.seconds)
+
+    def _close_block(self) -> None:
+        wall_s, data_s, data_cpu_s, copy_s, step_s, paused_s, forward_s = self._open_sums
+        self.blocks.append(
+            StepBlock(
+                steps=self._open_steps,
+                wall_s=wall_s,
+                data_loading_s=data_s,
+                data_loading_cpu_s=data_cpu_s,
+                host_to_device_copy_s=copy_s,
+                training_step_s=step_s,
+                paused_s=paused_s,
+                forward_s=forward_s,
+            )
+        )
+        self._open_steps, self._open_sums = 0, [0.0] * len(self._open_sums)
+        if len(self.blocks) == _MAX_BLOCKS:
+            self.blocks = [a + b for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
+            self._steps_per_block *= 2
+
+
+_clocks: WeakKeyDictionary[Trainer, StepClock] = WeakKeyDictionary()

@@ -1,0 +1,245 @@
+"""The report of a training run: as data, and as JSON on disk. See docs/report_schema.md for the format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any, TypeVar
+
+from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
+from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
+
+SCHEMA_VERSION = 1
+FILE_NAME = "gpu_report.json"
+PLOT_NAME = "gpu_report.png"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSummary:
+    """One GPU over a whole run. What the hardware does not report is ``None``.
+
+    Attributes:
+        index: Torch device index on the node; with ``devices="all"`` the index that ``nvidia-smi`` shows.
+        uuid: The GPU.
+        name: Product name.
+        node: Number of the node; ``index`` counts within it.
+        utilization_percent_mean: Time-weighted over every sample of the driver outside of validation; the next two are
+            percentiles of it.
+        utilization_percent_p5: 5th percentile.
+        utilization_percent_p95: 95th percentile.
+        validation_utilization_percent_mean: The same mean, in validation.
+        memory_used_bytes_max: Peak, everybody's use included.
+        memory_total_bytes: Size of the memory.
+        power_watts_mean: Mean power draw.
+        energy_joules: Energy used during the run.
+        temperature_celsius_max: Hottest moment.
+        throttled_percent: Share of the time in which power or heat held the clocks down.
+        own_memory_bytes: Memory of this job's processes at the last look.
+        others_memory_bytes_max: The most that everybody else's listed processes used.
+        own_utilization_percent: How busy this job's processes kept the GPU.
+        others_utilization_percent: How busy all others kept it.
+        sm_active_percent: Hopper and later: mean over the run, as the next three.
+        sm_occupancy_percent: Warps resident against what would fit.
+        tensor_active_percent: Tensor cores busy.
+        dram_active_percent: Memory bandwidth used.
+        errors: What the GPU itself reported: Xid events, uncorrectable ECC errors.
+        timelines: Points (seconds since the start of training, value) of ``utilization_percent``,
+            ``memory_used_bytes`` and ``power_watts``, at most 2000 of each.
+    """
+
+    index: int
+    uuid: str
+    name: str | None = None
+    node: int = 0
+    utilization_percent_mean: float | None = None
+    utilization_percent_p5: float | None = None
+    utilization_percent_p95: float | None = None
+    validation_utilization_percent_mean: float | None = None
+    memory_used_bytes_max: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts_mean: float | None = None
+    energy_joules: float | None = None
+    temperature_celsius_max: float | None = None
+    throttled_percent: float | None = None
+    own_memory_bytes: int | None = None
+    others_memory_bytes_max: int | None = None
+    own_utilization_percent: float | None = None
+    others_utilization_percent: float | None = None
+    sm_active_percent: float | None = None
+    sm_occupancy_percent: float | None = None
+    tensor_active_percent: float | None = None
+    dram_active_percent: float | None = None
+    errors: tuple[str, ...] = ()
+    timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpeed:
+    """How long one rank works on a step before any other rank can make it wait.
+
+    Attributes:
+        rank: Global rank.
+        node: Number of its node.
+        own_step_s: Median time of a steady step outside of backward and optimizer, where ranks wait for each other.
+    """
+
+    rank: int
+    node: int
+    own_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything worth knowing of one fit.
+
+    Attributes:
+        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``.
+        started_at: ISO 8601, UTC.
+        steps: Training steps.
+        wall_s: Wall time of training; ``phase_s`` adds up to it.
+        phase_s: Wall time by phase, see :mod:`lightning_gpu_tools.monitoring.step_clock`.
+        step_s_median: Median time from step to step, steady steps only; ``None`` if there were none.
+        diagnosis: Verdict and findings.
+        gpus: The GPUs watched.
+        gpu_note: Why there are none, or what could not be read; ``None`` if all is well.
+        samples_per_s: Samples of all ranks in a second of steady steps; ``None`` where the batch size is unknown.
+        step_s_blocks: Mean time of a step in each of at most 128 consecutive blocks of steady steps, without validation
+            and checkpoints. Their spread is the run's own noise.
+        monitor_us_per_step: What this package itself added to a step at least, in microseconds: its wrappers in the
+            training thread, by what they cost in warm caches, and what it did there; ``None`` if it was not measured.
+        monitor_thread_us_per_step: CPU time of its own thread beside that, likewise; ``None`` without GPUs.
+        spans: What the run was spent on over time, in at most 400 parts.
+        ranks: How fast each rank is, as far as they could be heard; empty with one rank.
+        memory_growth: Memory that grew steadily.
+        settings: What two runs must have in common to be compared: accelerator, precision, batch size, loader, ...
+    """
+
+    outcome: str
+    started_at: str
+    steps: int
+    wall_s: float
+    phase_s: Mapping[str, float]
+    step_s_median: float | None
+    diagnosis: Diagnosis
+    gpus: tuple[GpuSummary, ...] = ()
+    gpu_note: str | None = None
+    samples_per_s: float | None = None
+    step_s_blocks: tuple[float, ...] = ()
+    monitor_us_per_step: float | None = None
+    monitor_thread_us_per_step: float | None = None
+    spans: tuple[PhaseSpan, ...] = ()
+    ranks: tuple[RankSpeed, ...] = ()
+    memory_growth: tuple[MemoryGrowth, ...] = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def slowest_rank(ranks: Sequence[RankSpeed]) -> tuple[RankSpeed, float] | None:
+    """Return the rank that takes longest, and by how many seconds a step it is behind the median rank.
+
+    Of an even number of ranks the faster one of the two in the middle counts as the median. ``None`` with one rank.
+    """
+    if len(ranks) < 2:
+        return None
+    slowest = max(ranks, key=lambda rank: rank.own_step_s)
+    return slowest, slowest.own_step_s - median_low(rank.own_step_s for rank in ranks)
+
+
+def to_json(report: Report) -> str:
+    """Return the report as JSON text, one object with ``schema_version``. Numbers that JSON lacks become ``null``."""
+    data = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)}
+    return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def from_json(text: str, source: str = "the text") -> Report:
+    """Return the report that :func:`to_json` wrote.
+
+    Args:
+        text: The JSON text.
+        source: Where it comes from; used in the error.
+
+    Raises:
+        ReportError: It is no report, or one of a newer version of this package.
+    """
+    try:
+        data = json.loads(text)
+        version = data.pop("schema_version")
+        if version > SCHEMA_VERSION:
+            raise ReportError(
+                f"{source} was written by a newer version of lightning_gpu_tools (schema {version}, this one reads up "
+                f"to {SCHEMA_VERSION}): upgrade the package to read it."
+            )
+        diagnosis = data.pop("diagnosis")
+        findings = tuple(
+            _made(Finding, {**finding, "ceiling": math.inf if finding["ceiling"] is None else finding["ceiling"]})
+            for finding in diagnosis.pop("findings")
+        )
+        data |= {
+            "gpus": tuple(_made(GpuSummary, {**gpu, "errors": tuple(gpu.get("errors", ()))}) for gpu in data["gpus"]),
+            "step_s_blocks": tuple(data.get("step_s_blocks", ())),
+            "spans": tuple(PhaseSpan(*span) for span in data.get("spans", ())),
+            "ranks": tuple(_made(RankSpeed, rank) for rank in data.get("ranks", ())),
+            "memory_growth": tuple(_made(MemoryGrowth, growth) for growth in data.get("memory_growth", ())),
+        }
+        return _made(Report, {**data, "diagnosis": _made(Diagnosis, {**diagnosis, "findings": findings})})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ReportError(f"{source} is not a report of lightning_gpu_tools ({FILE_NAME}): {error}") from error
+
+
+_T = TypeVar("_T")
+
+
+def _made(kind: type[_T], fields: Mapping[str, Any]) -> _T:
+    """Build a dataclass from what a file holds. A field that this version does not know is a later addition."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in fields.items() if name in known})
+
+
+def load_report(path: str | os.PathLike[str]) -> Report:
+    """Return the report in a file, or in the folder that holds a ``gpu_report.json``.
+
+    Raises:
+        ReportError: There is none, or it cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / FILE_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"No report can be read from {str(file)!r}: {error}") from error
+    return from_json(text, str(file))
+
+
+def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:
+    """Write ``gpu_report.json`` into ``folder``, whole or not at all, and return its path.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    target = Path(folder) / FILE_NAME
+    temporary = target.with_name(f".{FILE_NAME}.{os.getpid()}")
+    try:
+        temporary.write_text(to_json(report), encoding="utf-8")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

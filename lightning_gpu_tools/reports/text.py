@@ -1,0 +1,207 @@
+"""The report of a training run as text for the terminal, and as Markdown for a pull request."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
+from lightning_gpu_tools.quantities import format_bytes, format_duration
+from lightning_gpu_tools.reports.report import GpuSummary, Report, slowest_rank
+
+_WIDTH = 100
+
+
+def render_text(report: Report) -> str:
+    """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
+    diagnosis = report.diagnosis
+    lines = [
+        _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
+        _paragraph("Why", diagnosis.why),
+        _paragraph("Next", diagnosis.next_step),
+        "",
+        *(_gpu_line(gpu) for gpu in report.gpus),
+    ]
+    if report.gpu_note:
+        lines.append(textwrap.fill(report.gpu_note, _WIDTH))
+    lines += (_wrapped(line) for line in (*_growth_lines(report), *_rank_lines(report)))
+    if report.wall_s > 0:
+        lines += _time_tree(report)
+    if report.monitor_us_per_step is not None:
+        line = f"Measuring this added at least {report.monitor_us_per_step:.0f} us to a step"
+        if report.monitor_thread_us_per_step is not None:
+            line += f", and took {report.monitor_thread_us_per_step:.0f} us of CPU a step in a thread beside it"
+        lines.append(line + ".")
+    return "\n".join(lines)
+
+
+def render_markdown(report: Report) -> str:
+    """Return the report for a pull request: verdict, why and next, the rest in a block to unfold."""
+    diagnosis = report.diagnosis
+    details = render_text(report).split("\n\n", 1)[-1]
+    return "\n".join(
+        [
+            f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({_run_line(report)})",
+            "",
+            f"- **Why:** {diagnosis.why}",
+            f"- **Next:** {diagnosis.next_step}",
+            "",
+            "<details><summary>Where the time went</summary>",
+            "",
+            "```text",
+            details,
+            "```",
+            "",
+            "</details>",
+        ]
+    )
+
+
+_VERDICT = {
+    "healthy": "HEALTHY",
+    "low": "LOW",
+    "too_short": "TOO SHORT TO JUDGE",
+    "shared_gpu": "SHARED GPU",
+    "unknown": "UNKNOWN",
+}
+
+
+def _paragraph(title: str, text: str) -> str:
+    head = f"{title + ':':<9}"
+    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _growth_lines(report: Report) -> list[str]:
+    return [_growth_line(growth) for growth in report.memory_growth]
+
+
+def _growth_line(growth: MemoryGrowth) -> str:
+    line = f"{growth.what} grows steadily, by {format_bytes(growth.bytes_per_s * 60)} a minute"
+    if growth.left_s is not None:
+        line += f"; at this pace it is full in {format_duration(growth.left_s)}"
+    return line + ". Something is kept from step to step, often a tensor with its graph: .detach() it."
+
+
+def _rank_lines(report: Report) -> list[str]:
+    slowest = slowest_rank(report.ranks)
+    if slowest is None:
+        return []
+    rank, behind_s = slowest
+    return [
+        f"Slowest rank: {rank.rank} (node {rank.node}), {rank.own_step_s * 1e3:.3g} ms of its own work a step, "
+        f"{behind_s * 1e3:.3g} ms more than the median of {len(report.ranks)} ranks."
+    ]
+
+
+def _run_line(report: Report) -> str:
+    parts = [report.outcome, f"{report.steps} steps in {format_duration(report.wall_s)}"]
+    if report.step_s_median:
+        speed = f"{format_duration(report.step_s_median)} a step"
+        if report.samples_per_s:
+            speed += f", {report.samples_per_s:.4g} samples/s"
+        parts.append(speed)
+    return "; ".join(parts)
+
+
+def _gpu_line(gpu: GpuSummary) -> str:
+    node = f"node {gpu.node} " if gpu.node else ""
+    parts = _utilization_parts(gpu) + _memory_parts(gpu)
+    if gpu.power_watts_mean is not None:
+        power = f"{gpu.power_watts_mean:.0f} W"
+        if gpu.energy_joules is not None:
+            power += f" ({_energy(gpu.energy_joules)})"
+        parts.append(power)
+    if gpu.temperature_celsius_max is not None:
+        parts.append(f"{gpu.temperature_celsius_max:.0f} C")
+    if gpu.throttled_percent is not None:
+        parts.append(f"throttled {gpu.throttled_percent:.0f} % of the time")
+    if gpu.errors:
+        parts.append("ERRORS: " + ", ".join(gpu.errors))
+    return _wrapped(f"{node}GPU {gpu.index} {gpu.name or gpu.uuid}: " + ", ".join(parts))
+
+
+def _utilization_parts(gpu: GpuSummary) -> list[str]:
+    if gpu.utilization_percent_mean is None:
+        parts = ["utilization not reported"]
+    else:
+        busy = f"{gpu.utilization_percent_mean:.0f} % busy"
+        if gpu.utilization_percent_p5 is not None and gpu.utilization_percent_p95 is not None:
+            busy += f" (p5 {gpu.utilization_percent_p5:.0f}, p95 {gpu.utilization_percent_p95:.0f})"
+        parts = [busy]
+    if gpu.others_utilization_percent:
+        parts.append(f"others keep it {gpu.others_utilization_percent:.0f} % busy")
+    if gpu.sm_active_percent is not None:
+        parts.append(f"SMs {gpu.sm_active_percent:.0f} % active")
+    if gpu.tensor_active_percent is not None:
+        parts.append(f"tensor cores {gpu.tensor_active_percent:.0f} %")
+    return parts
+
+
+def _memory_parts(gpu: GpuSummary) -> list[str]:
+    parts = []
+    if gpu.memory_used_bytes_max is not None and gpu.memory_total_bytes is not None:
+        parts.append(f"{format_bytes(gpu.memory_used_bytes_max)} of {format_bytes(gpu.memory_total_bytes)}")
+    if gpu.others_memory_bytes_max:
+        parts.append(f"others use up to {format_bytes(gpu.others_memory_bytes_max)} of it")
+    return parts
+
+
+def _energy(joules: float) -> str:
+    return f"{joules / 3.6e6:.3g} kWh" if joules >= 3.6e5 else f"{joules / 1e3:.3g} kJ"
+
+
+PHASE_LABELS = {
+    "data_loading": "waiting for data",
+    "host_to_device_copy": "handing the batch to the device",
+    "training_step": "training step",
+    "validation": "validation",
+    "checkpoint": "writing checkpoints",
+    "epoch_start": "starting epochs",
+    "logging": "loggers",
+    "callback": "callbacks",
+    "monitoring": "this package",
+    "trainer": "the Trainer's own work",
+    "unexplained": "unexplained",
+}
+
+
+def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the phases grouped by what stands before the slash, each group with its parts, biggest first.
+
+    ``unexplained`` is always last.
+    """
+    groups: dict[str, dict[str, float]] = {}
+    for phase, seconds in sorted(phase_s.items(), key=lambda item: -item[1]):
+        group, _, name = phase.partition("/")
+        groups.setdefault(group, {})[name] = seconds
+    return dict(sorted(groups.items(), key=lambda item: (item[0] == "unexplained", -sum(item[1].values()))))
+
+
+def _time_tree(report: Report) -> list[str]:
+    causes = {finding.cause for finding in report.diagnosis.findings[:1]}
+    unexplained = report.phase_s.get("unexplained", 0.0)
+    explained = max(0.0, 1 - unexplained / report.wall_s)
+    lines = [f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained)"]
+    groups = phase_groups(report.phase_s)
+    for i, (group, parts) in enumerate(groups.items()):
+        last = i == len(groups) - 1
+        mark = "  ◀ cause" if group in causes else ""
+        label = PHASE_LABELS.get(group, group)
+        lines.append(_branch("└─ " if last else "├─ ", label, sum(parts.values()), report) + mark)
+        named = {name: seconds for name, seconds in parts.items() if name}
+        for j, (name, seconds) in enumerate(named.items()):
+            stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
+            lines.append(_branch(stem, name, seconds, report))
+    return lines
+
+
+def _branch(stem: str, label: str, seconds: float, report: Report) -> str:
+    width = 44 - len(stem)
+    label = textwrap.shorten(label, width, placeholder="...")
+    percent = 100 * seconds / report.wall_s
+    per_step = format_duration(seconds / max(1, report.steps))
+    return f"{stem}{label:<{width}}{format_duration(seconds):>10}{percent:>6.1f} %{per_step:>10} a step"

@@ -1,0 +1,1 @@
+"""Picking GPUs: what is visible, which are best, who has claimed what."""

@@ -1,0 +1,160 @@
+"""Which CUDA devices a training uses, decided once for all its processes on this machine.
+
+Every process of a distributed job builds its own ``Trainer`` and asks here. The first one picks and claims; the others
+find that claim, by the name that it left in their environment or by what their launcher calls the job, and hold it
+together with it. So they agree without talking to each other, and the claim lives as long as the last of them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_gpu_tools.readings import GpuClaim
+from lightning_gpu_tools.selection import claims, cuda, picking
+from lightning_gpu_tools.selection.ranking import rank_gpus
+
+# Lightning shows what its own loggers say from INFO on; other loggers are silent unless the user configures them.
+_log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")
+
+# Claims that this process holds, by name. Kept because what is not referenced any more would still be held.
+_joined: dict[str, claims.Held] = {}
+
+
+def place(
+    devices: int | Sequence[int], request: picking.Request, cuda_uuids: Callable[[], list[str]]
+) -> list[int] | None:
+    """Return the numbers of the CUDA devices to use, in ascending order, and claim the GPUs behind them.
+
+    As long as CUDA has not started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the GPUs picked, the best first,
+    so that they become the devices 0, 1, ... here and in every child. Afterwards it cannot be changed any more, and the
+    devices are picked by number among those that are visible.
+
+    Args:
+        devices: How many, ``-1`` for all that qualify; or the numbers of the ones to take, which are then only checked.
+        request: What is asked of them; its ``count`` plays no role.
+        cuda_uuids: Returns the UUIDs of the visible devices in CUDA's order; only called after CUDA has started.
+
+    Returns:
+        The numbers; ``None`` to do as if nothing had been asked here, because a scheduler has made the choice.
+
+    Raises:
+        NotEnoughGpusError: There are not as many that qualify.
+    """
+    started = cuda.is_initialized()
+    uuids = cuda_uuids() if started else [str(gpu.uuid) for gpu in picking.visible()]
+    if not isinstance(devices, int):
+        return _check(list(devices), uuids, request)
+    for claim in _own_claims():
+        if devices in (-1, len(claim.uuids)) and set(claim.uuids) <= set(uuids):
+            _join(claim)
+            return _use(list(claim.uuids), uuids, started)
+    count = how_many(request) if devices == -1 else devices
+    group = _launcher_group(devices)
+    if _is_granted(count, uuids) or (group and _is_masked() and len(uuids) < count):
+        _log.info("CUDA_VISIBLE_DEVICES has been set to %d GPUs, %d are asked for: left as it is.", len(uuids), count)
+        return None
+    choice = picking.pick(
+        request._replace(
+            requirements=replace(request.requirements, count=count),
+            # What cannot be put into the environment is found by its claim in children, so there has to be one.
+            group=group or (secrets.token_hex(8) if started else None),
+            among=tuple(uuids) if started else None,
+        )
+    )
+    choice.adopt()
+    if choice.reason:
+        _log.info("%s%s", choice.reason, " CUDA had started, so they are used by their numbers." if started else "")
+    return _use(list(choice.uuids), uuids, started)
+
+
+def how_many(request: picking.Request) -> int:
+    """Return how many GPUs "all" are: what the environment or the launcher says, else all visible that qualify.
+
+    At least 1: to ask for one where none qualifies is what brings the reasons to light.
+    """
+    gpus = picking.visible()
+    divided = any(str(gpu.uuid).startswith("MIG-") for gpu in gpus)
+    if _is_masked() and gpus and not divided:
+        return len(gpus)
+    if _launcher_group(-1) and "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    with claims.open_ledger(claims.directory(), create=False) as ledger:
+        others = [claim for claim in ledger.claims() if claim.job not in picking.own_jobs()]
+    # Several, because MIG instances do not qualify then: they cannot be combined.
+    several = replace(request.requirements, count=2)
+    return max(1, len(rank_gpus(gpus, others, several, {os.getpid()}).candidates))
+
+
+def _launcher_group(devices: int) -> str | None:
+    """Return a name for the processes of one job that a launcher started on this machine, ``None`` if it started one.
+
+    Restarted processes get a new name: they make a new choice.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        names = ["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"]
+    elif int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ:
+        names = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"]
+    else:
+        return None
+    # The host's name, because containers that share the claims may use the same port; the user's, likewise.
+    values = [socket.gethostname(), getpass.getuser(), *(os.environ.get(name, "") for name in names)]
+    return " ".join([*values, f"devices={devices}"])
+
+
+def _is_masked() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES") is not None
+
+
+def _is_granted(count: int, uuids: Sequence[str]) -> bool:
+    """Return whether a scheduler, or the user, has given exactly what is asked for; then it is left alone."""
+    # CUDA shows a process only one MIG instance, so that several are no grant of several.
+    divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
+    return _is_masked() and len(uuids) == count and not divided
+
+
+def _own_claims() -> list[GpuClaim]:
+    """Return the claims that this process, or the one that started it, has made; the latest first."""
+    jobs = picking.own_jobs()
+    if not jobs:
+        return []
+    with claims.open_ledger(claims.directory(), create=False) as ledger:
+        return [claim for claim in reversed(ledger.claims()) if claim.job in jobs]
+
+
+def _join(claim: GpuClaim) -> None:
+    """Hold an own claim, too, so that it does not end with the process that made it."""
+    if claim.pid != os.getpid() and claim.job not in _joined:
+        with claims.open_ledger(claims.directory()) as ledger:
+            _joined[claim.job] = ledger.join(claim)
+
+
+def _use(chosen: list[str], uuids: list[str], started: bool) -> list[int]:
+    """Make the chosen GPUs this process's devices and return their numbers."""
+    if started:
+        return sorted(uuids.index(uuid) for uuid in chosen)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    return list(range(len(chosen)))
+
+
+def _check(devices: list[int], uuids: list[str], request: picking.Request) -> list[int]:
+    """Claim the devices that the user named, if they qualify, and leave their numbers as they are."""
+    wanted = [uuids[index] for index in devices if 0 <= index < len(uuids)]
+    if len(wanted) < len(devices):
+        return devices  # Lightning says which of them do not exist
+    for claim in _own_claims():
+        if set(claim.uuids) == set(wanted):
+            _join(claim)
+            return devices
+    requirements = replace(request.requirements, count=len(devices))
+    group = _launcher_group(len(devices))
+    choice = picking.pick(request._replace(requirements=requirements, among=tuple(wanted), group=group))
+    choice.adopt()
+    if choice.reason:
+        _log.info("%s They were asked for by number.", choice.reason)
+    return devices

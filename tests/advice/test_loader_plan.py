@@ -1,0 +1,89 @@
+"""How many workers a loader needs, and what the host lets it have."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
+from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+
+NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+GIB = 2**30
+
+
+def host(cores: float = 64, shm: int | None = 64 * GIB, ranks: int = 1) -> HostBudget:
+    return HostBudget(cores=cores, memory_available_bytes=64 * GIB, shm_free_bytes=shm, local_ranks=ranks)
+
+
+def plan(
+    load_s: float, step_s: float, budget: HostBudget, *, cpu_s: float | None = None, batch_bytes: int | None = None
+) -> LoaderPlan:
+    cost = LoadCost(wall_s=load_s, cpu_s=cpu_s, batch_bytes=batch_bytes)
+    return plan_loader(NO_WORKERS, cost, step_s=step_s, host=budget, cuda=True)
+
+
+def test_enough_workers_are_planned_with_some_headroom() -> None:
+    planned = plan(0.040, 0.010, host())
+    assert planned.settings.num_workers == 5  # 4 would do exactly, and fall behind at the first slow batch
+    assert planned.limited_by is None
+    assert planned.step_s == 0.010
+    assert planned.settings.persistent_workers
+    assert planned.settings.pin_memory
+    assert planned.settings.prefetch_factor == 2
+
+
+def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_disk_are_not() -> None:
+    computing = plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
+    # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
+    assert (computing.settings.num_workers, computing.limited_by, computing.workers_needed) == (4, "cores", 9)
+    assert computing.step_s == pytest.approx(0.0225)
+    waiting = plan(0.080, 0.010, host(cores=4), cpu_s=0.004)
+    assert (waiting.settings.num_workers, waiting.limited_by) == (9, None)
+
+
+def test_the_ranks_of_a_machine_share_its_cores() -> None:
+    assert plan(0.080, 0.010, host(cores=16, ranks=4), cpu_s=0.080).settings.num_workers == 4
+
+
+def test_cores_that_others_are_busy_on_do_not_count() -> None:
+    shared = dataclasses.replace(host(cores=64), cores_in_reach=4.0)
+    assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
+
+
+def test_where_half_a_core_does_all_the_work_a_worker_gains_nothing() -> None:
+    planned = plan(0.080, 0.010, host(cores=0.5), cpu_s=0.080)
+    assert (planned.settings.num_workers, planned.limited_by) == (0, "cores")
+    assert not planned.settings.persistent_workers
+    assert planned.settings.prefetch_factor is None
+
+
+def test_batches_must_fit_into_shared_memory() -> None:
+    docker_default = host(shm=64 * 2**20)
+    planned = plan(0.080, 0.010, docker_default, batch_bytes=10 * 2**20)
+    assert (planned.settings.num_workers, planned.limited_by) == (2, "shm")
+    assert plan(0.080, 0.010, docker_default, batch_bytes=GIB).settings.num_workers == 0
+
+
+@given(
+    st.floats(1e-4, 10),
+    st.floats(1e-4, 10),
+    st.floats(0.1, 256),
+    st.one_of(st.none(), st.floats(0, 1)),
+    st.one_of(st.none(), st.integers(1, GIB)),
+    st.integers(1, 16),
+)
+def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
+    load_s: float, step_s: float, cores: float, cpu_share: float | None, batch_bytes: int | None, ranks: int
+) -> None:
+    budget = host(cores=cores, ranks=ranks)
+    cpu_s = None if cpu_share is None else cpu_share * load_s
+    planned = plan(load_s, step_s, budget, cpu_s=cpu_s, batch_bytes=batch_bytes)
+    workers = planned.settings.num_workers
+    assert 0 <= workers <= planned.workers_needed
+    assert planned.step_s <= load_s + step_s or planned.limited_by == "cores"
+    assert planned.step_s >= step_s
+    if batch_bytes:
+        assert workers * 2 * batch_bytes * ranks <= 64 * GIB
+    assert planned.settings.persistent_workers == (workers > 0)

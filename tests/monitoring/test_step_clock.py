@@ -1,0 +1,209 @@
+"""The phases of real trainings, timed by a clock that moves only when the test's code spends time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from trainings import (
+    Boom,
+    HandClock,
+    Model,
+    Raise,
+    Samples,
+    Spending,
+    SpendingLogger,
+    Stream,
+    loader,
+    quiet_trainer,
+)
+
+from lightning_gpu_tools.monitoring.step_clock import WARM_UP_STEPS, StepClock
+
+
+class Watch(Callback):
+    """Holds a step clock that runs on the test's time."""
+
+    def __init__(self, time: HandClock) -> None:
+        self.time = time
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.clock = StepClock(trainer, self.time)
+
+
+@pytest.fixture
+def time() -> HandClock:
+    return HandClock()
+
+
+def test_every_second_is_booked_where_it_was_spent(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(
+        tmp_path,
+        logger=SpendingLogger(tmp_path, time.spend, 0.5),
+        log_every_n_steps=1,
+        limit_train_batches=10,
+        callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), watch, Slow(time)],
+    )
+    trainer.fit(
+        Model(time.spend, step_s=2.0, validation_s=4.0),
+        loader(Samples(10, time.spend, 3.0)),
+        loader(Samples(2, time.spend, 1.0)),
+    )
+    clock = watch.clock
+    assert clock.unseen == []
+    assert clock.steps == 10
+    assert {phase: seconds for phase, seconds in clock.seconds.items() if seconds} == {
+        "epoch_start": 3.0,  # the first batch of an epoch: the workers come up
+        "data_loading": 9 * 3.0,
+        "training_step": 10 * 2.0,
+        "callback/Slow": 10 * 0.125,
+        "callback/Spending": 10 * 0.25,
+        "validation": 2 * (4.0 + 1.0),
+        "logging/SpendingLogger": 10 * 0.5 + 0.5,  # and once for the validation's metrics
+    }
+    assert clock.wall_s == sum(clock.seconds.values())
+
+
+class Slow(Callback):
+    def __init__(self, time: HandClock) -> None:
+        self.time = time
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.time.spend(0.125)
+
+
+def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock, tmp_path: Path) -> None:
+    class SlowModel(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            time.spend(7.0)
+
+    watch = Watch(time)
+    trainer = quiet_trainer(
+        tmp_path,
+        callbacks=[watch, ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+        max_epochs=2,
+    )
+    trainer.fit(SlowModel(), loader(Samples(2)), loader(Samples(2)))
+    assert watch.clock.seconds["checkpoint"] == 2 * 7.0
+    assert watch.clock.seconds["validation"] == 0.0
+
+
+@pytest.mark.parametrize("callbacks_first", [True, False])
+def test_the_order_of_callbacks_changes_nothing(time: HandClock, tmp_path: Path, callbacks_first: bool) -> None:
+    watch = Watch(time)
+    callbacks = [Slow(time), watch] if callbacks_first else [watch, Slow(time)]
+    quiet_trainer(tmp_path, callbacks=callbacks).fit(Model(time.spend, step_s=1.0), loader(Samples(5)))
+    assert watch.clock.seconds["callback/Slow"] == 5 * 0.125
+    assert watch.clock.seconds["training_step"] == 5.0
+
+
+def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
+    trainer.fit(Model(), loader(Stream(Samples(6, time.spend, 1.0))))
+    # Lightning fetches the first batch of the first epoch before training starts; that of the second starts the epoch.
+    assert watch.clock.seconds["data_loading"] + watch.clock.seconds["epoch_start"] == 5 + 6
+    assert watch.clock.wall_s == sum(watch.clock.seconds.values())
+
+
+def test_steady_steps_leave_out_warm_up_and_first_batches(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(50, time.spend, 1.0)))
+    blocks = watch.clock.blocks
+    # 100 steps less 20 of warm-up, less the first of the second epoch, less the one that nothing comes after.
+    assert sum(block.steps for block in blocks) == (100 - WARM_UP_STEPS - 1 - 1) // 10 * 10
+    assert {(b.wall_s - b.paused_s, b.data_loading_s, b.training_step_s) for b in blocks} == {(30.0, 10.0, 20.0)}
+
+
+def test_validation_inside_a_step_is_a_pause_of_it(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], val_check_interval=10, num_sanity_val_steps=0)
+    trainer.fit(Model(time.spend, step_s=1.0, validation_s=5.0), loader(Samples(52)), loader(Samples(1)))
+    assert [(b.steps, b.wall_s, b.paused_s) for b in watch.clock.blocks] == [(10, 15.0, 5.0)] * 3
+
+
+def test_memory_is_bounded_and_nothing_is_lost(time: HandClock, tmp_path: Path) -> None:
+    steps = WARM_UP_STEPS + 2 * 128 * 10 + 1
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(steps)))
+    assert len(watch.clock.blocks) <= 128
+    assert sum(block.steps for block in watch.clock.blocks) == 2 * 128 * 10
+    assert sum(block.wall_s for block in watch.clock.blocks) == 2 * 128 * 10
+
+
+def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, Raise(at_step=5)])
+    with pytest.raises(Boom):
+        trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(9)))
+    time.spend(99.0)
+    watch.clock.stop()
+    assert watch.clock.steps == 5
+    assert watch.clock.seconds["training_step"] == 5.0
+    assert watch.clock.wall_s == sum(watch.clock.seconds.values())
+    assert wrapped(trainer, watch) == []
+
+
+def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
+    """Return what still stands on instances that a class should provide."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    owners = [trainer, trainer.strategy, trainer.fit_loop, epoch_loop, epoch_loop.val_loop, *callbacks]
+    owners += [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
+    return [
+        name
+        for owner in owners
+        for name, value in vars(owner).items()
+        if callable(value) and hasattr(type(owner), name)
+    ]
+
+
+def test_every_wrapper_comes_off_and_another_ones_wrapper_stays(time: HandClock, tmp_path: Path) -> None:
+    calls = []
+    watch, slow = Watch(time), Slow(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, slow])
+    to_device = trainer.strategy.batch_to_device
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return to_device(*args, **kwargs)
+
+    trainer.strategy.batch_to_device = counted  # type: ignore[method-assign]
+    trainer.fit(Model(), loader(Samples(3)))
+    assert len(calls) == 3
+    assert vars(trainer.strategy).pop("batch_to_device") is counted
+    assert wrapped(trainer, watch, slow) == []
+
+
+def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own(tmp_path: Path) -> None:
+    clocks: list[StepClock] = []
+
+    class Attached(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            clocks.append(StepClock.attach(trainer))
+
+        def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            clocks[-1].detach(trainer)
+
+    trainer = quiet_trainer(tmp_path, callbacks=[Attached(), Attached()])
+    trainer.fit(Model(), loader(Samples(3)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Model(), loader(Samples(4)))
+    first, also_first, second, also_second = clocks
+    assert first is also_first
+    assert second is also_second
+    assert (first.steps, second.steps) == (3, 4)
+
+
+def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch])
+    trainer.strategy.batch_to_device = None  # type: ignore[assignment, method-assign]
+    clock = StepClock(trainer, time)
+    clock._start(trainer)
+    clock.stop()
+    assert clock.unseen == ["SingleDeviceStrategy.batch_to_device"]

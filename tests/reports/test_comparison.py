@@ -1,0 +1,99 @@
+"""Two runs compared: what is noise, what is not, and what cannot be compared."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_report import REPORT
+
+from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, median_interval, render_comparison
+from lightning_gpu_tools.reports.report import Report
+
+
+def a_run(step_s: float, spread: float = 0.02, blocks: int = 40, seed: int = 1, **settings: object) -> Report:
+    noise = random.Random(seed)
+    return replace(
+        REPORT,
+        step_s_blocks=tuple(step_s * noise.gauss(1, spread) for _ in range(blocks)),
+        settings={**REPORT.settings, **settings},
+    )
+
+
+def test_a_run_is_no_slower_than_itself() -> None:
+    comparison = compare(a_run(0.05), a_run(0.05))
+    assert (comparison.verdict, comparison.slowdown, comparison.changes) == ("same", 0, ())
+
+
+@pytest.mark.parametrize(
+    ("now_s", "max_slowdown", "verdict"),
+    [(0.055, 0.0, "slower"), (0.055, 0.05, "slower"), (0.055, 0.2, "same"), (0.045, 0.0, "faster")],
+)
+def test_a_difference_beyond_the_noise_counts_where_it_is_more_than_allowed(
+    now_s: float, max_slowdown: float, verdict: str
+) -> None:
+    comparison = compare(a_run(now_s, seed=2), a_run(0.05), max_slowdown)
+    assert comparison.verdict == verdict
+    assert comparison.slowdown_low is not None
+    assert comparison.slowdown_high is not None
+    assert comparison.slowdown_low <= now_s / 0.05 - 1 <= comparison.slowdown_high
+
+
+def test_the_same_difference_within_the_noise_does_not_count() -> None:
+    comparison = compare(a_run(0.052, spread=0.3, seed=2), a_run(0.05, spread=0.3))
+    assert comparison.verdict == "same"
+    assert "within the noise" in render_comparison(comparison)
+
+
+def test_equal_runs_are_hardly_ever_called_different() -> None:
+    verdicts = [compare(a_run(0.05, 0.1, 30, seed), a_run(0.05, 0.1, 30, 1000 + seed)).verdict for seed in range(300)]
+    assert verdicts.count("same") >= 0.95 * 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("gpu", ["NVIDIA L4"], "GPU differs"),
+        ("batch_size", 32, "batch size differs: 64 before, 32 now"),
+        ("precision", "bf16-mixed", "precision differs"),
+        ("world_size", 8, "world size differs: 2 before, 8 now"),
+        ("num_workers", 4, "loader's num_workers differs: none before, 4 now"),
+        ("pin_memory", True, "loader's pin_memory differs"),
+    ],
+)
+def test_runs_of_different_things_cannot_be_compared_and_it_says_why(setting: str, value: object, says: str) -> None:
+    comparison = compare(a_run(0.05, **{setting: value}), a_run(0.05))
+    assert comparison.verdict == "not_comparable"
+    assert says in comparison.reasons[0]
+    assert comparison.slowdown is not None  # the numbers are there for who wants them
+
+
+def test_a_setting_that_need_not_match_is_listed() -> None:
+    comparison = compare(a_run(0.05, torch="2.13"), a_run(0.05, torch="2.12"))
+    assert comparison.verdict == "same"
+    assert "Changed: torch: 2.12 -> 2.13" in render_comparison(comparison)
+    assert comparison_markdown(comparison).splitlines()[2] == "- Changed: torch: 2.12 -> 2.13"
+
+
+@pytest.mark.parametrize("blocks", [0, 5])
+def test_a_run_too_short_to_know_its_noise_cannot_be_compared(blocks: int) -> None:
+    comparison = compare(a_run(0.05, blocks=blocks), a_run(0.05))
+    assert comparison.verdict == "not_comparable"
+    assert f"the new run is too short: {blocks} blocks" in render_comparison(comparison)
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=6, max_size=128))
+def test_the_interval_holds_the_median_and_lies_in_the_range(values: list[float]) -> None:
+    low, high = median_interval(values) or pytest.fail("no interval")
+    ordered = sorted(values)
+    assert ordered[0] <= low <= ordered[(len(values) - 1) // 2]
+    assert ordered[len(values) // 2] <= high <= ordered[-1]
+
+
+def test_the_interval_is_that_of_the_tables() -> None:
+    # W. J. Conover, Practical Nonparametric Statistics, table of the binomial distribution, p = 1/2
+    assert median_interval(range(1, 7)) == (1, 6)
+    assert median_interval(range(1, 11)) == (2, 9)
+    assert median_interval(range(1, 21)) == (6, 15)
+    assert median_interval(range(1, 6)) is None

@@ -1,0 +1,177 @@
+"""The report as JSON, as text and as files."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_report import FINDING, REPORT
+
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
+from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
+from lightning_gpu_tools.reports.report import (
+    RankSpeed,
+    from_json,
+    load_report,
+    save_report,
+    slowest_rank,
+    to_json,
+)
+from lightning_gpu_tools.reports.text import render_text
+
+
+def test_what_is_written_is_read_again() -> None:
+    assert from_json(to_json(REPORT)) == REPORT
+
+
+def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
+    endless = replace(REPORT, diagnosis=replace(REPORT.diagnosis, findings=(replace(FINDING, ceiling=math.inf),)))
+    text = to_json(endless)
+    assert json.loads(text, parse_constant=pytest.fail)["diagnosis"]["findings"][0]["ceiling"] is None
+    assert from_json(text) == endless
+
+
+def test_the_text_says_verdict_why_and_next_and_closes_the_tree() -> None:
+    lines = render_text(REPORT).splitlines()
+    assert lines[0].startswith("Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms a step")
+    assert lines[1].startswith("Why:     Waiting for data takes 61 %")
+    assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
+    assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), 60.0 GiB of 140 GiB" in lines
+    assert "Where the 41.4 s went (100 % explained)" in lines
+    (cause,) = [line for line in lines if line.endswith("◀ cause")]
+    assert cause.startswith("├─ waiting for data")
+    assert "60.9 %" in cause
+    assert lines[-1].startswith("└─ unexplained")
+
+
+def test_a_field_of_a_later_version_is_passed_over() -> None:
+    data = json.loads(to_json(REPORT))
+    data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = 1
+    assert from_json(json.dumps(data)) == REPORT
+
+
+def test_a_full_report_survives_the_file() -> None:
+    full = replace(
+        REPORT,
+        spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}),),
+        ranks=(RankSpeed(rank=0, node=0, own_step_s=0.01), RankSpeed(rank=1, node=0, own_step_s=0.02)),
+        memory_growth=(MemoryGrowth(what="Memory", bytes_per_s=1e6, grown_bytes=1e9, left_s=None),),
+        step_s_blocks=(0.05, 0.051),
+        gpus=(replace(REPORT.gpus[0], errors=("Xid 79 (the GPU has fallen off the bus)",)),),
+    )
+    assert from_json(to_json(full)) == full
+
+
+def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
+    ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
+    assert slowest_rank(ranks) == (ranks[1], pytest.approx(0.02))
+    assert slowest_rank(ranks[:1]) is None
+    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
+    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work a step, 20 ms more than the median of 4 ranks."
+
+
+def test_growing_memory_errors_others_and_the_own_cost_are_told() -> None:
+    gpu = replace(
+        REPORT.gpus[0],
+        node=1,
+        errors=("Xid 31 (memory page fault)",),
+        others_memory_bytes_max=5 * 2**30,
+        energy_joules=720_000.0,
+        power_watts_mean=300.0,
+        throttled_percent=12.0,
+    )
+    growth = MemoryGrowth(what="The memory of the process (RSS)", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
+    text = " ".join(
+        render_text(replace(REPORT, gpus=(gpu,), memory_growth=(growth,), monitor_us_per_step=14.2)).split()
+    )
+    for words in (
+        "node 1 GPU 3 NVIDIA H200: 34 % busy",
+        "others use up to 5.00 GiB of it",
+        "300 W (0.2 kWh)",
+        "throttled 12 % of the time",
+        "ERRORS: Xid 31 (memory page fault)",
+        "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
+        "Measuring this added at least 14 us to a step.",
+    ):
+        assert words in text
+
+
+def test_samples_per_second_count_every_rank() -> None:
+    assert f"{64 * 2 / 0.051:.4g} samples/s" in render_text(REPORT)
+
+
+words = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"]), min_size=1, max_size=300)
+
+
+@given(
+    words,
+    words,
+    st.dictionaries(words.map(lambda name: f"callback/{name}"), st.floats(0, 1e6), max_size=20),
+    st.floats(1e-3, 1e6),
+)
+def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str, float], wall_s: float) -> None:
+    spaced = " ".join(why[i : i + 40] for i in range(0, len(why), 40))
+    report = replace(
+        REPORT,
+        wall_s=wall_s,
+        phase_s=phases,
+        diagnosis=replace(REPORT.diagnosis, why=spaced),
+        gpus=(replace(REPORT.gpus[0], name=name[:60]),),
+    )
+    assert max(map(len, render_text(report).splitlines())) <= 100
+
+
+def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
+    path = save_report(REPORT, tmp_path / "new" / "folder")
+    assert path == tmp_path / "new" / "folder" / "gpu_report.json"
+    assert load_report(path) == load_report(path.parent) == REPORT
+    assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not a report"),
+        ("[]", "is not a report"),
+        ("{}", "is not a report"),
+        ('{"schema_version": 1}', "is not a report"),
+        ('{"schema_version": 99}', "newer version"),
+        (to_json(REPORT)[:-40], "is not a report"),
+        (to_json(REPORT).replace('"steps"', '"stairs"'), "is not a report"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(content)
+    with pytest.raises(ReportError, match=message) as caught:
+        load_report(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_report_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="No report can be read") as caught:
+        load_report(tmp_path)
+    assert str(tmp_path / "gpu_report.json") in str(caught.value)
+
+
+def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(tmp_path: Path) -> None:
+    save_report(REPORT, tmp_path)
+    code = (
+        "import resource, sys\n"
+        "from lightning_gpu_tools.reports.report import load_report, save_report\n"
+        "report = load_report(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "save_report(report, sys.argv[1])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "OSError" in result.stderr
+    assert os.listdir(tmp_path) == ["gpu_report.json"]
+    assert load_report(tmp_path) == REPORT

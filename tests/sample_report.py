@@ -1,0 +1,42 @@
+"""A report with something in every part of it, for the tests that need one."""
+
+from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
+from lightning_gpu_tools.reports.report import GpuSummary, Report
+
+FINDING = Finding(
+    cause="data_loading",
+    share=0.61,
+    ceiling=1 / 0.39,
+    ceiling_lower=2.4,
+    evidence={"kind": "too_few_workers", "wait_ms_per_step": 31.0, "step_ms": 51.0},
+    advice="In the DataLoader set num_workers=6 (now 0).",
+)
+REPORT = Report(
+    outcome="stopped by KeyError at step 812",
+    started_at="2026-01-02T03:04:05+00:00",
+    steps=812,
+    wall_s=41.4,
+    phase_s={"data_loading": 25.2, "training_step": 15.0, "callback/EarlyStopping": 1.0, "unexplained": 0.2},
+    step_s_median=0.051,
+    diagnosis=Diagnosis(
+        verdict="low",
+        findings=(FINDING,),
+        why="Waiting for data takes 61 % of the wall time (31 of 51 ms a steady step).",
+        next_step="In the DataLoader set num_workers=6 (now 0). Up to 2.5 times as fast.",
+    ),
+    gpus=(
+        GpuSummary(
+            index=3,
+            uuid="GPU-1",
+            name="NVIDIA H200",
+            utilization_percent_mean=34.2,
+            utilization_percent_p5=0.0,
+            utilization_percent_p95=99.0,
+            memory_used_bytes_max=60 * 2**30,
+            memory_total_bytes=140 * 2**30,
+            timelines={"utilization_percent": [[0.5, 30.0], [1.5, 38.0]]},
+        ),
+    ),
+    samples_per_s=64 * 2 / 0.051,
+    settings={"batch_size": 64, "world_size": 2},
+)

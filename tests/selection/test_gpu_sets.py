@@ -1,0 +1,100 @@
+"""Which GPUs go together: links before nodes before memory, but never past a filter or a tier."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from lightning_gpu_tools.readings import GpuLink, GpuReading
+from lightning_gpu_tools.selection.gpu_sets import best_set
+from lightning_gpu_tools.selection.ranking import Candidate
+
+GIB = 2**30
+
+
+def candidates(*free_gib: float, busy: tuple[int, ...] = (), claimed: tuple[int, ...] = ()) -> list[Candidate]:
+    made = [
+        Candidate(
+            gpu=GpuReading(index=i, uuid=f"GPU-{i:02}", utilization_percent=50.0 if i in busy else 0.0),
+            effective_free_bytes=int(gib * GIB),
+            whole_claims=int(i in claimed),
+        )
+        for i, gib in enumerate(free_gib)
+    ]
+    return sorted(made, key=lambda one: one.order)
+
+
+def nvlinks(*pairs: tuple[int, int]) -> list[GpuLink]:
+    return [GpuLink(uuids=(f"GPU-{a:02}", f"GPU-{b:02}"), nvlink=True) for a, b in pairs]
+
+
+def nodes(*numbers: int | None) -> dict[str, int | None]:
+    return {f"GPU-{i:02}": number for i, number in enumerate(numbers)}
+
+
+def chosen(
+    made: list[Candidate], count: int, links: list[GpuLink], numa: dict[str, int | None], **kw: bool
+) -> list[int]:
+    return [one.gpu.index for one in best_set(made, count, links, numa, **{"memory_matters": False, **kw})]
+
+
+def test_without_links_and_nodes_memory_decides() -> None:
+    assert chosen(candidates(10, 30, 20), 2, [], {}) == [1, 2]
+
+
+def test_a_joined_pair_comes_before_a_freer_one_that_is_not() -> None:
+    assert chosen(candidates(40, 10, 39, 38), 2, nvlinks((0, 1), (2, 3)), {}) == [2, 3]
+
+
+def test_of_joined_pairs_the_freer_one() -> None:
+    assert chosen(candidates(40, 10, 39, 38), 2, nvlinks((0, 1), (1, 2), (1, 3)), {}) == [0, 1]
+
+
+def test_a_pair_on_one_node_comes_before_a_freer_one_that_is_not() -> None:
+    assert chosen(candidates(40, 30, 39, 38), 2, [], nodes(0, 0, 1, 1)) == [2, 3]
+
+
+def test_links_come_before_nodes() -> None:
+    assert chosen(candidates(40, 30, 39, 38), 2, nvlinks((0, 3)), nodes(0, 1, 1, 0)) == [0, 3]
+    assert chosen(candidates(40, 30, 39, 38), 2, nvlinks((0, 2)), nodes(0, 0, 1, 1)) == [0, 2]
+
+
+def test_unknown_nodes_are_not_the_same_node() -> None:
+    assert chosen(candidates(40, 39, 20, 19), 2, [], nodes(None, None, 1, 1)) == [2, 3]
+
+
+def test_of_four_the_most_joined() -> None:
+    ring = nvlinks((0, 1), (1, 2), (2, 3), (0, 3))
+    clique = nvlinks(*itertools.combinations((4, 5, 6, 7), 2))
+    assert chosen(candidates(40, 40, 40, 40, 20, 20, 20, 20), 4, [*ring, *clique], {}) == [7, 6, 5, 4]
+
+
+def test_a_busy_or_claimed_gpu_is_not_taken_for_its_link() -> None:
+    assert chosen(candidates(40, 30, 20, busy=(1,)), 2, nvlinks((0, 1)), {}) == [0, 2]
+    assert chosen(candidates(40, 30, 20, claimed=(1,)), 2, nvlinks((0, 1)), {}) == [0, 2]
+
+
+def test_the_busy_one_that_is_needed_is_the_joined_one() -> None:
+    assert chosen(candidates(40, 30, 20, busy=(1, 2)), 2, nvlinks((0, 2)), {}) == [0, 2]
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(36.0, [2, 3]), (35.9, [0, 1])], ids=["a-tenth-less", "more-than-that"])
+def test_without_a_stated_need_a_link_costs_a_tenth_of_the_memory_at_most(gib: float, expected: list[int]) -> None:
+    made = candidates(41, 40, gib, gib + 0.01)
+    assert sorted(chosen(made, 2, nvlinks((2, 3)), {}, memory_matters=True)) == expected
+
+
+def test_many_gpus_are_chosen_from_quickly() -> None:
+    made = candidates(*[40] * 16)
+    links = nvlinks(*itertools.combinations(range(8), 2))
+    started = time.process_time()
+    assert sorted(chosen(made, 8, links, nodes(*[0] * 8, *[1] * 8))) == list(range(8))
+    assert time.process_time() - started < 2
+
+
+def test_the_order_of_links_and_equal_candidates_changes_nothing() -> None:
+    links = nvlinks((0, 1), (2, 3), (1, 2))
+    made = candidates(40, 40, 40, 40)
+    assert {tuple(chosen(made, 2, list(some), {})) for some in itertools.permutations(links)} == {(3, 2)}

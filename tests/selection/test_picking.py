@@ -1,0 +1,478 @@
+"""Selecting over the fake driver: reading, ranking and claiming together, in this process and in many."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import UUID
+
+import pytest
+from fake_driver import Driver, gpu, link, mig, process
+
+from lightning_gpu_tools import (
+    CudaAlreadyInitializedError,
+    GpuReading,
+    GpuSelection,
+    LightningGpuToolsError,
+    NotEnoughGpusError,
+    NvmlUnavailableError,
+    list_gpus,
+    select_gpus,
+)
+from lightning_gpu_tools.selection.claims import open_ledger
+
+GIB = 2**30
+pytestmark = pytest.mark.usefixtures("claims_dir")
+
+
+def indices(selection: GpuSelection) -> list[int]:
+    return [reading.index for reading in selection.gpus]
+
+
+def uuids(driver: Driver, *wanted: int) -> list[str]:
+    return [driver.gpus[index].uuid for index in wanted]
+
+
+def test_the_freest_gpus_come_first_and_are_named_by_uuid(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free=f"{mib}MiB") for mib in (10362, 10058, 9990, 9990)]
+    selection = select_gpus(4)
+    assert indices(selection) == [0, 1, 3, 2]
+    assert list(selection.uuids) == uuids(driver, 0, 1, 3, 2)
+    assert selection.cuda_visible_devices == ",".join(uuids(driver, 0, 1, 3, 2))
+
+
+def test_each_selection_goes_to_the_gpu_with_the_fewest_claims(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB"), gpu(memory_free="70GiB", utilization=99)]
+    assert [indices(select_gpus()) for _ in range(4)] == [[0], [1], [2], [0]]
+
+
+def test_claimed_memory_is_not_given_twice(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
+    assert [indices(select_gpus(min_free="18GiB")) for _ in range(3)] == [[0], [1], [0]]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="18GiB")
+    assert caught.value.requested == 1
+    assert "4.00 GiB free (36.0 GiB more are claimed), asked for 18.0 GiB" in caught.value.rejected[0]
+    assert "12.0 GiB free (18.0 GiB more are claimed), asked for 18.0 GiB" in caught.value.rejected[1]
+
+
+def test_claimed_memory_that_its_holder_uses_by_now_counts_once(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="40GiB")]
+    select_gpus(min_free="30GiB")
+    with driver.change():
+        driver.gpus[0].processes = [process(pid=os.getpid(), memory="28GiB")]
+        driver.gpus[0].memory_free = "12GiB"
+    assert indices(select_gpus(min_free="10GiB")) == [0]
+
+
+def test_exclusive_is_refused_where_somebody_is_and_refuses_everybody_else(driver: Driver) -> None:
+    driver.gpus = [gpu(processes=[process(pid=4711)]), gpu(processes=None), gpu()]
+    selection = select_gpus(exclusive=True)
+    assert indices(selection) == [2]
+    with pytest.raises(NotEnoughGpusError, match="claimed exclusively"):
+        select_gpus(3)
+    selection.release()
+    assert indices(select_gpus(2, claim=False)) == [2, 1]
+
+
+def test_claims_of_others_count_without_a_claim_of_ones_own(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
+    assert indices(select_gpus(claim=False)) == [0]
+    assert not claims_dir.exists()
+    select_gpus()
+    assert indices(select_gpus(claim=False)) == [1]
+
+
+def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu(), gpu(lost=True), gpu()]
+    with pytest.raises(NotEnoughGpusError, match="Asked for 3 GPUs, but 2 of 3 visible qualify"):
+        select_gpus(3)
+    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+
+
+def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    with select_gpus(exclusive=True) as selection:
+        assert len(list(claims_dir.iterdir())) == 2
+    selection.release()
+    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+
+
+def test_an_unreadable_gpu_is_named_and_the_others_go_on(driver: Driver) -> None:
+    driver.gpus = [gpu(lost=True), gpu(memory_free="1GiB")]
+    assert indices(select_gpus()) == [1]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(2)
+    (reason,) = caught.value.rejected
+    assert reason.startswith("GPU 0 (")
+    assert "fallen off the bus" in reason
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [("0,3", [3, 0]), ("3", [3]), ("0,9,1", [0]), (None, [3, 2, 1, 0])],
+)
+def test_nothing_outside_cuda_visible_devices(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, mask: str | None, expected: list[int]
+) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert indices(select_gpus(len(expected))) == expected
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(len(expected) + 1)
+    hidden = [reason for reason in caught.value.rejected if f"outside CUDA_VISIBLE_DEVICES={mask!r}" in reason]
+    assert len(hidden) == (0 if mask is None else 4 - len(expected))
+
+
+def test_cuda_visible_devices_by_uuid_and_prefix(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{driver.gpus[1].uuid[:12]},{driver.gpus[2].uuid}")
+    assert indices(select_gpus(2)) == [2, 1]
+
+
+@pytest.mark.parametrize("mask", ["", "-1", "0,0", "NoDevFiles"])
+def test_a_mask_that_hides_everything(driver: Driver, monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    driver.gpus = [gpu(), gpu()]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    with pytest.raises(NotEnoughGpusError, match="none of 0 visible"):
+        select_gpus()
+
+
+def test_one_mig_instance_can_be_had_and_not_two(driver: Driver) -> None:
+    driver.gpus = [gpu(mig=[mig(memory_free="4GiB"), mig(memory_free="9GiB")])]
+    selection = select_gpus(min_free="5GiB")
+    assert selection.uuids == (driver.gpus[0].mig[1].uuid,)
+    with pytest.raises(NotEnoughGpusError, match="CUDA shows a process only one MIG instance"):
+        select_gpus(2)
+
+
+def test_a_gpu_with_the_hosts_memory_can_be_had(driver: Driver) -> None:
+    driver.gpus = [gpu(name="NVIDIA GB10", memory_total=None)]
+    assert select_gpus(min_free="1MiB").gpus[0].memory_free_bytes
+
+
+def test_a_gpu_that_hides_its_memory_passes_no_limit(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_total=None), gpu(memory_free="1GiB", utilization=95)]
+    assert indices(select_gpus(2, claim=False)) == [1, 0]
+    assert indices(select_gpus(min_free=1, claim=False)) == [1]
+
+
+def test_a_model_too_big_for_one_gpu_is_told_how_many_would_do(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="79GiB"), gpu(memory_free="78GiB"), gpu(memory_free="40GiB")]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="150GiB")
+    message = str(caught.value)
+    assert "No single GPU has 150 GiB free, but 2 together do (79.0 GiB, 78.0 GiB)" in message
+    assert "FSDP" in message
+    assert "ModelParallelStrategy" in message
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="200GiB")
+    assert "ModelParallelStrategy" not in str(caught.value)
+
+
+def test_without_a_driver_the_message_says_what_to_do(driver: Driver) -> None:
+    with driver.change():
+        driver.library_missing = True
+    with pytest.raises(NvmlUnavailableError, match="Is the driver installed"):
+        select_gpus()
+    with pytest.raises(NvmlUnavailableError, match="Is the driver installed"):
+        list_gpus()
+
+
+def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
+    driver.gpus = []
+    assert list_gpus() == []
+    with pytest.raises(NotEnoughGpusError, match="the NVIDIA driver lists none"):
+        select_gpus()
+
+
+def test_list_gpus_ignores_the_mask(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpus = [gpu(), gpu(lost=True)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    readings = list_gpus()
+    assert [type(reading) for reading in readings] == [GpuReading, GpuReading]
+    assert readings[0].error is None
+    assert readings[1].error is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"count": 0}, "count must be an integer of at least 1, got 0"),
+        ({"count": -1}, "count must be an integer of at least 1, got -1"),
+        ({"min_free": "8 bananas"}, "min_free must be a number of bytes or a size like \"8GiB\".*got '8 bananas'"),
+        ({"min_free": -1}, "min_free must be .*got -1"),
+        ({"max_utilization": 101}, "max_utilization must be a percentage between 0 and 100, got 101"),
+        ({"wait": "soon"}, "wait must be .*got 'soon'"),
+    ],
+)
+def test_wrong_arguments_are_quoted_before_the_driver_is_asked(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        select_gpus(**arguments)  # type: ignore[arg-type]
+
+
+def test_apply_shows_this_process_and_its_children_the_gpus(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="20GiB"), gpu(memory_free="30GiB")]
+    selection = select_gpus(2, exclusive=True)
+    selection.apply()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == selection.cuda_visible_devices
+    # The job's own claim does not stand in its way, neither here nor in a child.
+    assert indices(select_gpus(claim=False)) == [2]
+    child = "from lightning_gpu_tools import select_gpus; print(*select_gpus(2).uuids)"
+    output = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+    assert output.split() == uuids(driver, 2, 1)
+
+
+def test_apply_after_cuda_has_started_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpus = [gpu()]
+    selection = select_gpus()
+    started = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", started)  # type: ignore[arg-type]
+    with pytest.raises(CudaAlreadyInitializedError, match="Pick the GPUs before"):
+        selection.apply()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection.cuda_visible_devices)
+    selection.apply()  # nothing to change
+
+
+def test_the_sentence_after_a_selection_says_what_and_why(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="71.3GiB"), gpu(memory_free="80GiB", utilization=60)]
+    reason = select_gpus().reason
+    assert f"GPU 0 ({driver.gpus[0].uuid[:12]}…) with 71.3 GiB free, 0 % busy" in reason
+    assert "the most free memory, out of 2 visible" in reason
+
+
+EXCLUSIVE_OR_WHY = """
+import sys
+from lightning_gpu_tools import NotEnoughGpusError, select_gpus
+try:
+    print(*select_gpus(exclusive=True).uuids, flush=True)
+except NotEnoughGpusError as error:
+    assert len(error.rejected) == 8 and "claimed exclusively by" in error.rejected[0]
+    print("refused", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_forty_processes_at_once_never_share_an_exclusive_gpu(driver: Driver) -> None:
+    driver.gpus = [gpu() for _ in range(8)]
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", EXCLUSIVE_OR_WHY], stdin=-1, stdout=-1, text=True) for _ in range(40)
+    ]
+    answers = Counter(job.stdout.readline().strip() for job in jobs if job.stdout)
+    for job in jobs:
+        job.kill()
+        job.communicate()
+    assert answers == {"refused": 32, **dict.fromkeys(uuids(driver, *range(8)), 1)}
+
+
+def test_the_most_is_had_without_waiting(driver: Driver) -> None:
+    driver.gpus = [gpu()]
+    started = time.monotonic()
+    select_gpus(wait="10m")
+    assert time.monotonic() - started < 5
+
+
+def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.gpus = [gpu()]
+    first = select_gpus(exclusive=True)
+    timer = threading.Timer(1.5, first.release)
+    timer.start()
+    driver.forget_calls()
+    assert indices(select_gpus(exclusive=True, wait=60)) == [0]
+    timer.join()
+    assert "Waiting for up to 60 s. Asked for 1 GPU, but none of 1 visible qualify" in caplog.text
+    assert f"claimed exclusively by {first_user()} (pid {os.getpid()})" in caplog.text
+    # One session for all the looks: what does not change is asked once.
+    assert [call.function for call in driver.calls()].count("nvmlDeviceGetUUID") == 1
+
+
+def first_user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def test_waiting_in_vain_ends_with_the_last_reasons_and_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu(utilization=95)]
+    with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95 % busy, asked for at most 5 %"):
+        select_gpus(max_utilization=5, wait=1.2)
+    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+
+
+def test_what_can_never_be_is_not_waited_for(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_total="80GiB")]
+    started = time.monotonic()
+    with pytest.raises(NotEnoughGpusError, match="Waiting cannot help"):
+        select_gpus(min_free="100GiB", wait="1h")
+    assert time.monotonic() - started < 10
+
+
+WAIT = """
+import sys
+from lightning_gpu_tools import select_gpus
+with select_gpus(exclusive=True, wait=60):
+    print(sys.argv[1], flush=True)
+"""
+
+
+def test_those_who_wait_are_served_in_the_order_in_which_they_came(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    waiting = []
+    for name in "abc":
+        waiting.append(subprocess.Popen([sys.executable, "-c", WAIT, name], stdout=-1, stderr=-1, text=True))
+        wait_until(lambda: len(list(claims_dir.glob("*.waiter"))) == len(waiting))
+    finished: list[str] = []
+    readers = [threading.Thread(target=lambda job=job: finished.append(job.communicate()[0])) for job in waiting]
+    for reader in readers:
+        reader.start()
+    mine.release()
+    for reader in readers:
+        reader.join()
+    assert "".join(finished).split() == ["a", "b", "c"]
+
+
+def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        with open_ledger(claims_dir):  # so that it is not stopped while it has the ledger
+            job.send_signal(signal.SIGSTOP)
+        mine.release()
+        with pytest.raises(NotEnoughGpusError, match=rf"kept for .* \(pid {job.pid}\), who has waited longer"):
+            select_gpus(wait=0.1)
+        assert indices(select_gpus(min_free="1GiB", claim=False)) == [0]  # who does not wait is not in the queue
+        job.send_signal(signal.SIGCONT)
+        assert job.communicate()[0] == "a\n"
+
+
+def test_ctrl_c_while_waiting_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        job.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in job.communicate()[1]
+    assert not list(claims_dir.glob("*.waiter"))
+    mine.release()
+
+
+def test_a_killed_waiter_holds_nobody_up(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        job.kill()
+    mine.release()
+    assert indices(select_gpus(exclusive=True, wait=30)) == [0]
+
+
+def wait_until(condition: object) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen within a minute"
+        time.sleep(0.02)
+
+
+def test_selecting_loads_neither_torch_nor_lightning(driver: Driver) -> None:
+    driver.gpus = [gpu()]
+    code = "import sys, lightning_gpu_tools as t; t.select_gpus(); print(json.dumps(sorted(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", "import json;" + code], capture_output=True, text=True, check=True)
+    assert not {"torch", "lightning", "rich"} & set(json.loads(output.stdout))
+
+
+def test_errors_of_a_selection_can_be_passed_between_processes(driver: Driver) -> None:
+    driver.gpus = [gpu(lost=True)]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.requested, copy.rejected) == (str(caught.value), 1, caught.value.rejected)
+
+
+def test_importing_the_package_asks_no_driver(driver: Driver) -> None:
+    code = "import sys, lightning_gpu_tools.selection.picking; print('pynvml' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert driver.calls() == []
+
+
+def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
+    """torch.cuda.is_available() can start CUDA without torch noting it; the library itself knows."""
+    source = tmp_path / "cuda.c"
+    source.write_text(
+        "static int on; int cuInit(int f) { on = 1; return 0; }"
+        "int cuDeviceGetCount(int *n) { *n = 1; return on ? 0 : 3; }"
+    )
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    code = f"""
+import ctypes
+from lightning_gpu_tools.selection.cuda import is_initialized
+print(is_initialized())
+cuda = ctypes.CDLL({str(library)!r})
+print(is_initialized())
+cuda.cuInit(0)
+print(is_initialized())
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["False", "False", "True"]
+
+
+def test_numbers_on_different_products_follow_cudas_own_order(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [gpu(name="Tesla K80"), gpu(name="NVIDIA H200"), gpu(name="NVIDIA T400")]
+    fastest_first = [driver.gpus[index].uuid for index in (1, 0, 2)]
+    rows = ",".join("{" + ",".join(f"0x{b:02x}" for b in UUID(name[4:]).bytes) + "}" for name in fastest_first)
+    source = tmp_path / "cuda.c"
+    source.write_text(f"""
+#include <string.h>
+static unsigned char uuids[3][16] = {{{rows}}};
+int cuInit(int flags) {{ return 0; }}
+int cuDeviceGetCount(int *count) {{ *count = 3; return 0; }}
+int cuDeviceGet(int *device, int ordinal) {{ *device = ordinal; return 0; }}
+int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); return 0; }}
+""")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    with pytest.raises(LightningGpuToolsError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs"):
+        select_gpus(2)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert indices(select_gpus(2)) == [2, 1]
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert indices(select_gpus(2)) == [0, 2]
+
+
+def test_gpus_joined_by_nvlink_are_preferred_among_those_that_pass(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (40, 10, 39, 38)]
+    with driver.change():
+        driver.links = [link(0, 1, nvlink=True), link(2, 3, nvlink=True)]
+    assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [2, 3]
+    assert indices(select_gpus(2, min_free="39GiB", claim=False)) == [0, 2]
+    with driver.change():
+        driver.gpus[2].utilization = 90
+    assert indices(select_gpus(2, claim=False)) == [0, 3]
+
+
+def test_gpus_on_one_numa_node_are_preferred_among_those_that_pass(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (39.5, 1), (39, 0), (10, 1))]
+    assert indices(select_gpus(2, claim=False)) == [0, 2]
+
+
+def test_how_gpus_are_joined_is_only_asked_where_there_is_a_choice(driver: Driver) -> None:
+    driver.gpus = [gpu(), gpu()]
+    select_gpus(2)
+    select_gpus(1)
+    assert not [call for call in driver.calls() if "P2P" in call.function or "Topology" in call.function]

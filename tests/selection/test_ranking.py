@@ -1,0 +1,267 @@
+"""Ranking is a function of readings, claims and requirements; every law of the contract is stated here."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
+from lightning_gpu_tools.selection.ranking import Ranking, Requirements, attainable, effective_free_bytes, rank_gpus
+
+GIB = 2**30
+MIB = 2**20
+
+
+def gpu(index: int, free: int | None = 40 * GIB, utilization: float | None = 0.0, **fields: Any) -> GpuReading:
+    fields = {"uuid": f"GPU-{index}", "memory_total_bytes": 80 * GIB, "processes": (), **fields}
+    return GpuReading(index=index, memory_free_bytes=free, utilization_percent=utilization, **fields)
+
+
+def claim(*uuids: str, kind: Any = "whole", memory: int | None = None, **fields: Any) -> GpuClaim:
+    fields = {"job": "j", "pid": 4182, "user": "alice", "hostname": "node7", "since_s": 0.0, **fields}
+    return GpuClaim(uuids=uuids, kind=kind, memory_bytes=memory, **fields)
+
+
+def order(ranking: Ranking) -> list[int]:
+    return [candidate.gpu.index for candidate in ranking.candidates]
+
+
+def rank(gpus: list[GpuReading], claims: tuple[GpuClaim, ...] = (), **requirements: Any) -> Ranking:
+    return rank_gpus(gpus, claims, Requirements(**requirements))
+
+
+def reasons(ranking: Ranking) -> str:
+    return "\n".join(map(str, ranking.rejections))
+
+
+def test_idle_gpus_rank_by_free_memory_and_ties_go_to_the_higher_index() -> None:
+    free_mib = [10362, 10058, 9990, 9990]
+    assert order(rank([gpu(i, free=mib * MIB) for i, mib in enumerate(free_mib)])) == [0, 1, 3, 2]
+
+
+def test_idle_ranks_before_busy_with_more_memory() -> None:
+    assert order(rank([gpu(0, free=70 * GIB, utilization=99), gpu(1, free=5 * GIB, utilization=3)])) == [1, 0]
+
+
+def test_a_percent_of_noise_does_not_outweigh_memory() -> None:
+    assert order(rank([gpu(0, free=20 * GIB, utilization=0), gpu(1, free=40 * GIB, utilization=4)])) == [1, 0]
+
+
+@pytest.mark.parametrize(("utilization", "expected"), [(9.9, [0, 1]), (10.0, [1, 0])], ids=["below", "at-the-border"])
+def test_a_gpu_is_busy_from_ten_percent_on(utilization: float, expected: list[int]) -> None:
+    assert order(rank([gpu(0, free=50 * GIB, utilization=utilization), gpu(1, free=40 * GIB)])) == expected
+
+
+def test_a_gpu_that_hides_its_utilization_ranks_after_a_busy_one() -> None:
+    assert order(rank([gpu(0, free=70 * GIB, utilization=None), gpu(1, free=GIB, utilization=99)])) == [1, 0]
+
+
+def test_a_gpu_that_hides_its_memory_ranks_last() -> None:
+    claims = (claim("GPU-1"),)
+    assert order(rank([gpu(0, free=None), gpu(1, free=GIB, utilization=99)], claims)) == [1, 0]
+
+
+def test_a_claimed_gpu_ranks_last_but_is_not_refused() -> None:
+    gpus = [gpu(0, free=70 * GIB), gpu(1, free=5 * GIB, utilization=80)]
+    assert order(rank(gpus, (claim("GPU-0"),))) == [1, 0]
+
+
+def test_jobs_spread_over_claimed_gpus() -> None:
+    gpus = [gpu(0, free=70 * GIB), gpu(1, free=5 * GIB)]
+    assert order(rank(gpus, (claim("GPU-0"), claim("GPU-0"), claim("GPU-1")))) == [1, 0]
+
+
+def test_claimed_memory_that_is_not_used_yet_is_not_free() -> None:
+    ranking = rank([gpu(0, free=40 * GIB)], (claim("GPU-0", kind="memory", memory=30 * GIB),), min_free_bytes=16 * GIB)
+    assert reasons(ranking) == "GPU 0 (GPU-0): 10.0 GiB free (30.0 GiB more are claimed), asked for 16.0 GiB"
+
+
+def test_claimed_memory_that_is_used_already_does_not_count_twice() -> None:
+    reading = gpu(0, free=40 * GIB, processes=(GpuProcess(pid=11, memory_used_bytes=20 * GIB), GpuProcess(pid=12)))
+    holder = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({11, 12}))
+    assert effective_free_bytes(reading, [holder]) == 30 * GIB
+    stranger = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({99}))
+    assert effective_free_bytes(reading, [stranger]) == 10 * GIB
+
+
+def test_a_job_that_uses_more_than_it_claimed_gives_nothing_back() -> None:
+    reading = gpu(0, free=10 * GIB, processes=(GpuProcess(pid=11, memory_used_bytes=50 * GIB),))
+    holder = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({11}))
+    assert effective_free_bytes(reading, [holder]) == 10 * GIB
+
+
+@pytest.mark.parametrize(("missing", "passes"), [(0, True), (1, False)], ids=["exact", "one-byte-short"])
+def test_min_free_is_a_limit_to_the_byte(missing: int, passes: bool) -> None:
+    assert bool(rank([gpu(0, free=8 * GIB - missing)], min_free_bytes=8 * GIB).candidates) is passes
+
+
+@pytest.mark.parametrize(("utilization", "passes"), [(50.0, True), (50.1, False), (None, False)])
+def test_max_utilization_is_a_limit_that_unknown_does_not_pass(utilization: float | None, passes: bool) -> None:
+    assert bool(rank([gpu(0, utilization=utilization)], max_utilization_percent=50).candidates) is passes
+
+
+MIG = {"uuid": "MIG-abc", "mig_gpu_instance_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("reading", "requirements", "words"),
+    [
+        (gpu(2, free=4 * GIB), {"min_free_bytes": 8 * GIB}, "4.00 GiB free, asked for 8.00 GiB"),
+        (gpu(2, free=None), {"min_free_bytes": 8 * GIB}, "does not report its free memory"),
+        (gpu(2, utilization=97.4), {"max_utilization_percent": 20}, "97 % busy, asked for at most 20 %"),
+        (gpu(2, utilization=None), {"max_utilization_percent": 20}, "does not report its utilization"),
+        (gpu(2, error="has fallen off the bus: reboot"), {}, "has fallen off the bus: reboot"),
+        (gpu(2, uuid=None), {}, "does not tell its UUID"),
+        (gpu(2, mig_mode=True), {}, "is in MIG mode but has no instance"),
+        (gpu(2, **MIG), {"count": 2}, "only one MIG instance, so it cannot be one of 2"),
+        (gpu(2, compute_mode="prohibited"), {}, "PROHIBITED"),
+        (gpu(2, compute_mode="exclusive_process", processes=(GpuProcess(pid=7),)), {}, "in use by pid 7"),
+        (gpu(2, compute_mode="exclusive_process", processes=None), {}, "in use by processes that cannot be read"),
+        (gpu(2, processes=None), {"exclusive": True}, "its processes cannot be read"),
+        (
+            gpu(2, processes=(GpuProcess(pid=7, name="python", user="bob"), GpuProcess(pid=8))),
+            {"exclusive": True},
+            "in use by python of bob (pid 7) and 1 more",
+        ),
+        (gpu(2, utilization=97.0), {"exclusive": True}, "97 % busy although no process is visible"),
+    ],
+)
+def test_every_rejection_says_why_in_numbers(reading: GpuReading, requirements: dict[str, Any], words: str) -> None:
+    ranking = rank([reading], **requirements)
+    assert not ranking.candidates
+    assert words in reasons(ranking)
+    assert "GPU 2 (" in reasons(ranking)
+
+
+def test_a_rejection_gives_all_reasons_at_once() -> None:
+    text = reasons(rank([gpu(0, free=GIB, utilization=90)], min_free_bytes=2 * GIB, max_utilization_percent=50))
+    assert "1.00 GiB free" in text
+    assert "90 % busy" in text
+
+
+@pytest.mark.parametrize("kind", ["memory", "whole", "exclusive"])
+def test_exclusive_needs_a_gpu_that_nobody_claims(kind: Any) -> None:
+    reading = gpu(0)
+    assert rank([reading], exclusive=True).candidates
+    assert "alice (pid 4182)" in reasons(rank([reading], (claim("GPU-0", kind=kind, memory=1),), exclusive=True))
+
+
+def test_nobody_gets_a_gpu_that_is_claimed_exclusively() -> None:
+    ranking = rank([gpu(0)], (claim("GPU-0", kind="exclusive"),))
+    assert reasons(ranking) == "GPU 0 (GPU-0): claimed exclusively by alice (pid 4182)"
+
+
+def test_a_desktop_on_a_gpu_does_not_stand_in_the_way_of_exclusive() -> None:
+    assert rank([gpu(0, processes=(GpuProcess(pid=7, graphics_only=True),))], exclusive=True).candidates
+
+
+def test_what_someone_waits_for_is_kept_for_them() -> None:
+    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol", since_s=0.0)
+    ranking = rank_gpus([gpu(0), gpu(1)], (), Requirements(), ahead=[waiter])
+    assert order(ranking) == [1]
+    assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
+
+
+def test_what_would_do_once_others_have_left() -> None:
+    full = gpu(0, free=0, utilization=99, processes=(GpuProcess(pid=7),), compute_mode="exclusive_process")
+    lost, small, silent = gpu(1, error="lost"), gpu(2, memory_total_bytes=4 * GIB), gpu(3, utilization=None)
+    asked = Requirements(min_free_bytes=8 * GIB, max_utilization_percent=5, exclusive=True)
+    assert attainable([full, lost, small, silent], asked) == ("GPU-0",)
+
+
+def test_the_own_process_does_not_stand_in_the_way_of_exclusive() -> None:
+    reading = gpu(0, processes=(GpuProcess(pid=7),))
+    assert rank_gpus([reading], (), Requirements(exclusive=True), own_process_ids={7}).candidates
+
+
+def test_an_unused_gpu_in_exclusive_compute_mode_can_be_used() -> None:
+    assert order(rank([gpu(0, compute_mode="exclusive_process")])) == [0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("count", 0),
+        ("count", -1),
+        ("count", 1.5),
+        ("count", True),
+        ("max_utilization_percent", -1),
+        ("max_utilization_percent", 101),
+        ("max_utilization_percent", float("nan")),
+        ("max_utilization_percent", "50"),
+        ("exclusive", "yes"),
+    ],
+)
+def test_an_impossible_requirement_is_refused_with_its_value(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"got {value!r}"):
+        Requirements(**{field: value})  # type: ignore[arg-type]
+
+
+sizes = st.none() | st.integers(0, 80).map(lambda gib: gib * GIB)
+percents = st.none() | st.floats(0, 100)
+processes = st.none() | st.lists(st.builds(GpuProcess, pid=st.integers(1, 5)), max_size=2).map(tuple)
+machines = st.lists(st.tuples(sizes, percents, processes), min_size=1, max_size=4).map(
+    lambda rows: [gpu(i, free, percent, processes=some) for i, (free, percent, some) in enumerate(rows)]
+)
+claim_lists = st.lists(
+    st.builds(
+        lambda index, kind, gib: claim(f"GPU-{index}", kind=kind, memory=gib * GIB if kind == "memory" else None),
+        st.integers(0, 3),
+        st.sampled_from(["memory", "whole", "exclusive"]),
+        st.integers(0, 80),
+    ),
+    max_size=4,
+).map(tuple)
+requirements = st.builds(
+    Requirements,
+    min_free_bytes=st.none() | st.integers(0, 80).map(lambda gib: gib * GIB),
+    max_utilization_percent=st.none() | st.floats(0, 100),
+    exclusive=st.booleans(),
+)
+
+
+@given(machines, claim_lists, requirements)
+def test_law_the_order_of_the_readings_and_claims_changes_nothing(
+    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Requirements
+) -> None:
+    expected = rank_gpus(gpus, claims, asked).candidates
+    for shuffled in itertools.permutations(gpus):
+        assert rank_gpus(shuffled, claims[::-1], asked).candidates == expected
+
+
+@given(machines, claim_lists, requirements)
+def test_law_one_more_gpu_never_worsens_the_best(
+    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Requirements
+) -> None:
+    fewer = rank_gpus(gpus[:-1], claims, asked).candidates
+    more = rank_gpus(gpus, claims, asked).candidates
+    if fewer:
+        assert more[0].order <= fewer[0].order
+
+
+@given(machines, claim_lists, requirements)
+def test_law_nothing_outside_the_filters_and_nothing_lost(
+    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Requirements
+) -> None:
+    ranking = rank_gpus(gpus, claims, asked)
+    for candidate in ranking.candidates:
+        free = candidate.effective_free_bytes
+        percent = candidate.gpu.utilization_percent
+        assert asked.min_free_bytes is None or (free is not None and free >= asked.min_free_bytes)
+        assert asked.max_utilization_percent is None or (
+            percent is not None and percent <= asked.max_utilization_percent
+        )
+        assert not any(claim.kind == "exclusive" and candidate.gpu.uuid in claim.uuids for claim in claims)
+        assert not asked.exclusive or candidate.gpu.processes == ()
+    assert sorted(order(ranking) + [rejection.gpu.index for rejection in ranking.rejections]) == list(range(len(gpus)))
+
+
+@given(machines)
+def test_law_unknown_never_ranks_first_beside_known(gpus: list[GpuReading]) -> None:
+    best = rank(gpus).candidates[0].gpu
+    known = [g for g in gpus if g.memory_free_bytes is not None and g.utilization_percent is not None]
+    assert not known or best in known

@@ -1,0 +1,109 @@
+"""CUDA's rules for CUDA_VISIBLE_DEVICES; the table is what PyTorch's parser does with four GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_gpu_tools.readings import GpuReading
+from lightning_gpu_tools.selection.visibility import parse_visible_devices, visible_gpus
+
+
+def machine(*uuids: str, names: tuple[str, ...] = ()) -> list[GpuReading]:
+    return [GpuReading(index=i, uuid=uuid, name=names[i] if names else "A100") for i, uuid in enumerate(uuids)]
+
+
+FOUR = machine("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444")
+
+
+def never_asked() -> list[str]:
+    raise AssertionError("CUDA's own order plays no role here")
+
+
+@pytest.mark.parametrize(
+    ("value", "indices"),
+    [
+        pytest.param(None, [0, 1, 2, 3], id="unset"),
+        pytest.param("", [], id="empty"),
+        pytest.param("-1", [], id="minus-one"),
+        pytest.param("0,2,-1,1", [0, 2], id="negative-truncates"),
+        pytest.param("3,1", [3, 1], id="order-of-the-list"),
+        pytest.param("0,0", [], id="duplicate"),
+        pytest.param("1,01", [], id="duplicate-in-other-writing"),
+        pytest.param("0,9,1", [0], id="out-of-range-truncates"),
+        pytest.param("9", [], id="out-of-range"),
+        pytest.param(" 1 , 2", [1, 2], id="blanks-around-numbers"),
+        pytest.param("1gpu2,2ampere", [1, 2], id="text-after-numbers"),
+        pytest.param("+1", [1], id="sign"),
+        pytest.param("0-2", [0], id="no-ranges"),
+        pytest.param("abc", [], id="not-a-number"),
+        pytest.param("NoDevFiles", [], id="slurm-without-gpu"),
+        pytest.param(",0", [], id="empty-entry-truncates"),
+        pytest.param("GPU-bbbb3333", [2], id="uuid"),
+        pytest.param("GPU-b", [2], id="unique-prefix"),
+        pytest.param("GPU-aaaa", [], id="ambiguous-prefix"),
+        pytest.param("GPU-b,GPU-aaaa,GPU-c", [2], id="ambiguous-prefix-truncates"),
+        pytest.param("GPU-c,GPU-aaaa1", [3, 0], id="prefixes-in-order"),
+        pytest.param("GPU-b,GPU-bbbb", [], id="duplicate-by-prefix"),
+        pytest.param("GPU-b, GPU-c", [2], id="blank-before-uuid-truncates"),
+        pytest.param("GPU-b,0", [2], id="number-after-uuid-truncates"),
+        pytest.param("0,GPU-b", [0], id="uuid-after-number-truncates"),
+        pytest.param("gpu-bbbb3333", [], id="lower-case"),
+        pytest.param("GPU-BBBB3333", [], id="upper-case-digits"),
+        pytest.param("GPU-zzzz", [], id="unknown-uuid"),
+        pytest.param("MIG-GPU-aaaa1111/1/0", [], id="mig-name-without-mig"),
+    ],
+)
+def test_a_list_shows_what_cuda_shows(value: str | None, indices: list[int]) -> None:
+    assert [gpu.index for gpu in visible_gpus(FOUR, value, None, never_asked)] == indices
+
+
+def test_numbers_on_different_products_follow_cudas_own_order() -> None:
+    mixed = machine("GPU-old", "GPU-fast", "GPU-slow", names=("K80", "H100", "T400"))
+    seen = visible_gpus(mixed, "0,2", None, lambda: ["GPU-fast", "GPU-old", "GPU-slow"])
+    assert [gpu.uuid for gpu in seen] == ["GPU-fast", "GPU-slow"]
+
+
+@pytest.mark.parametrize(("value", "order"), [("0,2", "PCI_BUS_ID"), ("GPU-old,GPU-slow", None)])
+def test_cudas_own_order_is_not_asked_where_it_plays_no_role(value: str, order: str | None) -> None:
+    mixed = machine("GPU-old", "GPU-fast", "GPU-slow", names=("K80", "H100", "T400"))
+    assert [gpu.uuid for gpu in visible_gpus(mixed, value, order, never_asked)] == ["GPU-old", "GPU-slow"]
+
+
+def divided() -> list[GpuReading]:
+    instances = tuple(
+        GpuReading(index=0, uuid=uuid, mig_gpu_instance_id=gi, mig_compute_instance_id=0)
+        for uuid, gi in (("MIG-1111", 7), ("MIG-2222", 8))
+    )
+    return [
+        GpuReading(index=0, uuid="GPU-parent", name="A100", mig_mode=True, mig_instances=instances),
+        GpuReading(index=1, uuid="GPU-whole", name="A100"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "uuids"),
+    [
+        (None, ["MIG-1111", "MIG-2222", "GPU-whole"]),
+        ("0", ["MIG-1111", "MIG-2222"]),
+        ("GPU-parent", ["MIG-1111", "MIG-2222"]),
+        ("MIG-2", ["MIG-2222"]),
+        ("MIG-2222,MIG-1111", ["MIG-2222", "MIG-1111"]),
+        ("MIG-GPU-parent/8/0", ["MIG-2222"]),
+        ("MIG-GPU-parent/9/0", []),
+        ("MIG-2222,GPU-whole", ["MIG-2222"]),
+        ("1,0", ["GPU-whole", "MIG-1111", "MIG-2222"]),
+    ],
+)
+def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, uuids: list[str]) -> None:
+    assert [gpu.uuid for gpu in visible_gpus(divided(), value, None, never_asked)] == uuids
+
+
+def test_the_name_an_old_driver_gives_an_instance_is_its_uuid() -> None:
+    old = GpuReading(index=0, uuid="MIG-GPU-parent/7/0")
+    parent = GpuReading(index=0, uuid="GPU-parent", mig_mode=True, mig_instances=(old,))
+    assert visible_gpus([parent], "MIG-GPU-parent/7/0", None, never_asked) == (old,)
+
+
+def test_parsing_stops_at_the_first_entry_that_names_nothing() -> None:
+    assert parse_visible_devices("2,x,1") == (2,)
+    assert parse_visible_devices("MIG-a,GPU-b") == ("MIG-a",)
