@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
 MANIFEST = "lightning_gpu_tools"
@@ -51,6 +53,12 @@ def describe_content(content: Any) -> str:
         names = [str(name) for name in content]
         return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
     return f"a {type(content).__name__}"
+
+
+def name_file(error: CheckpointError, path: object, model_class: type) -> None:
+    """Begin the message of an error about keys with the file and, where it does not fit, with the model."""
+    where = f"{path} does not fit {model_class.__name__}." if isinstance(error, CheckpointMismatchError) else f"{path}:"
+    error.args = (f"{where} {error.args[0]}", *error.args[1:])
 
 
 def _nested_state_dicts(

@@ -22,6 +22,7 @@ from lightning_gpu_tools.checkpoint_content import (
     MODEL_STATES,
     describe_content,
     is_lightning_checkpoint,
+    name_file,
 )
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -197,7 +198,7 @@ class PortableCheckpointIO(CheckpointIO):
         except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
             if _may_still_change(model):
                 return checkpoint
-            error.args = (f"{path} does not fit {type(model).__name__}. {error.args[0]}", *error.args[1:])
+            name_file(error, path, type(model))
             raise
         if not (plan.changes_names or plan.tied or plan.kept):
             return checkpoint

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoint_content import describe_content
+from lightning_gpu_tools.checkpoint_content import describe_content, name_file
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -24,7 +24,13 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.key_groups import list_groups
 from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, plan_renaming
 from lightning_gpu_tools.model_keys import read_model
-from lightning_gpu_tools.state_dicts import find_state_dicts, own_what_modules_keep, same_tensors, shapes_of
+from lightning_gpu_tools.state_dicts import (
+    find_state_dicts,
+    own_all_but_weights,
+    own_what_modules_keep,
+    same_tensors,
+    shapes_of,
+)
 from lightning_gpu_tools.torch_checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ class LoadReport:
         loaded: Model keys that got their weight from the file.
         renamed: Checkpoint key -> model key, where the two differ.
         root: The attribute that was dropped (``"model."``) or added; ``""`` if none.
+        kept: Counters of wrappers and of batch normalisation that the file does not have; the model's own stay.
         missing: Model keys that kept their own values because the file has none; empty if ``strict``.
         unexpected: Checkpoint keys without a place in the model; empty if ``strict``.
         mismatched: (checkpoint key, its shape, shape in the model); empty if ``strict``.
@@ -55,6 +62,7 @@ class LoadReport:
     loaded: tuple[str, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)
     root: str = ""
+    kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None], ...] = ()
@@ -97,7 +105,7 @@ def load_weights(
     Example:
         >>> report = load_weights(net, "last.ckpt")  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
-        last.ckpt: loaded 161 weights, removed "module." from 161 keys
+        last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
     content = read_checkpoint(path, weights_only=weights_only)
     with _naming(path, type(model)):
@@ -111,7 +119,7 @@ def _naming(path: str | os.PathLike[str], model_class: type) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        error.args = (f"{path} does not fit {model_class.__name__}. {error.args[0]}", *error.args[1:])
+        name_file(error, path, model_class)
         raise
 
 
@@ -120,7 +128,7 @@ def _choose(
 ) -> tuple[str, Mapping[str, Any], RenamePlan]:
     entries = find_state_dicts(content)
     if not entries:
-        raise BrokenCheckpointError(f"It holds no weights but {describe_content(content)}.")
+        raise BrokenCheckpointError(f"it holds no weights but {describe_content(content)}.")
     named = [entry for entry in entries if root and f"{root.rstrip('.')}.".startswith(f"{entry}.")]
     if named:
         entry = max(named, key=len)
@@ -189,9 +197,8 @@ def _report(path: str, entry: str, plan: RenamePlan) -> LoadReport:
         words.append(plan.describe())
     if plan.tied:
         words.append(f"{len(plan.tied)} more are tied to these")
-    for label, keys in (("missing", plan.missing), ("unexpected", plan.unexpected), ("not used", plan.unused)):
-        if keys:
-            words.append(f"{label}: {list_groups(keys)}")
+    lists = {"kept": plan.kept, "missing": plan.missing, "unexpected": plan.unexpected, "not used": plan.unused}
+    words += [f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys]
     if plan.mismatched:
         words.append(f"other shape: {list_groups(key for key, _, _ in plan.mismatched)}")
     return LoadReport(
@@ -200,6 +207,7 @@ def _report(path: str, entry: str, plan: RenamePlan) -> LoadReport:
         loaded=(*plan.renames.values(), *plan.tied),
         renamed={old: new for old, new in plan.renames.items() if old != new},
         root=plan.dropped_root or plan.added_root,
+        kept=plan.kept,
         missing=plan.missing,
         unexpected=plan.unexpected,
         mismatched=plan.mismatched,
@@ -242,7 +250,8 @@ def load_from_checkpoint(
     from lightning_gpu_tools.hyperparameters import as_lightning_checkpoint, build_module
 
     device = "cpu" if map_location is None else map_location
-    checkpoint = as_lightning_checkpoint(read_checkpoint(path, map_location=device, weights_only=weights_only), path)
+    content = own_all_but_weights(read_checkpoint(path, map_location=device, weights_only=weights_only))
+    checkpoint = as_lightning_checkpoint(content, path)
     model = build_module(model_class, checkpoint, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()

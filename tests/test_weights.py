@@ -145,6 +145,8 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert report.entry == "state_dict"
     assert report.loaded == ("0.weight", "0.bias")
     assert report.renamed == {"module.0.weight": "0.weight", "module.0.bias": "0.bias"}
+    averaged = load_weights(AveragedModel(net), tmp_path / "last.ckpt")
+    assert str(averaged) == 'last.ckpt: loaded 2 weights; added "module." to 2 keys; kept: n_averaged'
     again = load_weights(net, tmp_path / "last.ckpt")
     assert str(again) == "last.ckpt: loaded 2 weights"
     assert again.renamed == {}
@@ -182,8 +184,63 @@ def test_two_sets_of_weights_need_a_word(tmp_path: Path) -> None:
 def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:
     for content, words in (([1, 2], "a list"), ({"epoch": 1, "lr": 2}, "a dictionary with epoch, lr"), (7, "a int")):
         torch.save(content, tmp_path / "a.pt")
-        with pytest.raises(BrokenCheckpointError, match=f"a.pt does not fit Linear.*holds no weights but {words}"):
+        with pytest.raises(BrokenCheckpointError, match=f"a.pt: it holds no weights but {words}"):
             load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
+
+
+def test_wrappers_of_packages_that_are_not_installed_are_known_by_name(tmp_path: Path) -> None:
+    class DeepSpeedEngine(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+    source, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    report = load_weights(DeepSpeedEngine(target), tmp_path / "a.pt")
+    assert report.renamed == {"0.weight": "module.0.weight", "0.bias": "module.0.bias"}
+    assert torch.equal(source[0].weight, target[0].weight)
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.filterwarnings("ignore")
+def test_what_fsdp_and_ddp_wrap_loads_into_the_bare_net_and_back(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+
+    def sharded(inner: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(inner, device_id=torch.device("cpu"), use_orig_params=True)
+
+    bare = net()
+    torch.save(bare.state_dict(), tmp_path / "bare.pt")
+    for wrap in (
+        nn.parallel.DistributedDataParallel,
+        lambda inner: compiled(nn.parallel.DistributedDataParallel(inner)),
+        lambda inner: nn.parallel.DistributedDataParallel(checkpoint_wrapper(inner)),
+        sharded,
+        lambda inner: compiled(sharded(checkpoint_wrapper(inner))),
+    ):
+        target = wrap(net())
+        load_weights(target, tmp_path / "bare.pt")
+        torch.save(target.state_dict(), tmp_path / "wrapped.pt")
+        # The names that named_parameters() shows, which hooks hide from state_dict().
+        live = {name: value.detach().clone() for name, value in target.named_parameters()}
+        torch.save(live, tmp_path / "live.pt")
+        for name in ("wrapped.pt", "live.pt"):
+            back = net()
+            load_weights(back, tmp_path / name)
+            assert contents(back) == contents(bare)
 
 
 def test_tied_weights_load_from_a_file_that_has_one_of_them(tmp_path: Path) -> None:
@@ -417,6 +474,20 @@ def test_bare_weights_and_another_root_load_into_a_class(tmp_path: Path) -> None
         load_from_checkpoint(Lit, tmp_path / "b.pt")
 
 
+def test_what_a_model_keeps_of_a_checkpoint_is_not_the_files(tmp_path: Path) -> None:
+    class Weighted(LightningModule):
+        def __init__(self, class_weights: torch.Tensor) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.class_weights = class_weights
+            self.net = nn.Linear(2, 2)
+
+    path = save_lit(Weighted(torch.tensor([1.0, 2.0])), tmp_path / "a.ckpt")
+    model = load_from_checkpoint(Weighted, path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert model.class_weights.tolist() == [1, 2]
+
+
 def test_a_hook_may_be_what_makes_the_weights_fit(tmp_path: Path) -> None:
     class Grows(Lit):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -465,3 +536,13 @@ def test_what_the_command_line_of_lightning_saved_is_built_as_there(tmp_path: Pa
     }
     write_checkpoint(content, path)
     assert isinstance(load_from_checkpoint(Lit, path).net, nn.DataParallel)
+
+
+def test_the_example_runs(run_python: Callable[..., Any], tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "load_checkpoint_anywhere.py"
+    answer = run_python(str(example), cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert 'loaded 4 weights; removed "net." from 4 keys, added "_orig_mod." to 4 keys' in answer.stdout
+    assert 'fit: "student" and "teacher"' in answer.stdout
+    assert "is cut short" in answer.stdout
+    assert list(tmp_path.iterdir()) == []
