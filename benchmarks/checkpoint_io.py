@@ -106,7 +106,7 @@ def measure(action: str, plugin: str, folder: Path, gib: float) -> dict[str, flo
 def run_folder(folder: Path, gib: float, repeats: int) -> dict[str, dict[str, Any]]:
     import torch
 
-    from lightning_gpu_tools.torch_checkpoint import write_checkpoint
+    from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
 
     count = int(gib * 1024 / TENSOR_MIB)
     weights = {str(i): torch.full((TENSOR_MIB << 18,), float(i)) for i in range(count)}

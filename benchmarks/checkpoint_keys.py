@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gpu_tools.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.model_keys import read_model
-from lightning_gpu_tools.state_dicts import shapes_of
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.model_keys import read_model
+from lightning_gpu_tools.checkpoints.state_dicts import shapes_of
 
 Weights = dict[str, Any]
 

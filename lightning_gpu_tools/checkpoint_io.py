@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_gpu_tools.checkpoint_content import (
+from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
     MODEL_STATES,
@@ -24,23 +24,29 @@ from lightning_gpu_tools.checkpoint_content import (
     is_lightning_checkpoint,
     name_file,
 )
-from lightning_gpu_tools.errors import (
-    AmbiguousCheckpointError,
-    BrokenCheckpointError,
-    CheckpointMismatchError,
-    KeyCollisionError,
-)
-from lightning_gpu_tools.key_groups import list_groups
-from lightning_gpu_tools.key_renaming import RenamePlan, clean_names, plan_renaming
-from lightning_gpu_tools.model_keys import module_versions, read_model, wrapper_paths
-from lightning_gpu_tools.state_dicts import (
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
+from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.state_dicts import (
     find_state_dicts,
     own_all_but_weights,
     own_what_modules_keep,
     same_tensors,
     shapes_of,
 )
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint, remove_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import (
+    read_checkpoint,
+    remove_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from lightning_gpu_tools.errors import (
+    AmbiguousCheckpointError,
+    BrokenCheckpointError,
+    CheckpointMismatchError,
+    KeyCollisionError,
+)
 
 _MANIFEST_VERSION = 1
 

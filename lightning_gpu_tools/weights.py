@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoint_content import describe_content, name_file
+from lightning_gpu_tools.checkpoints.content import describe_content, name_file
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.model_keys import read_model
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    find_state_dicts,
+    own_all_but_weights,
+    own_what_modules_keep,
+    same_tensors,
+    shapes_of,
+)
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -21,17 +33,6 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
     KeyCollisionError,
 )
-from lightning_gpu_tools.key_groups import list_groups
-from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, plan_renaming
-from lightning_gpu_tools.model_keys import read_model
-from lightning_gpu_tools.state_dicts import (
-    find_state_dicts,
-    own_all_but_weights,
-    own_what_modules_keep,
-    same_tensors,
-    shapes_of,
-)
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -247,7 +248,7 @@ def load_from_checkpoint(
         CheckpointMismatchError: The checkpoint does not fit.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
     """
-    from lightning_gpu_tools.hyperparameters import as_lightning_checkpoint, build_module
+    from lightning_gpu_tools.checkpoints.hyperparameters import as_lightning_checkpoint, build_module
 
     device = "cpu" if map_location is None else map_location
     content = own_all_but_weights(read_checkpoint(path, map_location=device, weights_only=weights_only))

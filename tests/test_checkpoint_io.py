@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader
 
 import lightning_gpu_tools
 from lightning_gpu_tools.checkpoint_io import MANIFEST, PortableCheckpointIO
+from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from lightning_gpu_tools.torch_checkpoint import write_checkpoint
 
 
 def compiled(net: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from lightning_gpu_tools import (
     load_from_checkpoint,
     load_weights,
 )
-from lightning_gpu_tools.torch_checkpoint import write_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
 
 
 class ResidualBlock(nn.Module):

@@ -105,8 +105,8 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoint_structure import read_structure
-    from lightning_gpu_tools.checkpoint_summary import render, summarize
+    from lightning_gpu_tools.checkpoints.structure import read_structure
+    from lightning_gpu_tools.checkpoints.summary import render, summarize
 
     with _told():
         summary = summarize(read_structure(args.file), os.path.getsize(args.file))
@@ -115,7 +115,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure
+    from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
 
     start = time.monotonic()
     with _told():
@@ -139,7 +139,7 @@ def _convert(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.target} exists. --force replaces it.")
     import torch
 
-    from lightning_gpu_tools.checkpoint_convert import Changes, convert
+    from lightning_gpu_tools.checkpoints.convert import Changes, convert
 
     changes = Changes(
         entry=args.entry,
@@ -157,7 +157,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoint_compare import compare, render
+    from lightning_gpu_tools.checkpoints.compare import compare, render
 
     try:
         with _told(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:

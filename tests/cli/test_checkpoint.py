@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint, write_checkpoint
 
 
 class Tied(nn.Module):

@@ -11,8 +11,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoint_structure import read_structure, walk_tensors
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.structure import read_structure, walk_tensors
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
-from lightning_gpu_tools.checkpoint_file import Fault, Format, broken, comes_from_contents, explain_damage, identify
-from lightning_gpu_tools.pickle_structure import Opaque, StorageInfo, StructureReader, TensorInfo
+from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, comes_from_contents, explain_damage, identify
+from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, StructureReader, TensorInfo
 
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),

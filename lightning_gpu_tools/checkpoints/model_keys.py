@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gpu_tools.key_renaming import ModelKeys
-from lightning_gpu_tools.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Top-level package and class; all keep what they wrap in the attribute ``module``.

@@ -15,11 +15,11 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from lightning_gpu_tools.atomic_file import replacing
-from lightning_gpu_tools.checkpoint_file import Fault, broken, comes_from_contents, identify
-from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure
+from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.checkpoints.formats import Fault, broken, comes_from_contents, identify
+from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
-from lightning_gpu_tools.unsafe_globals import beyond_plain_data, explain_blocked
 
 # Where an upload appears under its name only when it is complete. Elsewhere (SFTP, SMB, HDFS) it is moved there.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})

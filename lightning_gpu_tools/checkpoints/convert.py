@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.atomic_file import replacing
-from lightning_gpu_tools.checkpoint_content import (
+from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
     is_lightning_checkpoint,
 )
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.state_dicts import choose_weights, shapes_of
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.key_groups import list_groups
-from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming
-from lightning_gpu_tools.state_dicts import choose_weights, shapes_of
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint, write_checkpoint
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -15,12 +15,12 @@ from typing import IO
 import pytest
 import torch
 
-from lightning_gpu_tools.atomic_file import replacing, sweep
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.atomic_file import replacing, sweep
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 
 HOLDER = """
 import sys
-from lightning_gpu_tools.atomic_file import replacing
+from lightning_gpu_tools.checkpoints.atomic_file import replacing
 with replacing(sys.argv[1]) as file:
     file.write(b"half of it")
     file.flush()

@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_gpu_tools.checkpoints.key_groups import group_keys, list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
-from lightning_gpu_tools.key_groups import group_keys, list_groups
-from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming
-from lightning_gpu_tools.model_keys import read_model, shape_of
 
 W, B = (4, 3), (4,)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoint_summary import prose, table
+from lightning_gpu_tools.checkpoints.key_groups import group_keys
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.state_dicts import choose_weights
+from lightning_gpu_tools.checkpoints.summary import prose, table
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import CheckpointMismatchError
-from lightning_gpu_tools.key_groups import group_keys
-from lightning_gpu_tools.key_renaming import ModelKeys, RenamePlan, plan_renaming
-from lightning_gpu_tools.state_dicts import choose_weights
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint
 
 # 128 MiB at a time, as float64.
 _VALUES_AT_ONCE = 1 << 24

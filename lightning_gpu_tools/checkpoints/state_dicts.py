@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools import checkpoint_content
-from lightning_gpu_tools.checkpoint_content import MODEL_STATES, describe_content
+from lightning_gpu_tools.checkpoints import content as contents
+from lightning_gpu_tools.checkpoints.content import MODEL_STATES, describe_content
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
+from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape
+from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.key_renaming import ModelKeys
-from lightning_gpu_tools.key_tree import PathSet, Shape
-from lightning_gpu_tools.model_keys import shape_of
 
 
 def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
     """Return the sets of weights in a loaded checkpoint, by the name of their entry."""
-    return checkpoint_content.find_state_dicts(content, torch.Tensor)
+    return contents.find_state_dicts(content, torch.Tensor)
 
 
 def is_state_dict(value: Any) -> bool:
     """Whether this is a model's state."""
-    return checkpoint_content.is_state_dict(value, torch.Tensor)
+    return contents.is_state_dict(value, torch.Tensor)
 
 
 def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Mapping[str, Any]]:

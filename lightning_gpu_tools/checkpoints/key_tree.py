@@ -85,6 +85,11 @@ def build_tree(keys: Iterable[str], wrappers: Collection[str] = ()) -> Tree:
     return tree
 
 
+def is_wrapper_name(segment: str) -> bool:
+    """Whether a wrapper may have put this segment into a key."""
+    return segment == WRAPPER_SEGMENT or segment in PRIVATE_SEGMENTS
+
+
 def without_private_segments(name: str) -> str:
     """Return a key or module path as it would be without ``torch.compile``, FSDP and the like."""
     return ".".join(segment for segment in name.split(".") if segment not in PRIVATE_SEGMENTS)

@@ -16,16 +16,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.checkpoint_structure import find_damage, read_structure, walk_tensors
+from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
+from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure, walk_tensors
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
     CheckpointError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from lightning_gpu_tools.pickle_structure import TensorInfo
-from lightning_gpu_tools.torch_checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
-from lightning_gpu_tools.unsafe_globals import beyond_plain_data
 
 
 def good_bytes(**options: Any) -> bytes:
@@ -215,7 +215,7 @@ def test_harmless_classes_are_named_with_the_line_that_allows_them(tmp_path: Pat
     text = str(caught.value)
     assert "only hold values: pathlib.PosixPath, torch.nn.modules.loss.MSELoss." in text
     assert "unknown: " in text
-    assert "test_checkpoint_file.Exploit" in text
+    assert "test_broken_and_hostile_files.Exploit" in text
     torch.save({"hyper_parameters": {"data": Path("a"), "loss": torch.nn.MSELoss()}}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)

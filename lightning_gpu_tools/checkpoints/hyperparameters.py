@@ -14,9 +14,9 @@ from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hpara
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from lightning.pytorch.utilities.parsing import AttributeDict
 
-from lightning_gpu_tools.checkpoint_content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.state_dicts import find_state_dicts
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
-from lightning_gpu_tools.state_dicts import find_state_dicts
 
 Module = TypeVar("Module", bound=LightningModule)
 

@@ -9,18 +9,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_gpu_tools.checkpoint_content import (
+from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
     find_state_dicts,
     is_lightning_checkpoint,
 )
-from lightning_gpu_tools.checkpoint_structure import BYTES_OF_DTYPE, Structure, walk_tensors
-from lightning_gpu_tools.key_groups import group_keys
-from lightning_gpu_tools.key_tree import PRIVATE_SEGMENTS, WRAPPER_SEGMENT, build_tree, child_modules, is_wrapper
-from lightning_gpu_tools.pickle_structure import TensorInfo
+from lightning_gpu_tools.checkpoints.key_groups import group_keys
+from lightning_gpu_tools.checkpoints.key_tree import (
+    PRIVATE_SEGMENTS,
+    WRAPPER_SEGMENT,
+    build_tree,
+    child_modules,
+    is_wrapper,
+)
+from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Structure, walk_tensors
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.quantities import format_bytes
-from lightning_gpu_tools.unsafe_globals import beyond_plain_data
 
 SCHEMA_VERSION = 1
 WIDTH = 100

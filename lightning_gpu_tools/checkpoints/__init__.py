@@ -1,0 +1,1 @@
+"""Checkpoint files: what is in them, whose weights they hold, and how they are written whole or not at all."""

@@ -1,0 +1,142 @@
+"""A decision about names: which checkpoint key becomes which model key, and the same for everything that goes along."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, Shape, build_tree, is_wrapper_name
+from lightning_gpu_tools.errors import KeyCollisionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenamePlan:
+    """Which checkpoint key becomes which model key.
+
+    Attributes:
+        renames: Checkpoint key -> model key, one-to-one, in the order of the checkpoint; unchanged names included.
+        dropped_root: Attribute of the checkpoint that the model does not have, ``"model."``; ``""`` if none.
+        added_root: Attribute of the model that the checkpoint does not have; ``""`` if none.
+        tied: Model key without a weight of its own in the checkpoint -> checkpoint key that holds the same tensor.
+        kept: Optional model keys that the checkpoint lacks; the model keeps its own values.
+        missing: Model keys without a weight.
+        unexpected: Checkpoint keys that the model has no place for.
+        mismatched: (checkpoint key, its shape, shape in the model).
+        unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
+    """
+
+    renames: Mapping[str, str]
+    dropped_root: str = ""
+    added_root: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, Shape | None, Shape | None], ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @property
+    def changes_names(self) -> bool:
+        """Whether any key gets another name."""
+        return any(old != new for old, new in self.renames.items())
+
+    def describe(self) -> str:
+        """Say what is renamed, for example ``removed "module." from 9 keys``; ``""`` if nothing is."""
+        removed: Counter[str] = Counter()
+        added: Counter[str] = Counter()
+        for old, new in self.renames.items():
+            if old != new:
+                before, after = Counter(old.split(".")[:-1]), Counter(new.split(".")[:-1])
+                removed.update((before - after).keys())
+                added.update((after - before).keys())
+        parts = [f'removed "{segment}." from {count} keys' for segment, count in sorted(removed.items())]
+        parts += [f'added "{segment}." to {count} keys' for segment, count in sorted(added.items())]
+        return ", ".join(parts)
+
+    def rename_key(self) -> Callable[[str], str]:
+        """Return a function that renames any key or module path of the checkpoint, also one without a weight."""
+        moved = _moved_modules(self.renames)
+
+        def rename(name: str) -> str:
+            if name in self.renames:
+                return self.renames[name]
+            path, rest = name, ""
+            while path and path not in moved:
+                path, _, last = path.rpartition(".")
+                if last not in PRIVATE_SEGMENTS:
+                    rest = f"{last}.{rest}" if rest else last
+            return ".".join(part for part in (moved.get(path, path), rest) if part)
+
+        return rename
+
+    def apply(self, state_dict: Mapping[str, Any], *, keep: Iterable[str] = ()) -> OrderedDict[str, Any]:
+        """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along.
+
+        Args:
+            state_dict: The checkpoint's weights; not changed.
+            keep: Keys without a place in the model that stay in, under the name that fits their surroundings.
+        """
+        rename = self.rename_key()
+        stay = {key: rename(key) for key in keep}
+        renamed: OrderedDict[str, Any] = OrderedDict()
+        for key, value in state_dict.items():
+            name = self.renames.get(key, stay.get(key))
+            if name is None:
+                continue
+            if name in renamed:
+                raise KeyCollisionError(f'Two keys of the checkpoint would both become "{name}". Nothing was changed.')
+            renamed[name] = value
+        for name, key in self.tied.items():
+            renamed[name] = state_dict[key]
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            # A wrapper and what it wraps come out under one name; the inner one, later in the order, is the module.
+            renamed._metadata = OrderedDict((rename(path), entry) for path, entry in metadata.items())  # type: ignore[attr-defined]
+        return renamed
+
+
+def clean_names(keys: Iterable[str], wrappers: Iterable[str] = ()) -> dict[str, str]:
+    """Return key -> key without private segments and without the ``module`` of the known ``wrappers``.
+
+    Args:
+        keys: Parameter and buffer names.
+        wrappers: Paths of the modules that are wrappers; a child called ``module`` anywhere else stays.
+
+    Raises:
+        KeyCollisionError: Two keys would get the same name.
+    """
+    tree = build_tree(keys, frozenset(wrappers))
+    for key, other in tree.collisions.items():
+        raise KeyCollisionError(f'"{other}" and "{key}" would both become the same key. Nothing was changed.')
+    names: dict[str, str] = {}
+    stack = [("", tree.root)]
+    while stack:
+        path, node = stack.pop()
+        for name, value in node.items():
+            if isinstance(value, str):
+                names[value] = path + name
+            else:
+                stack.append((path + name, value))
+    return names
+
+
+def _moved_modules(renames: Mapping[str, str]) -> dict[str, str]:
+    """Return module path in the checkpoint -> module path in the model, as far as the keys tell."""
+    moved: dict[str, str] = {}
+    for old, new in renames.items():
+        old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
+        while old_path not in moved:
+            moved[old_path] = new_path
+            parent, _, name = old_path.rpartition(".")
+            new_parent, _, new_name = new_path.rpartition(".")
+            while new_name != name and is_wrapper_name(new_name):
+                new_path = new_parent
+                new_parent, _, new_name = new_path.rpartition(".")
+            if name == new_name and name:
+                new_path = new_parent
+            elif not is_wrapper_name(name):  # a wrapper and what it wraps come out as one
+                break
+            old_path = parent
+    return moved
