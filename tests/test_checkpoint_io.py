@@ -411,6 +411,19 @@ def test_an_inner_plugin_does_the_files_and_is_torn_down(tmp_path: Path) -> None
     assert Inner.calls == ["teardown", "save {'a': 1}", "teardown", "remove"]
 
 
+def test_a_trainer_without_gpus_loads_what_one_with_gpus_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, path = Lit(), tmp_path / "gpu.ckpt"
+    run = trainer(tmp_path)
+    run.fit(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        run.save_checkpoint(path)
+    target = Lit("DataParallel", seed=1)
+    trainer(tmp_path, epochs=2).fit(target, ckpt_path=path)
+    trainer(tmp_path).test(target, ckpt_path=path, verbose=False)
+    assert same(source, target)
+
+
 def test_storage_options_are_refused_rather_than_ignored(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"storage_options, got \{'a': 1\}"):
         PortableCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
