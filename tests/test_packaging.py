@@ -4,7 +4,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -53,9 +52,14 @@ def test_no_command_but_those_that_need_tensors_imports_torch(run_python: Run, a
     assert result.stdout.splitlines()[-1] == "imported", result.stderr
 
 
-def test_lightning_finds_the_factory_of_callbacks() -> None:
-    (entry_point,) = [e for e in entry_points(group="lightning.pytorch.callbacks_factory") if "gpu_tools" in e.value]
-    assert entry_point.load()() == []
+def test_lightning_finds_the_factory_of_callbacks_and_it_adds_none_unasked(run_python: Run) -> None:
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "for e in entry_points(group='lightning.pytorch.callbacks_factory'):\n"
+        "    if e.value.startswith('lightning_gpu_tools.'): print(e.value, e.load()())"
+    )
+    result = run_python("-c", code, check=True)
+    assert result.stdout == "lightning_gpu_tools.entry_point:callbacks_factory []\n"
 
 
 def test_the_wheel_installs_into_an_empty_environment_and_imports(tmp_path: Path) -> None:
