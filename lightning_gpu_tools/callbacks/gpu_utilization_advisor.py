@@ -91,12 +91,14 @@ class GPUUtilizationAdvisor(Callback):
 
     def _look(self) -> None:
         assert self._clock is not None
+        # A tenth later each time: soon enough for short steps, and rare for very short ones.
+        later = self._next_look + max(10, self._next_look // 10)
         if sum(block.wall_s for block in self._clock.blocks) < self.min_seconds:  # spares judging what is too short
-            self._next_look += 10
+            self._next_look = later
             return
         diagnosis = self._diagnose()
         if diagnosis.verdict == "too_short":
-            self._next_look += 10
+            self._next_look = later
             return
         # Judging costs about a millisecond, so the longer training goes well the less often it is done.
         self._next_look *= 2

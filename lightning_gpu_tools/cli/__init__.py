@@ -7,6 +7,7 @@ more than Python's start.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has gone (`| head`). What Python would still flush at its end goes nowhere, not into a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except NvmlUnavailableError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 4

@@ -59,3 +59,15 @@ def test_a_pull_request_gets_markdown(run_cli: RunCli, tmp_path: Path) -> None:
     assert lines[0].startswith("**GPU utilization: LOW** (stopped by KeyError")
     assert lines[2].startswith("- **Why:** Waiting for data")
     assert lines.count("```text") == lines.count("```") == 1
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path: Path) -> None:
+    save_report(REPORT, tmp_path)
+    code = (
+        "import subprocess, sys\n"
+        "command = [sys.executable, '-m', 'lightning_gpu_tools', 'report', sys.argv[1], '--format', 'json']\n"
+        "job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n"
+        "job.stdout.close()\n"
+        "sys.exit(job.stderr.read().decode())"
+    )
+    assert run_python("-c", code, str(tmp_path)).stderr.strip() == ""
