@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         LowGPUUtilizationWarning,
         NotEnoughGpusError,
         NvmlUnavailableError,
+        UnknownOptionError,
         UnsafeCheckpointError,
     )
     from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading
@@ -61,6 +62,7 @@ _MODULE_OF = {
     "LowGPUUtilizationWarning": "errors",
     "NotEnoughGpusError": "errors",
     "NvmlUnavailableError": "errors",
+    "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
     "GpuClaim": "readings",
     "GpuProcess": "readings",
@@ -96,6 +98,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "LowGPUUtilizationWarning",
     "NotEnoughGpusError",
     "NvmlUnavailableError",
+    "UnknownOptionError",
     "UnsafeCheckpointError",
     "GpuClaim",
     "GpuProcess",

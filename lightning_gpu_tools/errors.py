@@ -38,6 +38,10 @@ class ClaimsError(LightningGpuToolsError):
     """It cannot be told which GPUs are claimed: the folder that all users share cannot be used."""
 
 
+class UnknownOptionError(LightningGpuToolsError, TypeError):
+    """A strategy was given an option that neither it nor Lightning's strategy below it has; the message lists them."""
+
+
 class CudaAlreadyInitializedError(LightningGpuToolsError):
     """CUDA has read ``CUDA_VISIBLE_DEVICES`` already, so changing it has no effect in this process any more."""
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gpu_tools.accelerator import cuda_uuids, place_devices
-from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
 from lightning_gpu_tools.selection.affinity import bind_to_gpus
 from lightning_gpu_tools.selection.picking import Request
 
@@ -77,10 +77,11 @@ class _FreeMemory(_Base):
         # Lightning would find misspelt options only when the training starts, or never.
         known = {name for taker in self._takers for name in inspect.signature(taker).parameters}
         known -= {"self", "kwargs", "module"}
-        for name in kwargs.keys() - known:
+        for name in sorted(kwargs.keys() - known):
             options = [*inspect.signature(_FreeMemory).parameters][:-1]
-            raise TypeError(
-                f"{type(self).__name__} has no option {name!r}. It has {', '.join([*options, *sorted(known)])}."
+            raise UnknownOptionError(
+                f"{type(self).__name__} has no option {name!r} (got {name}={kwargs[name]!r}). It has "
+                f"{', '.join([*options, *sorted(known)])}."
             )
         self._request = Request.parse(1, min_free, max_utilization, exclusive, wait, claim)
         self._bind_numa = bind_numa
