@@ -280,9 +280,9 @@ os.write(1, f"TOLD built {os.environ['RANK']} {uuids}\\n".encode())
 # A claim that nobody holds any more cannot be found, so that ranks have to live at the same time, as in a training.
 MEET = """
 import pathlib, time
-start = os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["GROUP_RANK"]
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 pathlib.Path(__file__ + f".{start}.{os.environ['RANK']}").touch()
-while len(list(pathlib.Path(__file__).parent.glob(f"train.py.{start}.*"))) < 2:
+while len(list(pathlib.Path(__file__).parent.glob(f"train.py.{start}.*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.02)
 """
 
