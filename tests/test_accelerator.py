@@ -259,6 +259,9 @@ if __name__ == "__main__":
             limit_val_batches=0, **QUIET)
         trainer.fit(BoringModel())
         tell(case, trainer)
+    import torch.distributed
+    if torch.distributed.is_initialized():  # gloo's threads, left alone, now and then abort the interpreter's end
+        torch.distributed.destroy_process_group()
 """
 )
 BUILD = (

@@ -122,7 +122,7 @@ def test_the_advisors_findings_are_in_the_report_wherever_it_stands(tmp_path: Pa
     callbacks: list[Callback] = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=7, min_seconds=0)]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks[:: -1 if advisor_first else 1])
     trainer.fit(Model(time.sleep, step_s=0.005), loader(Samples(40)))
-    assert load_report(tmp_path).diagnosis.verdict == "healthy"  # with its own threshold it would be too short
+    assert load_report(tmp_path).diagnosis.verdict != "too_short"  # as it is by the monitor's own threshold
 
 
 def test_two_fits_of_one_trainer_have_a_report_each(tmp_path: Path) -> None:
