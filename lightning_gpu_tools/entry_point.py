@@ -11,6 +11,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
+from lightning_gpu_tools.environment import is_disabled
+
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
@@ -22,7 +24,7 @@ def callbacks_factory() -> list[Callback]:
         LIGHTNING_GPU_TOOLS_DISABLE: ``1`` switches the whole package off.
         LIGHTNING_GPU_TOOLS: ``advise`` adds the monitor and the advisor to every Trainer.
     """
-    if os.environ.get("LIGHTNING_GPU_TOOLS_DISABLE") == "1":
+    if is_disabled():
         return []
     callbacks: list[Callback] = []
     # A plugin can only exist where its module was imported, so looking is enough and nothing is imported for nothing.

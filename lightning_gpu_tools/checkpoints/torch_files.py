@@ -232,7 +232,7 @@ def _save(content: Any, file: Any, progress: Callable[[int], None]) -> None:
     recorder = _Recorder(file, progress)
     try:
         torch.save(content, recorder)  # type: ignore[arg-type]
-    except Exception:
+    except Exception:  # torch hides the file's own error behind one of its own; nothing is swallowed here
         if recorder.error is not None:
             raise recorder.error from None
         raise
