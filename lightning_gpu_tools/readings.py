@@ -270,28 +270,29 @@ class StepBlock:
         steps: How many steps.
         wall_s: Their wall time.
         data_loading_s: Part of it in which the training thread waited for a batch.
-        data_loading_cpu_s: CPU time the training thread itself spent in that wait; near zero where worker processes
-            load.
+        data_loading_cpu_s: CPU time the training thread itself spent in that wait, as seen in every tenth step; near
+            zero where worker processes load.
         host_to_device_copy_s: Part of it spent handing the batch to the device.
         training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
         paused_s: Part of it spent in validation and checkpoints.
         forward_s: The part of ``training_step_s`` spent in the model's ``training_step``: before any rank waits for
-            another one.
+            another one; 0 where there is only one rank.
     """
 
-    steps: int
-    wall_s: float
-    data_loading_s: float
-    data_loading_cpu_s: float
-    host_to_device_copy_s: float
-    training_step_s: float
-    paused_s: float
+    steps: int = 0
+    wall_s: float = 0.0
+    data_loading_s: float = 0.0
+    data_loading_cpu_s: float = 0.0
+    host_to_device_copy_s: float = 0.0
+    training_step_s: float = 0.0
+    paused_s: float = 0.0
     forward_s: float = 0.0
 
     def __add__(self, other: StepBlock) -> StepBlock:
-        return StepBlock(
-            **{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__},
-        )
+        return StepBlock(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    def __sub__(self, other: StepBlock) -> StepBlock:
+        return StepBlock(**{name: getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,9 @@ UNEXPLAINED = "unexplained"
 WARM_UP_STEPS = 20
 _STEPS_PER_BLOCK = 10
 _MAX_BLOCKS = 128
+# Every tenth step the steps before it are added up, and its own fetch is looked at closely: asking the kernel for the
+# thread's CPU time costs as much as all the rest of a step.
+_LOOK_EVERY = 10
 # Those of validation but the last are part of the phase "validation".
 _TIMED_HOOKS = (
     "on_train_start",
@@ -61,8 +65,6 @@ class StepClock:
     is named in ``unseen``.
 
     Attributes:
-        seconds: Wall time by phase up to the last change of phase; the keys are the constants of this module, for
-            callbacks and loggers with the class name: ``"callback/EarlyStopping"``.
         steps: Training steps begun.
         timeline: What the run was spent on, span by span.
         blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
@@ -76,16 +78,21 @@ class StepClock:
         self.unseen: list[str] = []
         self._clock = clock
         self._watch = Stopwatch(UNEXPLAINED, clock)
-        self.seconds = self._watch.seconds
+        self._data_loading, self._epoch_start, self._monitoring = map(
+            self._watch.account, (DATA_LOADING, EPOCH_START, MONITORING)
+        )
+        self._around_fetch = self._watch.current
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._users = 0
         self._running = False
         self._started = self._stopped = 0.0
         self._first_of_epoch = True
-        self._step_is_steady = False
-        self._step_mark: tuple[float, ...] = ()
-        self._fetch_cpu_s = self._fetch_cpu_since = self._forward_s = 0.0
-        self._open_steps, self._open_sums = 0, [0.0] * 7
+        self._forward_s = 0.0
+        self._next_look = 0
+        self._looked_from: StepBlock | None = None
+        self._fetch_cpu_since_s: float | None = None
+        self._fetch_cpu_share = 0.0
+        self._open = StepBlock()
         self._steps_per_block = _STEPS_PER_BLOCK
         self._undo: list[Callable[[], object]] = []
         self._wrap(trainer.fit_loop, "on_run_start", functools.partial(self._before, lambda: self._start(trainer)))
@@ -111,12 +118,21 @@ class StepClock:
     def stop(self) -> None:
         """End the measurement and take every wrapper off; nothing happens the second time."""
         if self._running:
-            self._watch.enter(UNEXPLAINED)
+            self._watch.switch(self._watch.account(UNEXPLAINED))
             self._stopped = self._watch.since_s
             self._running = False
             self.timeline.cut(self._stopped, self.seconds)
         while self._undo:
             self._undo.pop()()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by phase up to the last change of phase, without the phases that have taken none.
+
+        The keys are the constants of this module, for callbacks and loggers with the class name:
+        ``"callback/EarlyStopping"``.
+        """
+        return self._watch.seconds
 
     @property
     def wall_s(self) -> float:
@@ -130,11 +146,11 @@ class StepClock:
 
     def as_own_work(self, function: Callable[..., object], *args: object) -> None:
         """Call the function, with its time booked on this package."""
-        self._watch.enter(MONITORING)
+        around = self._watch.switch(self._monitoring)
         try:
             function(*args)
         finally:
-            self._watch.leave()
+            self._watch.switch(around)
 
     def cost_s(self) -> float:
         """Return what this clock has cost the training thread so far: how often it acted, times what that costs.
@@ -144,15 +160,13 @@ class StepClock:
         watch = Stopwatch(UNEXPLAINED)
         pair_s = seconds_per_call(watch.timed(TRAINER, int)) - seconds_per_call(int)
         scratch = copy.copy(self)
-        scratch._watch, scratch.timeline, scratch.blocks = watch, PhaseTimeline(), []
-        scratch.seconds, scratch._clock = watch.seconds, time.perf_counter
+        scratch._watch, scratch._clock, scratch.timeline, scratch.blocks = watch, time.perf_counter, PhaseTimeline(), []
 
         def one_step() -> None:
             scratch._begin_fetch()
             scratch._end_fetch()
 
-        # The fetch of a step is one of the pairs, with more to do.
-        return max(0.0, pair_s * (self._watch.pairs - self.steps) + seconds_per_call(one_step) * self.steps)
+        return max(0.0, pair_s * self._watch.pairs + seconds_per_call(one_step) * self.steps)
 
     def _end_run(self) -> None:
         if self._running:  # else it was the end of a trial run
@@ -170,14 +184,14 @@ class StepClock:
         self._wrap(trainer.fit_loop, "on_advance_start", self._timed(EPOCH_START))
         self._wrap(epoch_loop, "on_run_start", self._timed(EPOCH_START))
         self._wrap(epoch_loop, "on_run_start", functools.partial(self._before, self._begin_epoch))
-        self._wrap(epoch_loop, "advance", self._timed(TRAINER))
-        self._wrap(epoch_loop, "on_advance_end", self._timed(TRAINER))
+        self._wrap(epoch_loop, "run", self._timed(TRAINER))
         self._wrap(trainer.fit_loop, "on_advance_end", self._timed(TRAINER))
         self._wrap(epoch_loop, "_on_before_fetch", functools.partial(self._before, self._begin_fetch))
         self._wrap(epoch_loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
         self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
         self._wrap(epoch_loop.manual_optimization, "run", self._timed(TRAINING_STEP))
-        self._wrap(trainer.strategy, "training_step", self._measure_forward)
+        if trainer.world_size > 1:  # to tell a rank that is slow itself from those that wait for it
+            self._wrap(trainer.strategy, "training_step", self._measure_forward)
         self._wrap(epoch_loop.val_loop, "run", self._timed(VALIDATION))
         self._wrap(trainer.strategy, "batch_to_device", self._timed(HOST_TO_DEVICE_COPY, except_in=VALIDATION))
         self._wrap(trainer, "save_checkpoint", self._timed(CHECKPOINT))
@@ -254,63 +268,68 @@ class StepClock:
 
     def _begin_epoch(self) -> None:
         self._first_of_epoch = True
+        self._next_look = 0
+
+    # The next two run in every step, so they do themselves what `Stopwatch.switch` does.
 
     def _begin_fetch(self) -> None:
-        watch = self._watch
-        if watch.phases[-1] == EPOCH_START:
-            # A loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator.
-            watch.enter(EPOCH_START)
-            return
-        self._end_step()
+        watch, now_s = self._watch, self._clock()
+        around = self._around_fetch = watch.current
+        around.seconds += now_s - watch.since_s
+        watch.since_s = now_s
+        if around is self._epoch_start:
+            return  # a loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator
         self.steps += 1
-        self._step_is_steady = self.steps > WARM_UP_STEPS and not self._first_of_epoch
-        watch.enter(EPOCH_START if self._first_of_epoch else DATA_LOADING)
-        self._first_of_epoch = False
-        self._fetch_cpu_since = time.thread_time()
+        watch.current = self._data_loading
+        if self.steps >= self._next_look:
+            self._look(now_s)
+        if now_s >= self.timeline.due_s:
+            self.timeline.cut(now_s, self.seconds)
 
     def _end_fetch(self) -> None:
-        if self._watch.phases[-1] == DATA_LOADING:
-            self._fetch_cpu_s += time.thread_time() - self._fetch_cpu_since
-        self._watch.leave()
+        watch, now_s = self._watch, self._clock()
+        fetch_s = now_s - watch.since_s
+        watch.current.seconds += fetch_s
+        watch.since_s, watch.current = now_s, self._around_fetch
+        if self._fetch_cpu_since_s is not None:
+            fetch_cpu_s = time.thread_time() - self._fetch_cpu_since_s
+            self._fetch_cpu_share = min(1.0, fetch_cpu_s / fetch_s) if fetch_s > 0 else 0.0
+            self._fetch_cpu_since_s = None
 
-    def _end_step(self) -> None:
-        seconds = self.seconds.get
-        now = self._clock()
-        mark = (
-            now,
-            seconds(DATA_LOADING, 0.0),
-            self._fetch_cpu_s,
-            seconds(HOST_TO_DEVICE_COPY, 0.0),
-            seconds(TRAINING_STEP, 0.0),
-            seconds(VALIDATION, 0.0) + seconds(CHECKPOINT, 0.0) + seconds(EPOCH_START, 0.0),
-            self._forward_s,
-        )
-        if self._step_is_steady:
-            self._open_steps += 1
-            before, sums = self._step_mark, self._open_sums
-            for i in range(len(mark)):
-                sums[i] += mark[i] - before[i]
-            if self._open_steps == self._steps_per_block:
+    def _look(self, now_s: float) -> None:
+        """Add up the steady steps since the last look; this step begins now."""
+        if self._looked_from is not None:
+            passed = self._totals(now_s) - self._looked_from
+            self._open += replace(passed, data_loading_cpu_s=self._fetch_cpu_share * passed.data_loading_s)
+            self._looked_from = None
+            if self._open.steps >= self._steps_per_block:
                 self._close_block()
-        self._step_mark = mark
-        if now >= self.timeline.due_s:
-            self.timeline.cut(self._watch.since_s, self.seconds)
+        if self._first_of_epoch:
+            self._first_of_epoch = False
+            self._watch.current = self._epoch_start
+            self._next_look = self.steps + 1
+        elif self.steps <= WARM_UP_STEPS:
+            self._next_look = WARM_UP_STEPS + 1
+        else:
+            self._looked_from = self._totals(now_s)
+            self._next_look = self.steps + _LOOK_EVERY - self._open.steps % _LOOK_EVERY
+            self._fetch_cpu_since_s = time.thread_time()
+
+    def _totals(self, now_s: float) -> StepBlock:
+        seconds = self.seconds
+        return StepBlock(
+            steps=self.steps,
+            wall_s=now_s,
+            data_loading_s=seconds.get(DATA_LOADING, 0.0),
+            host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
+            training_step_s=seconds.get(TRAINING_STEP, 0.0),
+            paused_s=sum(seconds.get(phase, 0.0) for phase in (VALIDATION, CHECKPOINT, EPOCH_START)),
+            forward_s=self._forward_s,
+        )
 
     def _close_block(self) -> None:
-        wall_s, data_s, data_cpu_s, copy_s, step_s, paused_s, forward_s = self._open_sums
-        self.blocks.append(
-            StepBlock(
-                steps=self._open_steps,
-                wall_s=wall_s,
-                data_loading_s=data_s,
-                data_loading_cpu_s=data_cpu_s,
-                host_to_device_copy_s=copy_s,
-                training_step_s=step_s,
-                paused_s=paused_s,
-                forward_s=forward_s,
-            )
-        )
-        self._open_steps, self._open_sums = 0, [0.0] * len(self._open_sums)
+        self.blocks.append(self._open)
+        self._open = StepBlock()
         if len(self.blocks) == _MAX_BLOCKS:
             self.blocks = [a + b for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
             self._steps_per_block *= 2

@@ -22,59 +22,82 @@ class PhaseSpan(NamedTuple):
     phase_s: Mapping[str, float]
 
 
+class Account:
+    """The time booked on one phase.
+
+    Attributes:
+        phase: Its name.
+        seconds: Up to the last change of phase.
+    """
+
+    __slots__ = ("phase", "seconds")
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.seconds = 0.0
+
+
 class Stopwatch:
     """Books every instant on exactly one phase, the innermost one, so that the phases add up to the time.
 
     Attributes:
-        seconds: Time by phase, up to the last change of phase.
-        since_s: When that was.
-        pairs: How often a phase was entered and left.
-        phases: The phases that one is in, the innermost last.
+        current: What time is booked on now.
+        since_s: Up to when it is booked.
+        pairs: How often a phase was entered and left by a function of :meth:`timed`.
     """
 
+    __slots__ = ("_accounts", "_clock", "current", "pairs", "since_s")
+
     def __init__(self, base: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds: dict[str, float] = {}
+        self._accounts: dict[str, Account] = {}
+        self._clock = clock
+        self.current = self.account(base)
         self.since_s = 0.0
         self.pairs = 0
-        self.phases = [base]
-        self._clock = clock
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time by phase, up to the last change of phase; without the phases that have taken none."""
+        return {account.phase: account.seconds for account in self._accounts.values() if account.seconds}
+
+    def account(self, phase: str) -> Account:
+        """Return the account of a phase."""
+        return self._accounts.setdefault(phase, Account(phase))
 
     def start(self) -> None:
         """Begin: what is booked starts here."""
         self.since_s = self._clock()
 
-    def enter(self, phase: str) -> None:
-        """Book what has gone by on the present phase, and be in this one from here on."""
-        now = self._clock()
-        current = self.phases[-1]
-        self.seconds[current] = self.seconds.get(current, 0.0) + now - self.since_s
-        self.since_s = now
-        self.pairs += 1
-        self.phases.append(phase)
-
-    def leave(self) -> None:
-        """Book what has gone by on the present phase, and go back to the one around it."""
-        now = self._clock()
-        phase = self.phases.pop()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.since_s
-        self.since_s = now
+    def switch(self, account: Account) -> Account:
+        """Book what has gone by, go on in another phase, and return the present one."""
+        now_s, before = self._clock(), self.current
+        before.seconds += now_s - self.since_s
+        self.since_s, self.current = now_s, account
+        return before
 
     def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
         """Return the function with its time booked on ``phase``, except where it is called in phase ``except_in``."""
-        phases, enter, leave = self.phases, self.enter, self.leave
-        if except_in:
+        account, clock = self.account(phase), self._clock
 
-            def unless(*args: Any, **kwargs: Any) -> Any:
-                return function(*args, **kwargs) if phases[-1] == except_in else timed(*args, **kwargs)
-
+        # Twice the body of `switch`: between the kernels of a training, every call that is not made counts. The phase
+        # around this one waits in a local variable, so a function that raises leaves no phase behind.
         def timed(*args: Any, **kwargs: Any) -> Any:
-            enter(phase)
+            now_s, before = clock(), self.current
+            before.seconds += now_s - self.since_s
+            self.since_s, self.current = now_s, account
+            self.pairs += 1
             try:
                 return function(*args, **kwargs)
             finally:
-                leave()
+                now_s = clock()
+                self.current.seconds += now_s - self.since_s
+                self.since_s, self.current = now_s, before
 
-        return unless if except_in else timed
+        def timed_elsewhere(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.current is excepted else timed(*args, **kwargs)
+
+        excepted = self.account(except_in) if except_in else None
+        return timed_elsewhere if except_in else timed
 
 
 def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: int = 5) -> float:

@@ -58,7 +58,7 @@ def test_a_slow_dataset_is_warned_about_once_with_the_settings_now_and_to_be(tmp
 
 
 def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path) -> None:
-    diagnosis, warned = train(tmp_path, short_advisor(), loader(Samples(STEPS)), Model(time.sleep, step_s=0.01))
+    diagnosis, warned = train(tmp_path, short_advisor(), loader(Samples(STEPS)), Model(time.sleep, step_s=0.04))
     assert diagnosis.verdict == "healthy"
     assert diagnosis.findings == ()
     assert warned == []

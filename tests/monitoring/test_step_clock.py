@@ -54,7 +54,7 @@ def test_every_second_is_booked_where_it_was_spent(time: HandClock, tmp_path: Pa
     clock = watch.clock
     assert clock.unseen == []
     assert clock.steps == 10
-    assert {phase: seconds for phase, seconds in clock.seconds.items() if seconds} == {
+    assert clock.seconds == {
         "epoch_start": 3.0,  # the first batch of an epoch: the workers come up
         "data_loading": 9 * 3.0,
         "training_step": 10 * 2.0,
@@ -89,7 +89,7 @@ def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock,
     )
     trainer.fit(SlowModel(), loader(Samples(2)), loader(Samples(2)))
     assert watch.clock.seconds["checkpoint"] == 2 * 7.0
-    assert watch.clock.seconds["validation"] == 0.0
+    assert "validation" not in watch.clock.seconds
 
 
 @pytest.mark.parametrize("callbacks_first", [True, False])
