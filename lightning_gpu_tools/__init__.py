@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UnknownOptionError,
         UnsafeCheckpointError,
     )
-    from lightning_gpu_tools.readings import GpuClaim, GpuProcess, GpuReading
+    from lightning_gpu_tools.gpu_readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.strategies import (
         FreeMemoryDDPStrategy,
@@ -64,9 +64,9 @@ _MODULE_OF = {
     "NvmlUnavailableError": "errors",
     "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
-    "GpuClaim": "readings",
-    "GpuProcess": "readings",
-    "GpuReading": "readings",
+    "GpuClaim": "gpu_readings",
+    "GpuProcess": "gpu_readings",
+    "GpuReading": "gpu_readings",
     "GpuSelection": "selection.picking",
     "list_gpus": "selection.picking",
     "select_gpus": "selection.picking",

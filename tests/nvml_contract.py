@@ -11,6 +11,7 @@ import pynvml
 import pytest
 
 from lightning_gpu_tools import nvml
+from lightning_gpu_tools.nvml.probe import GpuProbe
 
 
 def every_gpu() -> list[Any]:
@@ -110,7 +111,7 @@ def check_probe(wait: Callable[[float], None]) -> None:
     """Two looks, a second apart, give samples and counters that fit together, without a problem."""
     for gpu in nvml.read_gpus():
         assert gpu.uuid is not None
-        with nvml.GpuProbe(gpu.uuid) as probe:
+        with GpuProbe(gpu.uuid) as probe:
             first = probe.read()
             wait(1.2)
             second = probe.read()

@@ -14,7 +14,7 @@ NAME = PACKAGE.name
 
 # From the bottom up. A module imports from the layers below its own and from its own folder; no module is its own
 # ancestor. A new module must be given its place here.
-FACTS = {"errors", "quantities", "readings"}
+FACTS = {"errors", "gpu_readings", "quantities", "readings"}
 DECISIONS = {
     "advice.diagnosis",
     "advice.loader_plan",
@@ -80,6 +80,7 @@ ENTRIES = {"", "__main__", "cli", "entry_point", "zero_code"}
 LAYERS = [FACTS, DECISIONS, EDGES, ADAPTERS, ENTRIES]
 # Who may import whom within a layer, besides those of the same folder.
 NEIGHBOURS = {
+    "readings": {"gpu_readings"},
     "callbacks.gpu_utilization_advisor": {"monitoring"},
     "callbacks.gpu_utilization_monitor": {"monitoring"},
     "checkpoint_io": {"checkpoints"},

@@ -16,6 +16,7 @@ from fake_driver import GIB, gpu, link, mig, process
 from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.nvml import messages
+from lightning_gpu_tools.nvml.probe import GpuProbe
 
 
 def read(driver, *gpus):
@@ -518,7 +519,7 @@ def probe_of(driver):
     probes = []
 
     def open_probe(uuid=None, **options):
-        probe = nvml.GpuProbe(uuid or driver.gpus[0].uuid, clock=lambda: driver.now_s, **options)
+        probe = GpuProbe(uuid or driver.gpus[0].uuid, clock=lambda: driver.now_s, **options)
         probes.append(probe)
         return probe
 
@@ -880,4 +881,4 @@ def test_without_a_driver_there_is_no_probe(driver):
     with driver.change():
         driver.library_missing = True
     with pytest.raises(NvmlUnavailableError):
-        nvml.GpuProbe("GPU-x")
+        GpuProbe("GPU-x")

@@ -22,13 +22,13 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.diagnosis import Diagnosis, diagnose
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.gpu_watch import GpuWatch
 from lightning_gpu_tools.monitoring.measurements import RunRecorder, batch_bytes, train_loader_settings, trainer_gpus
 from lightning_gpu_tools.monitoring.memory_history import MemoryHistory
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
 from lightning_gpu_tools.monitoring.step_clock import MONITORING, StepClock
-from lightning_gpu_tools.readings import GpuReading
 from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report
 from lightning_gpu_tools.reports.text import render_text
 

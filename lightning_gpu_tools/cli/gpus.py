@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from lightning_gpu_tools.readings import GpuClaim, GpuReading
+    from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading
 
 _REFRESH_EVERY_S = 2.0
 

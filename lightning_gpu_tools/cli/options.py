@@ -36,19 +36,14 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def select(args: argparse.Namespace, *, claim: bool) -> GpuSelection:
+def select(args: argparse.Namespace, *, claim: bool, uuids_only: bool = False) -> GpuSelection:
     """Pick what the options ask for."""
-    from lightning_gpu_tools.selection.picking import select_gpus
+    from lightning_gpu_tools.selection.picking import Request, pick
 
+    count = 1 if args.count is None else args.count
+    request = Request.parse(count, args.min_free, args.max_utilization, args.exclusive, args.wait, claim)
     try:
-        return select_gpus(
-            1 if args.count is None else args.count,
-            min_free=args.min_free,
-            max_utilization=args.max_utilization,
-            exclusive=args.exclusive,
-            wait=args.wait,
-            claim=claim,
-        )
+        return pick(request._replace(uuids_only=uuids_only))
     except KeyboardInterrupt:  # while waiting
         raise SystemExit(130) from None  # as of a program that SIGINT ended, POSIX "Exit Status for Commands"
 

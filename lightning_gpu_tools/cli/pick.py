@@ -14,7 +14,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print the GPUs with the most free memory",
         description="Print the GPUs with the most free memory, idle ones first, on one line and nothing else. It ends "
         "at once and so claims nothing; use `run` to keep others away meanwhile.",
-        epilog="Example: CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && python train.py. "
+        epilog="Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python "
+        "train.py. "
         "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver.",
     )
     options.add_requirements(parser)
@@ -30,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the choice."""
-    selection = options.select(args, claim=False)
+    selection = options.select(args, claim=False, uuids_only=args.format != "json")
     if args.format == "json":
         import dataclasses
         import json

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.monitoring.gpu_sharing import Sharing
-from lightning_gpu_tools.readings import GpuReading, GpuWindow
+from lightning_gpu_tools.readings import GpuWindow
 from lightning_gpu_tools.reports.report import GpuSummary
 
 # Metrics by their field in GpuWindow; utilization has three.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_gpu_tools.readings import GpuProcess
+from lightning_gpu_tools.gpu_readings import GpuProcess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

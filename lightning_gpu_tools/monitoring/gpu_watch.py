@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.gpu_metrics import gpu_metrics, gpu_summary
 from lightning_gpu_tools.monitoring.gpu_sharing import Sharing, share_out
-from lightning_gpu_tools.readings import GpuReading, GpuWindow
+from lightning_gpu_tools.readings import GpuWindow
 from lightning_gpu_tools.reports.report import GpuSummary
 
 # How long the end of a run waits for one more look at the GPUs; a look takes a few milliseconds.

@@ -10,8 +10,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from lightning_gpu_tools.gpu_readings import GpuProcess
 from lightning_gpu_tools.monitoring.utilization import LONGEST_PERIOD_S, weights_s
-from lightning_gpu_tools.readings import GpuProcess, GpuSample, GpuWindow
+from lightning_gpu_tools.readings import GpuSample, GpuWindow
 
 _COUNTERS = (
     "energy_joules",

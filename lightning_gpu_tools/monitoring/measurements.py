@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.diagnosis import RunMeasurements
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.step_clock import StepClock
-from lightning_gpu_tools.readings import GpuReading, LoaderSettings
+from lightning_gpu_tools.readings import LoaderSettings
 
 
 def trains_on_gpu(trainer: Trainer) -> bool:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.monitoring.gpu_window import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.monitoring.utilization import mean_percent
-from lightning_gpu_tools.readings import GpuReading, GpuSample, GpuWindow
+from lightning_gpu_tools.readings import GpuSample, GpuWindow
 
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]
@@ -39,7 +40,7 @@ _OPENING_PATIENCE_S = 60.0
 
 
 class Probe(Protocol):
-    """What the thread reads: ``nvml.GpuProbe``."""
+    """What the thread reads: ``nvml.probe.GpuProbe``."""
 
     def read(self) -> GpuSample:
         """Return what happened since the last look."""
@@ -49,7 +50,7 @@ class Probe(Protocol):
 
 
 def _open_probe(uuid: str, gpm: bool) -> Probe:
-    from lightning_gpu_tools.nvml import GpuProbe  # only now: importing it imports pynvml
+    from lightning_gpu_tools.nvml.probe import GpuProbe  # only now: importing it imports pynvml
 
     return GpuProbe(uuid, gpm=gpm)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_gpu_tools.readings import UtilizationSample
+from lightning_gpu_tools.gpu_readings import UtilizationSample
 
 # The longest period that one sample stands for; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending
 # on the product". A longer distance between two samples is a hole in which nothing is known.

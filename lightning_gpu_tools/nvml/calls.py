@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from lightning_gpu_tools.readings import UtilizationSample
+from lightning_gpu_tools.gpu_readings import UtilizationSample
 
 # NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pynvml
 
+from lightning_gpu_tools.gpu_readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.monitoring.utilization import LONGEST_PERIOD_S
 from lightning_gpu_tools.nvml import gpm as _gpm
 from lightning_gpu_tools.nvml.calls import GONE, NEVER, newest, process_utilization, utilization_samples
 from lightning_gpu_tools.nvml.error_events import ErrorEvents
 from lightning_gpu_tools.nvml.messages import why_unreadable
 from lightning_gpu_tools.nvml.session import close_driver, open_driver
-from lightning_gpu_tools.readings import GpuProcess, GpuSample, UtilizationSample
+from lightning_gpu_tools.readings import GpuSample
 
 # Field values, by number because older versions of nvidia-ml-py lack the names. Not the finer throttle counters
 # (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN): their numbers, 251 to 253 in R580 and 269 to 271 in nvidia-ml-py 13.615,

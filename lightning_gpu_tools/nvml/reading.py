@@ -13,11 +13,11 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpu_readings import ComputeMode, GpuProcess, GpuReading
 from lightning_gpu_tools.monitoring.utilization import mean_percent
 from lightning_gpu_tools.nvml.calls import ask, newest, utilization_samples
 from lightning_gpu_tools.nvml.messages import why_unavailable, why_unreadable
 from lightning_gpu_tools.nvml.session import identify, session
-from lightning_gpu_tools.readings import ComputeMode, GpuProcess, GpuReading
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
@@ -35,7 +35,7 @@ _STALE_AFTER_S = 30.0
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
-def read_gpus() -> tuple[GpuReading, ...]:
+def read_gpus(*, brief: bool = False) -> tuple[GpuReading, ...]:
     """Read every GPU of this machine, in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
 
     For a GPU without MIG that is 4 calls of NVML the first time in a session (handle, UUID, name, PCI address) and 6
@@ -43,6 +43,11 @@ def read_gpus() -> tuple[GpuReading, ...]:
     left to ``read_numa_nodes``.
 
     A GPU that cannot be read is listed with the reason in ``error``, and the others are not affected.
+
+    Args:
+        brief: Read only what it takes to pick one where nobody has claimed any: 6 calls, without name, PCI address and
+            processes. The GPUs come in NVML's order, and processes are read only where the compute mode makes them
+            matter.
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
@@ -52,7 +57,7 @@ def read_gpus() -> tuple[GpuReading, ...]:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(why_unavailable(error)) from error
-        found = [_read_gpu(nvml_index) for nvml_index in range(count)]
+        found = [_read_gpu(nvml_index, brief=brief and count > 1) for nvml_index in range(count)]
     # NVML promises no order. A GPU that does not even tell its address keeps the place that NVML gave it.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
     ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
@@ -66,10 +71,10 @@ def read_gpus() -> tuple[GpuReading, ...]:
     )
 
 
-def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]:
-    """Return the PCI address, ``None`` if not even that can be read, and the reading."""
+def _read_gpu(nvml_index: int, brief: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
+    """Return the PCI address, ``None`` if that is not known, and the reading."""
     try:
-        gpu = identify(nvml_index)
+        gpu = identify(nvml_index, brief=brief)
     except pynvml.NVMLError as error:
         return None, GpuReading(index=nvml_index, error=why_unreadable(error))
     reading = GpuReading(index=nvml_index, uuid=gpu.uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id)
@@ -77,13 +82,14 @@ def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]
         integrated, total_bytes, free_bytes = _memory(gpu.handle, gpu.name)
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, gpu.handle)
         compute_mode = ask(pynvml.nvmlDeviceGetComputeMode, gpu.handle)
+        needs_processes = not brief or compute_mode != pynvml.NVML_COMPUTEMODE_DEFAULT
         reading = replace(
             reading,
             integrated=integrated,
             memory_total_bytes=total_bytes,
             memory_free_bytes=free_bytes,
             utilization_percent=_utilization_percent(gpu.handle),
-            processes=_processes(gpu.handle),
+            processes=_processes(gpu.handle) if needs_processes else None,
             compute_mode=_COMPUTE_MODES.get(compute_mode),
             mig_mode=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
@@ -127,6 +133,8 @@ def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int
     # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
     # https://github.com/XuehaiPan/nvitop/pull/30.
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None and name is None:  # a brief reading has left it out
+        name = ask(pynvml.nvmlDeviceGetName, handle)
     integrated = name is not None and _INTEGRATED_NAME.search(name) is not None
     if not integrated and memory is not None:
         return False, memory.total, memory.free

@@ -6,8 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -16,15 +15,14 @@ from lightning_gpu_tools.nvml.calls import ask
 from lightning_gpu_tools.nvml.messages import why_unavailable
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """What does not change about a GPU while the driver is open."""
 
     handle: Any
     uuid: str
-    name: str | None
-    pci: tuple[int, int, int]
-    pci_bus_id: str
+    name: str | None = None
+    pci: tuple[int, int, int] | None = None
+    pci_bus_id: str | None = None
 
 
 class _Session(threading.local):
@@ -74,8 +72,8 @@ def close_driver(pid: int) -> None:
             pynvml.nvmlShutdown()
 
 
-def identify(nvml_index: int) -> Identity:
-    """Return a GPU's identity, asked for only once in a session.
+def identify(nvml_index: int, brief: bool = False) -> Identity:
+    """Return a GPU's identity, asked for only once in a session; ``brief`` is without name and PCI address.
 
     Raises:
         pynvml.NVMLError: It cannot be read.
@@ -83,6 +81,8 @@ def identify(nvml_index: int) -> Identity:
     known = _session.identities.get(nvml_index)
     if known is None:
         handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
+        if brief:  # not kept: the next one to ask may want all of it
+            return Identity(handle=handle, uuid=pynvml.nvmlDeviceGetUUID(handle))
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
         known = _session.identities[nvml_index] = Identity(
             handle=handle,

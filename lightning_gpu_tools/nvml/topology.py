@@ -7,9 +7,9 @@ from typing import Any
 
 import pynvml
 
+from lightning_gpu_tools.gpu_readings import GpuLink
 from lightning_gpu_tools.nvml.calls import tolerate
 from lightning_gpu_tools.nvml.session import session
-from lightning_gpu_tools.readings import GpuLink
 
 _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
 

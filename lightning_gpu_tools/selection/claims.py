@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.readings import GpuClaim, GpuWaiter
+from lightning_gpu_tools.gpu_readings import GpuClaim, GpuWaiter
 
 # What only Windows needs is imported there: it would be a tenth of the time of a pick.
 if sys.platform == "win32":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading
 from lightning_gpu_tools.quantities import format_bytes
-from lightning_gpu_tools.readings import GpuClaim, GpuReading
 from lightning_gpu_tools.selection.ranking import Candidate, Requirements, label, rank_gpus
 
 

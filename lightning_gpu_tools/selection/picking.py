@@ -12,11 +12,10 @@ from types import TracebackType
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.quantities import format_duration, parse_bytes, parse_duration
-from lightning_gpu_tools.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.explanations import sharding_hint, why_picked
-from lightning_gpu_tools.selection.gpu_sets import best_set
 from lightning_gpu_tools.selection.ranking import Candidate, Ranking, Rejection, Requirements, attainable, rank_gpus
 from lightning_gpu_tools.selection.visibility import visible_gpus
 
@@ -150,6 +149,7 @@ class Request(NamedTuple):
         group: Name of processes which share one choice: the first one makes it, the others take it over.
         among: UUIDs to pick from, instead of ``CUDA_VISIBLE_DEVICES``. The choice is then given in their order, not
             the best first. ``None`` = what ``CUDA_VISIBLE_DEVICES`` says.
+        uuids_only: Whether nothing but the UUIDs is wanted of the choice. Then no more is read than deciding takes.
     """
 
     requirements: Requirements
@@ -157,6 +157,7 @@ class Request(NamedTuple):
     claim: bool = True
     group: str | None = None
     among: tuple[str, ...] | None = None
+    uuids_only: bool = False
 
     @classmethod
     def parse(
@@ -254,7 +255,8 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     Raises:
         NotEnoughGpusError: There is no such set.
     """
-    gpus, visible = _read(request.among)
+    brief = request.uuids_only and _suffices_brief(request, ledger)
+    gpus, visible = _read(request.among, brief=brief)
     process_ids = {process.pid for gpu in _with_instances(gpus) for process in gpu.processes or ()}
     live = ledger.claims(process_ids)
     for other in live:
@@ -263,6 +265,8 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     others = [other for other in live if other.job not in own_jobs()]
     ranking = rank_gpus(visible, others, request.requirements, {os.getpid()}, ahead)
     if len(ranking.candidates) < request.requirements.count:
+        if brief:  # the reasons take all there is to read
+            return _attempt(request._replace(uuids_only=False), ledger, ahead)
         raise _not_enough(request, gpus, visible, ranking, others)
     chosen = _choose(ranking.candidates, request.requirements)
     if request.among is not None:
@@ -276,10 +280,11 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
 
 def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tuple[Candidate, ...]:
     """Return the best set of them. How GPUs are joined is only asked if there is something to choose."""
-    from lightning_gpu_tools import nvml
-
     if requirements.count in (1, len(candidates)):
         return tuple(candidates[: requirements.count])
+    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.selection.gpu_sets import best_set
+
     uuids = [str(one.gpu.uuid) for one in candidates]
     return best_set(
         candidates,
@@ -290,11 +295,17 @@ def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tupl
     )
 
 
-def _read(among: Sequence[str] | None) -> tuple[tuple[GpuReading, ...], tuple[GpuReading, ...]]:
+def _suffices_brief(request: Request, ledger: claims.Ledger) -> bool:
+    """Return whether names, PCI addresses and processes cannot change the choice."""
+    by_uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-").startswith(("GPU-", "MIG-"))
+    return by_uuid and not request.requirements.exclusive and not ledger.claims()
+
+
+def _read(among: Sequence[str] | None, *, brief: bool = False) -> tuple[tuple[GpuReading, ...], tuple[GpuReading, ...]]:
     """Return all GPUs, and those of them and of their MIG instances that may be picked, in CUDA's order."""
     from lightning_gpu_tools import nvml
 
-    gpus = nvml.read_gpus()
+    gpus = nvml.read_gpus(brief=brief)
     if among is not None:
         by_uuid = {gpu.uuid: gpu for gpu in _with_instances(gpus)}
         return gpus, tuple(by_uuid[uuid] for uuid in among if uuid in by_uuid)

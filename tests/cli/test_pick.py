@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 
 import pytest
-from fake_driver import Driver, gpu
+from fake_driver import Driver, Gpu, gpu, mig, process
 
 from lightning_gpu_tools import select_gpus
 
@@ -134,10 +135,46 @@ def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli) -> None:
 def test_a_pick_asks_little_of_the_driver(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu() for _ in range(8)]
     run_cli("pick")
-    assert max(driver.calls_by_gpu().values()) <= 10
+    # 6 functions of nvidia-ml-py; its one for the samples makes two calls, the first for their number. The handle is
+    # asked for by index, so it counts for no GPU.
+    assert set(driver.calls_by_gpu().values()) == {6}
+
+
+BUSY = [process(pid=4711, memory="3GiB")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "env"),
+    [
+        ([gpu(memory_free="10GiB"), gpu(memory_free="20GiB", utilization=90)], ["-n", "2"], {}),
+        ([gpu(), gpu(compute_mode="exclusive_process", processes=BUSY)], [], {}),
+        ([gpu(), gpu(compute_mode="prohibited")], [], {}),
+        ([gpu(memory_free="1GiB"), gpu(mig=[mig(memory_free="9GiB"), mig(memory_free="5GiB")])], [], {}),
+        ([gpu(memory_total=None, name="NVIDIA GB10"), gpu(memory_free="1GiB")], [], {}),
+        ([gpu(name="NVIDIA GB10", memory_free="1MiB")], ["--min-free", "1GiB"], {}),
+        ([gpu(pci=(0, 32, 0), memory_free="9GiB"), gpu(pci=(0, 16, 0))], [], {"CUDA_VISIBLE_DEVICES": "1"}),
+        ([gpu(lost=True), gpu(errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}), gpu(memory_free="1GiB")], [], {}),
+    ],
+)
+def test_reading_less_changes_no_choice(
+    driver: Driver, run_cli: RunCli, gpus: list[Gpu], arguments: list[str], env: dict[str, str]
+) -> None:
+    driver.gpus = gpus
+    all_read = run_cli("pick", *arguments, "--format", "json", env=env)
+    assert run_cli("pick", *arguments, env=env).stdout.split() == [json.loads(all_read.stdout)["cuda_visible_devices"]]
+
+
+def test_a_claim_of_memory_counts_what_its_holder_uses_by_now(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="20GiB")]
+    with select_gpus(min_free="30GiB"):
+        assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"
+        with driver.change():
+            driver.gpus[0].processes = [process(pid=os.getpid(), memory="10GiB")]
+            driver.gpus[0].memory_free = "41GiB"
+        assert run_cli("pick").stdout == f"{driver.gpus[0].uuid}\n"
 
 
 def test_help_gives_an_example_and_the_exit_codes(run_cli: RunCli) -> None:
     text = " ".join(run_cli("pick", "--help").stdout.split())
-    assert "CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick -n 2 --min-free 8GiB)" in text
+    assert "gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py" in text
     assert "3 not enough GPUs" in text

@@ -1,7 +1,7 @@
 """Who uses what of a GPU, and what is not known."""
 
+from lightning_gpu_tools.gpu_readings import GpuProcess
 from lightning_gpu_tools.monitoring.gpu_sharing import Sharing, share_out
-from lightning_gpu_tools.readings import GpuProcess
 
 OURS = GpuProcess(pid=1, memory_used_bytes=5, utilization_percent=60.0)
 MATE = GpuProcess(pid=2, memory_used_bytes=3, utilization_percent=10.0)

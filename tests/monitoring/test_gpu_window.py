@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpu_tools.gpu_readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.monitoring.gpu_window import PercentHistogram, Timeline, WindowBuilder, counter_difference
 from lightning_gpu_tools.monitoring.utilization import mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.readings import GpuProcess, GpuSample, UtilizationSample
+from lightning_gpu_tools.readings import GpuSample
 
 
 def samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:

@@ -11,11 +11,12 @@ import time
 import pytest
 from fake_driver import GIB, gpu, mig
 
-from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpu_readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.sampler import Reader, Sampler, subscribe
-from lightning_gpu_tools.readings import GpuProcess, GpuSample, UtilizationSample
+from lightning_gpu_tools.nvml import probe
+from lightning_gpu_tools.readings import GpuSample
 
 PATIENCE_S = 30.0
 NEVER_S = 3600.0  # longer than the test: the thread looks when it is told
@@ -37,7 +38,7 @@ def clock(driver, monkeypatch):
     with driver.change():
         driver.now_s = time.time()
         driver.start_s = driver.now_s - 100
-    monkeypatch.setattr(nvml, "GpuProbe", functools.partial(nvml.GpuProbe, clock=lambda: driver.now_s))
+    monkeypatch.setattr(probe, "GpuProbe", functools.partial(probe.GpuProbe, clock=lambda: driver.now_s))
     return driver
 
 

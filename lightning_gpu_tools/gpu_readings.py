@@ -1,0 +1,156 @@
+"""What was read of GPUs, and who has claimed them: units in the names, ``None`` = not reported.
+
+All that a pick needs and nothing else, because making a dataclass costs a command that ends at once a millisecond.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+ComputeMode = Literal["default", "exclusive_thread", "prohibited", "exclusive_process"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuProcess:
+    """A process that the driver lists on a GPU.
+
+    Attributes:
+        pid: As the driver gives it: in a container this is the host's number, which may name another process here.
+        memory_used_bytes: GPU memory of the process, ``None`` where the driver does not tell (Windows, WSL).
+        user: Owner of the process, ``None`` where the process cannot be seen from here.
+        name: Name of the process, ``None`` likewise.
+        graphics_only: It draws (a desktop) and computes nothing.
+        utilization_percent: How busy this process kept the GPU lately; ``None`` where the driver does not tell (MIG).
+    """
+
+    pid: int
+    memory_used_bytes: int | None = None
+    user: str | None = None
+    name: str | None = None
+    graphics_only: bool = False
+    utilization_percent: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReading:
+    """One GPU, or one MIG instance of a GPU, at one moment.
+
+    Attributes:
+        index: Position in PCI bus order, the number that ``nvidia-smi`` shows. For display; the UUID is the identity. A
+            MIG instance has the index of its GPU.
+        uuid: ``GPU-...`` or ``MIG-...``; ``None`` only if the driver would not even tell that (see ``error``).
+        name: Product name.
+        pci_bus_id: ``domain:bus:device.function``.
+        memory_total_bytes: All memory of the GPU.
+        memory_free_bytes: What the driver reports as free; never computed from total and used, because drivers differ
+            in what "used" includes.
+        utilization_percent: Time-weighted mean over the samples the driver has buffered (the last seconds) of the share
+            of time in which at least one kernel ran; its instantaneous reading where there is no buffer; ``None`` on
+            MIG.
+        processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a
+            container the processes of others are invisible.
+        mig_mode: Whether the GPU is divided into MIG instances; ``None`` if it cannot tell.
+        mig_instances: The instances, if it is divided.
+        mig_gpu_instance_id: Of a MIG instance: the number of its GPU instance, as ``nvidia-smi mig -lgi`` shows it.
+        mig_compute_instance_id: Of a MIG instance: the number of its compute instance, as ``nvidia-smi mig -lci``
+            shows it.
+        compute_mode: As set with ``nvidia-smi -c``.
+        numa_node: NUMA node of the host that the GPU hangs on, ``None`` if unknown or not asked for.
+        integrated: Whether the GPU shares the host's memory (Jetson, GB10).
+        error: Why this GPU cannot be used, in words with what to do; ``None`` if it could be read.
+    """
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    pci_bus_id: str | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    utilization_percent: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    mig_mode: bool | None = None
+    mig_instances: tuple[GpuReading, ...] = ()
+    mig_gpu_instance_id: int | None = None
+    mig_compute_instance_id: int | None = None
+    compute_mode: ComputeMode | None = None
+    numa_node: int | None = None
+    integrated: bool | None = None
+    error: str | None = None
+
+
+class GpuLink(NamedTuple):
+    """How two GPUs of one machine are joined.
+
+    Attributes:
+        uuids: The two GPUs, sorted.
+        nvlink: Whether peer access goes over NVLink (directly or through NVSwitch).
+        topology_level: NVML's common-ancestor level: 0 same board, 10 one PCIe switch, 20 several switches, 30 host
+            bridge, 40 same NUMA node, 50 across NUMA nodes. ``None`` if the driver does not tell.
+    """
+
+    uuids: tuple[str, str]
+    nvlink: bool | None = None
+    topology_level: int | None = None
+
+
+class GpuClaim(NamedTuple):
+    """What a live job has said it needs of some GPUs, so that others do not take it away.
+
+    Attributes:
+        job: Random name of the claim. The job hands it on to its children, which count the claim as their own.
+        uuids: The GPUs and MIG instances, best first.
+        kind: ``memory``: the given number of bytes of each; ``whole``: all of each, but others are not refused;
+            ``exclusive``: all of each, and others are refused.
+        memory_bytes: How much of each, for the kind ``memory``; else ``None``.
+        pid: Process that made the claim, as it sees itself: in a container this is the container's number.
+        user: Owner of the claim, by the file system's word where it has one.
+        hostname: Host or container of the process.
+        since_s: Time of the claim, seconds since the epoch.
+        group: Where a launcher starts several processes of one job on this machine: its name for them, by which the
+            others find the choice that the first one made. Else ``None``.
+        process_ids: The job's processes as the driver lists them, as far as they could be told.
+    """
+
+    job: str
+    uuids: tuple[str, ...]
+    kind: Literal["memory", "whole", "exclusive"]
+    memory_bytes: int | None
+    pid: int
+    user: str
+    hostname: str
+    since_s: float
+    group: str | None = None
+    process_ids: frozenset[int] = frozenset()
+
+
+class GpuWaiter(NamedTuple):
+    """A live job that waits for GPUs.
+
+    Attributes:
+        name: The smaller, the longer it has waited.
+        uuids: The GPUs and MIG instances that it could use.
+        requested: How many of them it waits for.
+        pid: The process, as it sees itself.
+        user: Its owner, by the file system's word where it has one.
+        since_s: Since when, seconds since the epoch.
+    """
+
+    name: str
+    uuids: tuple[str, ...]
+    requested: int
+    pid: int
+    user: str
+    since_s: float
+
+
+class UtilizationSample(NamedTuple):
+    """One entry of the driver's utilization buffer: the mean over the driver's sample period that ends at ``time_s``.
+
+    Attributes:
+        time_s: End of the period in seconds since the epoch, by the driver's clock on this host.
+        percent: Share of the period in which at least one kernel ran, 0 to 100.
+    """
+
+    time_s: float
+    percent: float
