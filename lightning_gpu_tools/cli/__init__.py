@@ -1,20 +1,26 @@
-"""The command ``lightning-gpu-tools``: one module a subcommand, each with ``add_parser`` and ``run(args) -> int``.
+"""The command ``lightning-gpu-tools``: one module a subcommand, each with ``add_arguments(parser)``.
 
-Building the parser imports none of torch, lightning, pynvml and rich, so that ``pick`` in a shell script costs little
-more than Python's start.
+Only the module of the command that is called is imported, and building its parser imports none of torch, lightning,
+pynvml and rich, so that ``pick`` in a shell script costs little more than Python's start.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from lightning_gpu_tools.cli import checkpoint, gpus, pick, report, run
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
 
-COMMANDS = (gpus, pick, run, report, checkpoint)
+COMMANDS = {
+    "gpus": "show all GPUs, who uses them and who has claimed them",
+    "pick": "print the GPUs with the most free memory",
+    "run": "claim GPUs and run a command on them",
+    "report": "print the report of a training run again, or compare two runs",
+    "checkpoint": "inspect, verify, convert and compare checkpoint files",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
-    args = parser.parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name in arguments[:1]:  # nothing but --help can stand before the command
+            importlib.import_module(f"lightning_gpu_tools.cli.{name}").add_arguments(command)
+    args = parser.parse_args(arguments)
     try:
         code = int(args.run(args))
         sys.stdout.flush()

@@ -17,13 +17,11 @@ _LONG_FILE_BYTES = 256 << 20
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="inspect, verify, convert and compare checkpoint files",
-        description="Look into checkpoint files by torch.save (also those of Lightning) and safetensors. No code in a "
-        "file is ever run.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this command takes and what its help says."""
+    parser.description = (
+        "Look into checkpoint files by torch.save (also those of Lightning) and safetensors. No code in a "
+        "file is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_inspect(actions)

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 _REFRESH_EVERY_S = 2.0
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "gpus",
-        help="show all GPUs, who uses them and who has claimed them",
-        description="Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: free memory, utilization over "
-        "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used.",
-        epilog="JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this command takes and what its help says."""
+    parser.description = (
+        "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: free memory, utilization over "
+        "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used."
+    )
+    parser.epilog = (
+        "JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
         "lightning_gpu_tools.GpuReading (sizes in bytes, null = not reported) plus `claims`, a list of objects with "
         "`user`, `pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since "
-        "the epoch), and `effective_free_bytes`: what is free and not claimed. `mig_instances` have the same fields.",
+        "the epoch), and `effective_free_bytes`: what is free and not claimed. `mig_instances` have the same fields."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")

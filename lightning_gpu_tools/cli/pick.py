@@ -7,16 +7,16 @@ import argparse
 from lightning_gpu_tools.cli import options
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "pick",
-        help="print the GPUs with the most free memory",
-        description="Print the GPUs with the most free memory, idle ones first, on one line and nothing else. It ends "
-        "at once and so claims nothing; use `run` to keep others away meanwhile.",
-        epilog="Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this command takes and what its help says."""
+    parser.description = (
+        "Print the GPUs with the most free memory, idle ones first, on one line and nothing else. It ends "
+        "at once and so claims nothing; use `run` to keep others away meanwhile."
+    )
+    parser.epilog = (
+        "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python "
         "train.py. "
-        "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver.",
+        "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver."
     )
     options.add_requirements(parser)
     parser.add_argument(

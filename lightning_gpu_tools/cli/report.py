@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "report",
-        help="print the report of a training run again, or compare two runs",
-        description="Print the report that GPUUtilizationMonitor wrote at the end of a training run; with --against, "
-        "compare its steady steps with those of another run. Works without a GPU.",
-        epilog="Exit code: 0 printed, or not slower than allowed; 1 slower than allowed, beyond the runs' own noise, "
-        "or the file is no report; 2 wrong usage; 3 the runs cannot be compared (and why).",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this command takes and what its help says."""
+    parser.description = (
+        "Print the report that GPUUtilizationMonitor wrote at the end of a training run; with --against, "
+        "compare its steady steps with those of another run. Works without a GPU."
+    )
+    parser.epilog = (
+        "Exit code: 0 printed, or not slower than allowed; 1 slower than allowed, beyond the runs' own noise, "
+        "or the file is no report; 2 wrong usage; 3 the runs cannot be compared (and why)."
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
     parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")

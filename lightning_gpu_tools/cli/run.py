@@ -9,16 +9,16 @@ import sys
 from lightning_gpu_tools.cli import options
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "run",
-        help="claim GPUs and run a command on them",
-        description="Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
-        "The claim lives exactly as long as the command and its children, however they end.",
-        epilog="Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this command takes and what its help says."""
+    parser.description = (
+        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
+        "The claim lives exactly as long as the command and its children, however they end."
+    )
+    parser.epilog = (
+        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
         "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
-        "be run or found.",
+        "be run or found."
     )
     options.add_requirements(parser)
     parser.add_argument(
