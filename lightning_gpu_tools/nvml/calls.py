@@ -52,9 +52,9 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
         return [], last_us
     # The order is not documented, and values far above 100 have been seen: https://github.com/Syllo/nvtop/issues/110
     pairs = sorted(
-        (sample.timeStamp, sample.sampleValue.uiVal)
+        (stamp_us, percent)
         for sample in answer
-        if sample.timeStamp > last_us and sample.sampleValue.uiVal <= 100
+        if (stamp_us := sample.timeStamp) > last_us and (percent := sample.sampleValue.uiVal) <= 100
     )
     samples = [UtilizationSample(time_s=stamp_us / 1e6, percent=float(percent)) for stamp_us, percent in pairs]
     return samples, pairs[-1][0] if pairs else last_us
