@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.accelerator import FreeMemoryCUDAAccelerator
-    from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
+    from lightning_gpu_tools.advice.findings import Diagnosis, Finding
     from lightning_gpu_tools.callbacks.gpu_utilization_advisor import GPUUtilizationAdvisor
     from lightning_gpu_tools.callbacks.gpu_utilization_monitor import GPUUtilizationMonitor
     from lightning_gpu_tools.checkpoint_io import PortableCheckpointIO
@@ -48,8 +48,8 @@ _MODULE_OF = {
     "GPUUtilizationAdvisor": "callbacks.gpu_utilization_advisor",
     "GPUUtilizationMonitor": "callbacks.gpu_utilization_monitor",
     "PortableCheckpointIO": "checkpoint_io",
-    "Diagnosis": "advice.diagnosis",
-    "Finding": "advice.diagnosis",
+    "Diagnosis": "advice.findings",
+    "Finding": "advice.findings",
     "AmbiguousCheckpointError": "errors",
     "BrokenCheckpointError": "errors",
     "CheckpointError": "errors",

@@ -1,6 +1,6 @@
 """A report with something in every part of it, for the tests that need one."""
 
-from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.reports.report import GpuSummary, Report
 
 FINDING = Finding(

@@ -16,8 +16,17 @@ NAME = PACKAGE.name
 # ancestor. A new module must be given its place here.
 FACTS = {"errors", "gpu_readings", "quantities", "readings"}
 DECISIONS = {
+    "advice.batch_memory",
+    "advice.data_loading",
     "advice.diagnosis",
+    "advice.findings",
+    "advice.gpu_limits",
+    "advice.host_work",
+    "advice.inside_step",
     "advice.loader_plan",
+    "advice.ranks",
+    "advice.run_measurements",
+    "advice.words",
     "checkpoints.content",
     "checkpoints.key_groups",
     "checkpoints.key_renaming",

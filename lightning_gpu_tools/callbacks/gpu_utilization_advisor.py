@@ -8,7 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.diagnosis import Diagnosis, diagnose
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.monitoring.measurements import RunRecorder, batch_bytes

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.advice.diagnosis import RunMeasurements
+from lightning_gpu_tools.advice.run_measurements import RunMeasurements
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget

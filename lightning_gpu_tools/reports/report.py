@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, TypeVar
 
-from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan

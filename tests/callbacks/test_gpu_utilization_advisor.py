@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, LowGPUUtilizationWarning
-from lightning_gpu_tools.advice.diagnosis import Diagnosis
+from lightning_gpu_tools.advice.findings import Diagnosis
 
 STEPS = 90
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.advice.diagnosis import Diagnosis, Finding
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, GpuSummary, RankSpeed, Report
 from lightning_gpu_tools.reports.text import PHASE_LABELS
