@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -33,8 +33,10 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"))
     )
-    for strategy in (DDPStrategy, SingleDeviceStrategy):
+    for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy):
         set_attribute(strategy, "root_device", property(lambda self: torch.device("cpu")))
+    # PyTorch refuses to shard a model where there is no accelerator: every rank keeps all of it.
+    set_attribute(FSDPStrategy, "_setup_model", lambda self, model: model)
     set_attribute(CUDAAccelerator, "setup_device", lambda self, device: start())
     set_attribute(CUDAAccelerator, "setup", lambda self, trainer: None)
     set_attribute(CUDAAccelerator, "teardown", lambda self: None)

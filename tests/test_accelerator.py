@@ -319,6 +319,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
         ("late", "ddp", "a", [2, 3]),
         ("early", "ddp_spawn", "a", [3, 2]),
         ("early", "ddp_fork", "a", [3, 2]),
+        ("early", "ddp_notebook", "a", [3, 2]),
     ],
 )
 def test_children_of_ddp_and_a_second_fit_use_the_same_gpus(

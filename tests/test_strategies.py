@@ -221,24 +221,43 @@ trainer:
         cli(tmp_path / "config.yaml", "--trainer.strategy.init_args.min_fre=1GiB")
 
 
-def test_a_training_by_name_really_trains(driver: Driver, tmp_path: Path, run_python: Callable[..., Any]) -> None:
-    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="40GiB"), gpu(memory_free="20GiB")]
-    script = tmp_path / "train.py"
-    script.write_text(
-        """
-import cpu_as_cuda, sys
+SCRIPT = """
+import cpu_as_cuda, os, sys
 cpu_as_cuda.install()
+import torch.distributed
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-import lightning_gpu_tools
-for strategy in ("free_memory", "ddp_free_memory"):
-    trainer = Trainer(strategy=strategy, devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-                      limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False)
-    trainer.fit(BoringModel())
-    print(trainer.global_step, *cpu_as_cuda.gpus_of(trainer))
+from lightning_gpu_tools import FreeMemoryFSDPStrategy, FreeMemoryStrategy
+strategy = {"fsdp": FreeMemoryFSDPStrategy, "single": FreeMemoryStrategy}.get(sys.argv[1])
+trainer = Trainer(strategy=strategy(bind_numa=True) if strategy else sys.argv[1], devices=int(sys.argv[2]), max_steps=2,
+                  logger=False, enable_checkpointing=False, limit_val_batches=0, enable_progress_bar=False,
+                  enable_model_summary=False)
+trainer.fit(BoringModel())
+told = [trainer.global_rank, trainer.global_step, *cpu_as_cuda.gpus_of(trainer), *os.sched_getaffinity(0)]
+os.write(1, (" ".join(map(str, told)) + "\\n").encode())  # in one write, because the ranks share the pipe
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
 """
-    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "bound"),
+    [("free_memory", 1, False), ("ddp_free_memory", 1, False), ("single", 1, True), ("fsdp", 2, True)],
+)
+def test_a_strategy_really_trains(
+    driver: Driver, tmp_path: Path, run_python: Callable[..., Any], strategy: str, devices: int, bound: bool
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    first, second = cores[0], cores[-1]
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", cpus=[core]) for gib, core in ((10, 0), (40, first), (20, second))]
+    (tmp_path / "train.py").write_text(SCRIPT)
     path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
-    answer: subprocess.CompletedProcess[str] = run_python(str(script), env={"PYTHONPATH": path})
+    answer: subprocess.CompletedProcess[str] = run_python(
+        str(tmp_path / "train.py"), strategy, str(devices), env={"PYTHONPATH": path}
+    )
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.split() == ["2", driver.gpus[1].uuid] * 2
+    picked = " ".join(driver.gpus[index].uuid for index in (1, 2)[:devices])
+    kept_on = [[first], [second]] if bound else [cores]
+    assert sorted(answer.stdout.splitlines()) == [
+        f"{rank} 2 {picked} {' '.join(map(str, kept_on[rank]))}" for rank in range(devices)
+    ]

@@ -119,3 +119,22 @@ print(json.dumps([trainer.strategy.root_device.index, os.environ.get("CUDA_VISIB
 """)
     assert isinstance(number, int)
     assert mask is None
+
+
+@pytest.mark.parametrize("strategy", ["free_memory", "ddp_free_memory", "fsdp_free_memory"])
+def test_a_strategy_really_trains(strategy: str, tmp_path: Path) -> None:
+    steps, device = answer(f"""
+import json
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_gpu_tools
+class Model(BoringModel):
+    def configure_optimizers(self):  # FSDP makes new parameters, so that the optimizer has to come after it
+        import torch
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+trainer = Trainer(strategy={strategy!r}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
+                  enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
+trainer.fit(Model())
+print(json.dumps([trainer.global_step, trainer.strategy.root_device.type]))
+""")
+    assert (steps, device) == (2, "cuda")

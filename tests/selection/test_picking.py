@@ -107,6 +107,53 @@ def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: D
     assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("TIMEOUT", "did not answer in time"),
+        ("NO_PERMISSION", "no permission to read it"),
+        ("RESET_REQUIRED", "nvidia-smi --gpu-reset"),
+        ("GPU_IS_LOST", "fallen off the bus"),
+    ],
+)
+def test_a_gpu_in_trouble_is_left_out_with_what_to_do(driver: Driver, error: str, words: str) -> None:
+    driver.gpus = [gpu(errors={"*": error}, memory_free="70GiB"), gpu(memory_free="1GiB")]
+    assert indices(select_gpus(claim=False)) == [1]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(2)
+    (reason,) = caught.value.rejected
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetSamples",
+        "nvmlDeviceGetComputeMode",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        "nvmlDeviceGetAddressingMode",
+    ],
+)
+def test_an_old_driver_without_a_function_will_do(driver: Driver, function: str) -> None:
+    driver.gpus = [gpu(memory_free="1GiB"), gpu(memory_free="2GiB")]
+    with driver.change():
+        driver.missing_functions = [function]
+    assert indices(select_gpus(min_free="1GiB")) == [1]
+
+
+def test_coherent_memory_counts_by_what_the_driver_calls_free(driver: Driver) -> None:
+    # Grace Hopper: GPU memory is a NUMA node of the host, and is NVML's to report all the same.
+    driver.gpus = [
+        gpu(addressing_mode="ats", memory_numa_node=8, memory_total="96GiB", memory_free="50GiB"),
+        gpu(addressing_mode="ats", memory_numa_node=16, memory_total="96GiB", memory_free="90GiB"),
+    ]
+    first, second = select_gpus(2).gpus
+    assert [first.index, first.memory_free_bytes, first.integrated] == [1, 90 * GIB, False]
+    assert [second.index, second.memory_free_bytes, second.integrated] == [0, 50 * GIB, False]
+
+
 def test_an_unreadable_gpu_is_named_and_the_others_go_on(driver: Driver) -> None:
     driver.gpus = [gpu(lost=True), gpu(memory_free="1GiB")]
     assert indices(select_gpus()) == [1]
