@@ -34,6 +34,7 @@ DECISIONS = {
     "checkpoints.pickle_structure",
     "checkpoints.rename_plan",
     "checkpoints.unsafe_globals",
+    "monitoring.gpu_gaps",
     "monitoring.gpu_sharing",
     "monitoring.gpu_window",
     "monitoring.memory_growth",
@@ -77,6 +78,13 @@ ADAPTERS = {
     "checkpoints.model_keys",
     "checkpoints.state_dicts",
     "checkpoints.torch_files",
+    "loaders.index_source",
+    "loaders.inner_loader",
+    "loaders.random_state",
+    "loaders.settings",
+    "loaders.switch",
+    "loaders.worker_probe",
+    "monitoring.gpu_timeline",
     "monitoring.gpu_watch",
     "monitoring.measurements",
     "monitoring.memory_history",
@@ -93,6 +101,7 @@ NEIGHBOURS = {
     "callbacks.gpu_utilization_advisor": {"monitoring"},
     "callbacks.gpu_utilization_monitor": {"monitoring"},
     "checkpoint_io": {"checkpoints"},
+    "monitoring.gpu_gaps": {"advice.run_measurements"},
     "monitoring.gpu_metrics": {"reports"},
     "monitoring.sampler": {"nvml"},
     "reports.report": {"monitoring.stopwatch"},
@@ -163,7 +172,7 @@ def own_imports(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_has_its_place(module: str) -> None:
-    is_empty_folder = module in {"advice", "callbacks", "checkpoints", "monitoring", "reports", "selection"}
+    is_empty_folder = module in {"advice", "callbacks", "checkpoints", "loaders", "monitoring", "reports", "selection"}
     assert is_empty_folder or place(module) in set().union(*LAYERS)
 
 

@@ -1,0 +1,228 @@
+"""A loader whose settings change while it is iterated delivers the same and draws the same random numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+
+from lightning_gpu_tools.loaders.random_state import random_state
+from lightning_gpu_tools.loaders.settings import settings_of
+from lightning_gpu_tools.loaders.switch import Switch
+from lightning_gpu_tools.readings import LoaderSettings
+
+COUNT = 23
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is i, and what else the process that loads it says."""
+
+    def __init__(self, extra: Callable[[], float] = float) -> None:
+        self.extra = extra
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), self.extra()])
+
+
+class GlobalShuffle:
+    """A batch sampler that shuffles in __iter__, with the global generators, as many people write it."""
+
+    def __init__(self) -> None:
+        self.batches = [[i, i + 1] for i in range(0, COUNT - 1, 2)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        np.random.shuffle(self.batches)
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
+    "in order": lambda **options: DataLoader(Numbers(), batch_size=2, **options),
+    "shuffled": lambda **options: DataLoader(Numbers(), batch_size=2, shuffle=True, **options),
+    "no batches": lambda **options: DataLoader(Numbers(), batch_size=None, shuffle=True, **options),
+    "a generator": lambda **options: DataLoader(
+        Numbers(), batch_size=2, shuffle=True, drop_last=True, generator=generator(), **options
+    ),
+    "a sampler": lambda **options: DataLoader(
+        Numbers(), batch_size=2, sampler=WeightedRandomSampler([1.0] * COUNT, COUNT), **options
+    ),
+    "a sampler's generator": lambda **options: DataLoader(
+        Numbers(), batch_size=2, sampler=RandomSampler(range(COUNT), generator=generator()), **options
+    ),
+    "a batch sampler": lambda **options: DataLoader(
+        Numbers(), batch_sampler=BatchSampler(RandomSampler(range(COUNT)), 3, False), **options
+    ),
+    "a global shuffle": lambda **options: DataLoader(Numbers(), batch_sampler=GlobalShuffle(), **options),
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "two": {"num_workers": 2},
+    "persistent": {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True},
+}
+
+
+def other(workers: int, prefetch_factor: int = 2, persistent: bool = False) -> LoaderSettings:
+    return LoaderSettings(
+        num_workers=workers,
+        prefetch_factor=prefetch_factor if workers else None,
+        persistent_workers=persistent and workers > 0,
+        pin_memory=False,
+    )
+
+
+def epochs(
+    loader: DataLoader[Any], *, limit: int | None = None, at_batch: Callable[[int], None] = lambda i: None
+) -> list[Any]:
+    """Return the batches of three epochs as lists, and the state of the random numbers after each epoch.
+
+    With a limit only so many batches are taken, as Lightning does it: nobody asks for one more.
+    """
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    seen: list[Any] = []
+    count = 0
+    for _ in range(3):
+        iterator = iter(loader)
+        batches = []
+        while limit is None or len(batches) < limit:
+            try:
+                batches.append(next(iterator).tolist())
+            except StopIteration:
+                break
+            at_batch(count)
+            count += 1
+            torch.rand(1)  # a training step draws random numbers, too
+        used = [g for g in (loader.generator, getattr(loader.sampler, "generator", None)) if g is not None]
+        seen += [batches, random_state(used)]
+        del iterator
+    return seen
+
+
+def changing(switch: Switch, plan: dict[int, LoaderSettings]) -> Callable[[int], None]:
+    return lambda i: switch.use(plan[i]) if i in plan else None
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_changes_in_mid_epoch_change_neither_batches_nor_random_numbers(
+    kind: str, workers: str, limit: int | None
+) -> None:
+    as_usual = epochs(LOADERS[kind](**WORKERS[workers]), limit=limit)
+    switch = Switch(LOADERS[kind](**WORKERS[workers]), watched=True)
+    switch.length = limit
+    plan = {2: other(2), 3: other(0), 6: other(3, 1), 8: switch.users, 13: other(2, persistent=True)}
+    assert epochs(switch.loader, limit=limit, at_batch=changing(switch, plan)) == as_usual
+    switch.close()
+    assert not switch.draws_as_it_goes
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(sorted(LOADERS)),
+    st.sampled_from(sorted(WORKERS)),
+    st.dictionaries(
+        st.integers(0, 3 * COUNT // 2),
+        st.builds(other, st.integers(0, 3), st.integers(1, 3), st.booleans()),
+        max_size=5,
+    ),
+)
+def test_any_changes_at_any_moments(kind: str, workers: str, plan: dict[int, LoaderSettings]) -> None:
+    as_usual = epochs(LOADERS[kind](**WORKERS[workers]))
+    switch = Switch(LOADERS[kind](**WORKERS[workers]))
+    assert epochs(switch.loader, at_batch=changing(switch, plan)) == as_usual
+    switch.close()
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_with_the_users_settings_the_workers_draw_the_same_random_numbers(workers: str) -> None:
+    def load() -> DataLoader[Any]:
+        return DataLoader(Numbers(lambda: float(torch.rand(1)) + np.random.rand()), batch_size=4, **WORKERS[workers])
+
+    switch = Switch(load(), watched=True)
+    assert epochs(switch.loader) == epochs(load())
+    switch.close()
+
+
+def test_new_workers_do_not_repeat_the_random_numbers_of_the_old_ones() -> None:
+    switch = Switch(DataLoader(Numbers(lambda: float(torch.rand(1))), num_workers=1))
+    seen = epochs(switch.loader, limit=20, at_batch=changing(switch, {4: other(2), 12: other(0)}))
+    drawn = [batch[0][1] for batch in seen[0]]
+    assert len(set(drawn)) == len(drawn) == 20
+    switch.close()
+
+
+def test_a_sampler_that_draws_as_it_goes_is_seen() -> None:
+    sampler = RandomSampler(range(10 * COUNT), replacement=True, num_samples=100, generator=generator())
+    switch = Switch(DataLoader(range(10 * COUNT), sampler=sampler, num_workers=1), watched=True)
+    list(switch.loader)
+    switch.listener = Silent()
+    list(switch.loader)
+    assert switch.draws_as_it_goes
+    switch.close()
+
+
+class Silent:
+    def on_batch(self, *args: object) -> None: ...
+    def on_epoch_start(self) -> None: ...
+    def on_fault(self, *args: object) -> None: ...
+
+
+class Custom(DataLoader[Any]):
+    """A subclass with arguments of its own, which does more than its base while it is iterated."""
+
+    def __init__(self, numbers: Dataset[Any], factor: float) -> None:
+        super().__init__(numbers, batch_size=2, shuffle=True, collate_fn=torch.stack, worker_init_fn=print)
+        self.factor = factor
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch * self.factor
+
+
+def test_a_subclass_keeps_its_ways_and_the_users_object_stays_as_it_is() -> None:
+    loader = Custom(Numbers(), 3.0)
+    as_usual = epochs(Custom(Numbers(), 3.0))
+    before = copy.copy(vars(loader))
+    switch = Switch(loader)
+    assert isinstance(switch.loader, Custom)
+    changed = {"num_workers", "prefetch_factor", "_get_iterator"}
+    assert epochs(switch.loader, at_batch=changing(switch, {3: other(2)})) == as_usual
+    assert switch.iterated
+    assert settings_of(switch.loader) == dataclasses.replace(other(2), batch_size=2)
+    for name in vars(switch.loader).keys() - changed:
+        assert vars(switch.loader)[name] is vars(loader)[name], name
+    assert vars(loader) == before
+    switch.close()
+    assert "_get_iterator" not in vars(switch.loader)
+    assert switch.loader.num_workers == 2
+
+
+def test_somebody_else_may_iterate_it_in_the_middle_of_an_epoch() -> None:
+    switch = Switch(DataLoader(range(12), batch_size=2))
+    switch.use(other(1, persistent=True))
+    outer = iter(switch.loader)
+    first = [next(outer).tolist() for _ in range(2)]
+    assert sum(map(len, switch.loader)) == 12
+    assert first + [batch.tolist() for batch in outer] == [[i, i + 1] for i in range(0, 12, 2)]
+    switch.close()
