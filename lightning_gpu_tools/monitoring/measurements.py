@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.run_measurements import RunMeasurements
@@ -19,13 +18,9 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.monitoring import sampler
+from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
 from lightning_gpu_tools.monitoring.step_clock import StepClock
 from lightning_gpu_tools.readings import LoaderSettings
-
-
-def trains_on_gpu(trainer: Trainer) -> bool:
-    """Return whether the Trainer trains on NVIDIA GPUs."""
-    return isinstance(trainer.accelerator, CUDAAccelerator)
 
 
 def local_ranks(trainer: Trainer) -> int:

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_gpu_tools.advice.run_measurements import GpuIdle
+from lightning_gpu_tools.monitoring.gpu_timeline import GpuTimeline, trains_on_gpu
 from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 from lightning_gpu_tools.readings import StepBlock
 
@@ -83,6 +85,7 @@ class StepClock:
         )
         self._around_fetch = self._watch.current
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
+        self._gpu: GpuTimeline | None = None
         self._users = 0
         self._running = False
         self._started = self._stopped = 0.0
@@ -133,6 +136,16 @@ class StepClock:
         ``"callback/EarlyStopping"``.
         """
         return self._watch.seconds
+
+    def _spent(self) -> dict[str, float]:
+        """Return the time by phase up to this moment."""
+        self._watch.switch(self._watch.current)
+        return self.seconds
+
+    def gpu_idle(self) -> GpuIdle | None:
+        """Return when the GPU stood idle between the steps looked at; ``None`` without a GPU or a look at it."""
+        facts = None if self._gpu is None else self._gpu.facts()
+        return facts if facts is not None and facts.looks else None
 
     @property
     def wall_s(self) -> float:
@@ -190,6 +203,10 @@ class StepClock:
         self._wrap(epoch_loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
         self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
         self._wrap(epoch_loop.manual_optimization, "run", self._timed(TRAINING_STEP))
+        if trains_on_gpu(trainer):
+            self._gpu = GpuTimeline(self._clock, self._spent, self.as_own_work)
+            self._wrap(epoch_loop.automatic_optimization, "run", self._gpu.around)
+            self._wrap(epoch_loop.manual_optimization, "run", self._gpu.around)
         if trainer.world_size > 1:  # to tell a rank that is slow itself from those that wait for it
             self._wrap(trainer.strategy, "training_step", self._measure_forward)
         self._wrap(epoch_loop.val_loop, "run", self._timed(VALIDATION))
