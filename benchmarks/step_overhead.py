@@ -1,6 +1,6 @@
 """What the monitor and the advisor add to a training step, beside Lightning's own DeviceStatsMonitor, in one run.
 
-    python benchmarks/step_overhead.py [--steps 2000] [--rounds 7] [--output results.json]
+    python benchmarks/step_overhead.py [--steps 2000] [--rounds 7] [--fake-gpus 8] [--output results.json]
 
 Every round trains each variant once, in turn, on the same small model; what is compared is the time from step to step
 in the steady part of each training: on the wall, and as CPU time of the training thread, which what else the machine
@@ -13,6 +13,9 @@ import contextlib
 import importlib.util
 import io
 import json
+import logging
+import os
+import sys
 import tempfile
 import time
 import warnings
@@ -73,7 +76,7 @@ class NvitopCollector(Callback):
             self.metrics = metrics
             return self.running
 
-        ResourceMetricCollector(Device.cuda.all()).daemonize(collect, interval=1.0)
+        self.thread = ResourceMetricCollector(Device.all()).daemonize(collect, interval=1.0)
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         if (trainer.global_step + 1) % 50 == 0:
@@ -81,12 +84,16 @@ class NvitopCollector(Callback):
 
     def on_train_end(self, *args: object) -> None:
         self.running = False
+        self.thread.join()
 
 
 VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
     "no callback": (50, list),
     "two empty callbacks": (50, lambda: [EmptyCallback(), EmptyCallback()]),
-    "monitor + advisor": (50, lambda: [GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor(min_seconds=1e9)]),
+    "monitor + advisor": (
+        50,
+        lambda: [GPUUtilizationMonitor(report=False, devices="all"), GPUUtilizationAdvisor(min_seconds=1e9)],
+    ),
     "DeviceStatsMonitor, log_every_n_steps=50": (50, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
     "DeviceStatsMonitor, log_every_n_steps=1": (1, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
 }
@@ -123,16 +130,32 @@ def own_count_us(steps: int) -> float:
         return load_report(file).monitor_us_per_step or 0.0
 
 
+def install_fake_driver(gpus: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import fake_driver
+
+    global fake_folder  # for as long as the process lives: nvitop asks the driver to the last
+    fake_folder = tempfile.TemporaryDirectory()
+    machine = fake_driver.Driver(Path(fake_folder.name))
+    machine.gpus = [fake_driver.gpu(utilization=50) for _ in range(gpus)]
+    os.environ[fake_driver.VARIABLE] = machine.variables()[fake_driver.VARIABLE]
+    fake_driver.install()
+    logging.getLogger("nvitop").setLevel(logging.CRITICAL)  # it tells at length which functions the fake one lacks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="steady steps of a training (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--fake-gpus", type=int, default=0, metavar="N", help="sample N GPUs of the fake driver")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
 
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
+        if args.fake_gpus:
+            install_fake_driver(args.fake_gpus)
         for _ in range(args.rounds):
             for name, (log_every_n_steps, callbacks) in VARIANTS.items():
                 seen[name].append(step_us(callbacks(), log_every_n_steps, args.steps, folder))
@@ -156,6 +179,7 @@ def main() -> None:
             "benchmark": "step_overhead",
             "machine": describe_machine(),
             "steps": args.steps,
+            "fake_gpus": args.fake_gpus,
             "step_us_wall_cpu": seen,
         }
         args.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -129,6 +129,36 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
+UNEDITED_SCRIPT = """
+import sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=sys.argv[1], enable_progress_bar=False, logger=False)
+trainer.fit(BoringModel())
+"""
+
+
+def test_two_jobs_under_advise_train_side_by_side_and_each_has_its_report(driver: Driver, tmp_path: Path) -> None:
+    driver.gpus = [gpu(), gpu()]
+    (tmp_path / "train.py").write_text(UNEDITED_SCRIPT)
+    jobs = [
+        subprocess.Popen(
+            [*RUN, "--advise", "-n", "1", "--", sys.executable, str(tmp_path / "train.py"), str(tmp_path / name)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "other")
+    ]
+    for name, job in zip(("one", "other"), jobs, strict=True):
+        output, errors = job.communicate(timeout=120)
+        assert job.returncode == 0, errors
+        assert "Verdict" in output
+        report = json.loads((tmp_path / name / "gpu_report.json").read_text())
+        assert (report["outcome"], report["steps"]) == ("completed", 64)
+
+
 def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(utilization=90)]
     with running("--max-utilization", "5", "--wait", "1h", "--", "true") as job:
