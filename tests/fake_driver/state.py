@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import time
 import uuid as uuids
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -172,9 +173,15 @@ class Driver:
         yield self
         self._write()
 
+    def freeze(self, ago_s: float = 100.0) -> None:
+        """Stop the driver's clock at the present; its quantities began this long ago."""
+        self.now_s = time.time()
+        self.start_s = self.now_s - ago_s
+        self._write()
+
     def advance(self, seconds: float) -> None:
         """Let time pass for a driver whose clock stands still."""
-        assert self.now_s is not None, "set now_s first"
+        assert self.now_s is not None, "freeze it first"
         self.now_s += seconds
         self._write()
 
