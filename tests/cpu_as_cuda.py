@@ -30,9 +30,8 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(torch.cuda, "device_count", lambda: len(uuids()))
     set_attribute(torch.cuda, "is_available", lambda: bool(uuids()))
     set_attribute(torch.cuda, "is_initialized", lambda: _state.seen is not None)
-    set_attribute(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"))
-    )
+    set_attribute(torch.cuda, "get_device_properties", _properties)
+    set_attribute(torch.cuda, "get_device_name", lambda index: _properties(index).name)
     for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy):
         set_attribute(strategy, "root_device", property(lambda self: torch.device("cpu")))
     # PyTorch refuses to shard a model where there is no accelerator: every rank keeps all of it.
@@ -40,6 +39,11 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(CUDAAccelerator, "setup_device", lambda self, device: start())
     set_attribute(CUDAAccelerator, "setup", lambda self, trainer: None)
     set_attribute(CUDAAccelerator, "teardown", lambda self: None)
+
+
+def _properties(device: torch.device | int) -> SimpleNamespace:
+    index = device if isinstance(device, int) else device.index or 0
+    return SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"), name="Fake GPU on the CPU")
 
 
 def start() -> None:

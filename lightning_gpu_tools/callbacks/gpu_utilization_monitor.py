@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,9 +25,10 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.gpu_watch import GpuWatch
-from lightning_gpu_tools.monitoring.measurements import RunRecorder, batch_bytes, train_loader_settings, trainer_gpus
+from lightning_gpu_tools.monitoring.measurements import batch_bytes, train_loader_settings, trainer_gpus
 from lightning_gpu_tools.monitoring.memory_history import MemoryHistory
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
+from lightning_gpu_tools.monitoring.run_recorder import RunRecorder
 from lightning_gpu_tools.monitoring.step_clock import MONITORING, StepClock
 from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report
 from lightning_gpu_tools.reports.text import render_text
@@ -156,13 +156,13 @@ class GPUUtilizationMonitor(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None and self._run.watch is not None:
-            self._run.watch.enter("validation")
+        if self._run is not None:
+            self._run.enter("validation")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None and self._run.watch is not None:
-            self._run.watch.enter("training")
+        if self._run is not None:
+            self._run.enter("training")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,8 +213,7 @@ class _Run:
         self._memory = MemoryHistory(trainer.strategy.root_device)
         self._told: set[str] = set()
         self._undo: Callable[[], None] | None = None
-        self.recorder = RunRecorder(trainer, clock)
-        exchange.tell(0, node=trainer.node_rank, pid=os.getpid())
+        self.recorder = RunRecorder(trainer, clock, exchange)
 
     def every_gpu(self) -> tuple[GpuReading, ...]:
         """Return the GPUs of this node that can be read; the others become a note."""
@@ -222,6 +221,12 @@ class _Run:
         broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
         self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
         return tuple(gpu for gpu in readings if not gpu.error)
+
+    def enter(self, phase: sampler.Phase) -> None:
+        """Keep what the GPUs do from here on apart from the other phase."""
+        self.recorder.enter(phase)
+        if self.watch is not None:
+            self.watch.enter(phase)
 
     def show_on_progress_bar(self) -> None:
         """Add the running utilization to what the progress bar shows, which it asks for when it is drawn."""
@@ -261,15 +266,8 @@ class _Run:
                 rank_zero_warn(trouble)
 
     def _learn_own_pids(self, watch: GpuWatch) -> None:
-        if watch.own_pids is not None:
-            return
-        from lightning_gpu_tools import nvml  # imported already: there are GPUs
-
-        node = self._trainer.node_rank
-        mates = [facts["pid"] for facts in self._exchange.read(0) if facts["node"] == node]
-        local_ranks = max(1, self._exchange.ranks // max(1, self._trainer.num_nodes))
-        if nvml.pids_are_ours() and len(mates) >= local_ranks:
-            watch.own_pids = frozenset(mates)
+        if watch.own_pids is None:
+            watch.own_pids = self.recorder.own_pids()
 
     def exchange_epoch(self) -> None:
         """Tell the others how this epoch went here; on rank 0, log the GPUs of the other nodes."""
@@ -286,17 +284,13 @@ class _Run:
     def tell(self, *, at_end: bool) -> None:
         """Put on the board how fast this rank is, and on other nodes than the first what their GPUs did."""
         self._turn += 1
-        facts: dict[str, Any] = {"own_step_s": self._own_step_s()}
+        facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
         if self.watch is not None and not self._trainer.is_global_zero:
             self._learn_own_pids(self.watch)
             facts["metrics"], facts["troubles"] = self.watch.take()
             summaries = self.watch.summaries(at_end=at_end)
             facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
         self._exchange.tell(self._turn, **facts)
-
-    def _own_step_s(self) -> float | None:
-        own_s = [(b.wall_s - b.paused_s - b.training_step_s + b.forward_s) / b.steps for b in self._clock.blocks]
-        return median(own_s) if own_s else None
 
     def report(self, outcome: str, patience_s: float) -> Report:
         """Describe the fit, with what the other ranks told last."""
@@ -348,9 +342,9 @@ def _speeds(ranks: list[dict[str, Any]]) -> tuple[RankSpeed, ...]:
     if len(ranks) < 2:
         return ()
     return tuple(
-        RankSpeed(rank=facts["rank"], node=facts["node"], own_step_s=facts["own_step_s"])
+        RankSpeed(rank=facts["rank"], node=facts["node"], own_step_s=facts["own_step"]["own_s"])
         for facts in ranks
-        if facts.get("own_step_s") is not None
+        if facts.get("own_step") is not None
     )
 
 

@@ -69,12 +69,14 @@ class StepClock:
     Attributes:
         steps: Training steps begun.
         timeline: What the run was spent on, span by span.
+        last_fetch_s: How long the last batch was waited for.
         blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
         unseen: What could not be timed.
     """
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float] = time.perf_counter) -> None:
         self.steps = 0
+        self.last_fetch_s = 0.0
         self.timeline = PhaseTimeline()
         self.blocks: list[StepBlock] = []
         self.unseen: list[str] = []
@@ -305,7 +307,7 @@ class StepClock:
 
     def _end_fetch(self) -> None:
         watch, now_s = self._watch, self._clock()
-        fetch_s = now_s - watch.since_s
+        fetch_s = self.last_fetch_s = now_s - watch.since_s
         watch.current.seconds += fetch_s
         watch.since_s, watch.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:

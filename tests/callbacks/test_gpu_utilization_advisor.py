@@ -6,8 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import cpu_as_cuda
 import pytest
 import torch
+from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
@@ -132,3 +134,30 @@ def test_it_pickles_and_trains_afterwards(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]
+
+
+def test_a_step_that_waits_for_the_gpu_is_looked_into_and_its_line_named(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU idles 70 % of the time by the driver's word, and not because of anything around the step."""
+
+    class Curious(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            time.sleep(0.01)
+            if loss.item() > 1e9:
+                raise Boom
+            return loss
+
+    driver.gpus = [gpu(utilization=30)]
+    cpu_as_cuda.install(monkeypatch.setattr)
+    advisor = short_advisor(min_seconds=1.2)
+    with pytest.warns(
+        LowGPUUtilizationWarning, match=r"waits for the GPU's results .*test_gpu_utilization_advisor.py:"
+    ):
+        quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=4).fit(
+            Curious(), loader(Samples(STEPS))
+        )
+    assert advisor.diagnosis is not None
+    assert advisor.diagnosis.utilization_percent == 30.0
+    assert advisor.diagnosis.findings[0].cause == "device_sync"
