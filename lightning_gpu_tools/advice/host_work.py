@@ -15,7 +15,7 @@ _MUCH_VALIDATION = 0.25
 _BUSY_PERCENT = 70.0
 
 _ADVICE: dict[Cause, str] = {
-    "callback": "Call {name} less often, or make its hooks cheaper.",
+    "callback": "Let {name} do its work {times} times less often, or make it cheaper.",
     "logging": "Log less often: Trainer(log_every_n_steps={rarely}); {name} writes while training waits.",
     "checkpoint": "Save {times} times less often (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...)), or "
     "save in the background with AsyncCheckpointIO(PortableCheckpointIO()).",
@@ -65,7 +65,7 @@ def _round_up(times: int) -> int:
 
 def _validation(run: RunMeasurements) -> list[Finding]:
     seconds = run.phase_s.get(VALIDATION, 0.0)
-    taken = seconds / run.wall_s
+    taken = min(seconds / run.wall_s, 1.0)
     busy = run.validation_utilization_percent
     if taken < _MUCH_VALIDATION or (busy is not None and busy >= _BUSY_PERCENT):
         return []
@@ -96,7 +96,7 @@ def _copy_on_the_host(run: RunMeasurements) -> list[Finding]:
     seconds = run.phase_s.get(COPY, 0.0)
     if run.on_gpu or seconds <= 0:
         return []
-    share = seconds / run.wall_s
+    share = min(seconds / run.wall_s, 1.0)
     return [
         Finding(
             cause="host_to_device_copy",

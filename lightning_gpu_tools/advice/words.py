@@ -39,6 +39,8 @@ def why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> 
     first = findings[0]
     named = {"name": "", "rank": "", **first.evidence}
     lost_to = _LOST_TO[first.cause].format_map(named)
+    if first.cause == "callback" and "." in str(named["name"]):  # of the model: LitModel.on_train_batch_start
+        lost_to = f"The hook {named['name']}"
     return f"{gpu}{lost_to} takes {100 * first.share:.0f} % of the wall time{_numbers(first)}."
 
 

@@ -320,6 +320,7 @@ class _Run:
             step_s_blocks=steady_s,
             monitor_us_per_step=self._us_per_step(clock.cost_s() + clock.seconds.get(MONITORING, 0.0)),
             monitor_thread_us_per_step=None if self.watch is None else self._us_per_step(self.watch.thread_cpu_s),
+            unseen=tuple(clock.unseen),
             spans=tuple(clock.timeline.spans()),
             ranks=_speeds(ranks),
             memory_growth=self._memory.growth(),

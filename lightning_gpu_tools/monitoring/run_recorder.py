@@ -53,6 +53,9 @@ class RunRecorder:
         self._local_ranks = local_ranks(trainer)
         self._on_gpu = trains_on_gpu(trainer)
         self._loader = train_loader_settings(trainer)
+        if self._loader is not None:
+            ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
+            clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
         self._workers = WorkerWatch(trainer)
         self._next_look = 0
         self._own_pids: frozenset[int] | None = None

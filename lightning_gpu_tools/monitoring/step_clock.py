@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_gpu_tools.advice.run_measurements import GpuIdle
 from lightning_gpu_tools.monitoring.gpu_timeline import GpuTimeline, trains_on_gpu
@@ -56,7 +56,25 @@ _TIMED_HOOKS = (
     "on_train_end",
 )
 
+# The model's own, beside those above.
+_MODULE_HOOKS = (*_TIMED_HOOKS[:-3], "on_train_epoch_end", "on_before_batch_transfer", "on_after_batch_transfer")
+
 _Function = Callable[..., Any]
+
+
+class _ModuleHook:
+    """A hook of a LightningModule with its time booked. A model that is pickled or copied meanwhile loses it again."""
+
+    def __init__(self, module: LightningModule, name: str, hook: _Function, timed: _Function) -> None:
+        self.__wrapped__ = hook  # Lightning looks through it, to see that the model has this hook
+        self._place = module, name
+        self._timed = timed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[LightningModule, str]]:
+        return getattr, self._place
 
 
 class StepClock:
@@ -64,10 +82,12 @@ class StepClock:
 
     It puts wrappers on instances (the fit loop, the strategy, the loggers, the callbacks) and takes them off when the
     fit ends. What a future Lightning has under another name cannot be timed: it stays part of the phase around it and
-    is named in ``unseen``.
+    is named in ``unseen``. If that is the fetch of a batch, the wait for data is taken from the public hooks around it.
 
     Attributes:
         steps: Training steps begun.
+        warm_up_steps: How many steps at the beginning are not steady: at least 20, and twice as many as a loader has
+            batches ready when training begins. Set it before the steps have gone by.
         timeline: What the run was spent on, span by span.
         last_fetch_s: How long the last batch was waited for.
         blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
@@ -77,6 +97,7 @@ class StepClock:
     def __init__(self, trainer: Trainer, clock: Callable[[], float] = time.perf_counter) -> None:
         self.steps = 0
         self.last_fetch_s = 0.0
+        self.warm_up_steps = WARM_UP_STEPS
         self.timeline = PhaseTimeline()
         self.blocks: list[StepBlock] = []
         self.unseen: list[str] = []
@@ -201,8 +222,6 @@ class StepClock:
         self._wrap(epoch_loop, "on_run_start", functools.partial(self._before, self._begin_epoch))
         self._wrap(epoch_loop, "run", self._timed(TRAINER))
         self._wrap(trainer.fit_loop, "on_advance_end", self._timed(TRAINER))
-        self._wrap(epoch_loop, "_on_before_fetch", functools.partial(self._before, self._begin_fetch))
-        self._wrap(epoch_loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
         self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
         self._wrap(epoch_loop.manual_optimization, "run", self._timed(TRAINING_STEP))
         if trains_on_gpu(trainer):
@@ -213,6 +232,7 @@ class StepClock:
             self._wrap(trainer.strategy, "training_step", self._measure_forward)
         self._wrap(epoch_loop.val_loop, "run", self._timed(VALIDATION))
         self._wrap(trainer.strategy, "batch_to_device", self._timed(HOST_TO_DEVICE_COPY, except_in=VALIDATION))
+        self._time_the_fetch(trainer)
         self._wrap(trainer, "save_checkpoint", self._timed(CHECKPOINT))
         for logger in trainer.loggers:
             for method in ("log_metrics", "save"):
@@ -226,6 +246,30 @@ class StepClock:
                 overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
                 if overridden or hook in vars(callback):  # LambdaCallback has its hooks on the instance
                     self._wrap(callback, hook, self._timed(phase))
+        module = trainer.lightning_module
+        for hook in _MODULE_HOOKS if module is not None else ():
+            if getattr(type(module), hook, None) is not getattr(LightningModule, hook):
+                self._wrap(module, hook, functools.partial(self._timed_hook, module, hook))
+
+    def _timed_hook(self, module: LightningModule, name: str, hook: _Function) -> _Function:
+        return _ModuleHook(module, name, hook, self._watch.timed(f"{CALLBACK}/{type(module).__name__}.{name}", hook))
+
+    def _time_the_fetch(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        missing = [name for name in ("_on_before_fetch", "_on_after_fetch") if not hasattr(loop, name)]
+        if not missing:
+            self._wrap(loop, "_on_before_fetch", functools.partial(self._before, self._begin_fetch))
+            self._wrap(loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
+            return
+        # From where a step begins to where its batch goes to the device: the Trainer's own work counts in, and a loader
+        # whose batches the model fetches by itself (dataloader_iter) is not seen.
+        self.unseen += [f"{type(loop).__name__}.{name}" for name in missing]
+        self._wrap(loop, "advance", functools.partial(self._before, self._begin_fetch))
+        self._wrap(trainer.strategy, "batch_to_device", functools.partial(self._before, self._end_open_fetch))
+
+    def _end_open_fetch(self) -> None:
+        if self._watch.current in (self._data_loading, self._epoch_start):  # not in validation
+            self._end_fetch()
 
     def _wrap(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
         function = getattr(owner, name, None)
@@ -327,8 +371,8 @@ class StepClock:
             self._first_of_epoch = False
             self._watch.current = self._epoch_start
             self._next_look = self.steps + 1
-        elif self.steps <= WARM_UP_STEPS:
-            self._next_look = WARM_UP_STEPS + 1
+        elif self.steps <= self.warm_up_steps:
+            self._next_look = self.warm_up_steps + 1
         else:
             self._looked_from = self._totals(now_s)
             self._next_look = self.steps + _LOOK_EVERY - self._open.steps % _LOOK_EVERY

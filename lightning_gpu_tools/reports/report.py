@@ -116,6 +116,7 @@ class Report:
         monitor_us_per_step: What this package itself added to a step at least, in microseconds: its wrappers in the
             training thread, by what they cost in warm caches, and what it did there; ``None`` if it was not measured.
         monitor_thread_us_per_step: CPU time of its own thread beside that, likewise; ``None`` without GPUs.
+        unseen: What could not be timed with this version of Lightning; it stays part of the phase around it.
         spans: What the run was spent on over time, in at most 400 parts.
         ranks: How fast each rank is, as far as they could be heard; empty with one rank.
         memory_growth: Memory that grew steadily.
@@ -135,6 +136,7 @@ class Report:
     step_s_blocks: tuple[float, ...] = ()
     monitor_us_per_step: float | None = None
     monitor_thread_us_per_step: float | None = None
+    unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
     ranks: tuple[RankSpeed, ...] = ()
     memory_growth: tuple[MemoryGrowth, ...] = ()
@@ -194,6 +196,7 @@ def from_json(text: str, source: str = "the text") -> Report:
         data |= {
             "gpus": tuple(_made(GpuSummary, {**gpu, "errors": tuple(gpu.get("errors", ()))}) for gpu in data["gpus"]),
             "step_s_blocks": tuple(data.get("step_s_blocks", ())),
+            "unseen": tuple(data.get("unseen", ())),
             "spans": tuple(PhaseSpan(*span) for span in data.get("spans", ())),
             "ranks": tuple(_made(RankSpeed, rank) for rank in data.get("ranks", ())),
             "memory_growth": tuple(_made(MemoryGrowth, growth) for growth in data.get("memory_growth", ())),

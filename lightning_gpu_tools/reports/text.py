@@ -25,8 +25,11 @@ def render_text(report: Report) -> str:
     if report.gpu_note:
         lines.append(textwrap.fill(report.gpu_note, _WIDTH))
     lines += (_wrapped(line) for line in (*_growth_lines(report), *_rank_lines(report)))
+    lines += (_wrapped(line) for line in _idle_lines(report))
     if report.wall_s > 0:
         lines += _time_tree(report)
+    if report.unseen:
+        lines.append(_wrapped(f"Not timed, because this Lightning does not have it: {', '.join(report.unseen)}."))
     if report.monitor_us_per_step is not None:
         line = f"Measuring this added at least {report.monitor_us_per_step:.0f} us to a step"
         if report.monitor_thread_us_per_step is not None:
@@ -95,6 +98,23 @@ def _rank_lines(report: Report) -> list[str]:
         f"Slowest rank: {rank.rank} (node {rank.node}), {rank.own_step_s * 1e3:.3g} ms of its own work a step, "
         f"{behind_s * 1e3:.3g} ms more than the median of {len(report.ranks)} ranks."
     ]
+
+
+def _idle_lines(report: Report) -> list[str]:
+    """Return where the GPU stood idle, by its own times, and whether that agrees with the driver."""
+    idle = sorted(report.diagnosis.gpu_idle_percent.items(), key=lambda item: -item[1])
+    shown = [(phase, percent) for phase, percent in idle if percent >= 1]
+    if not shown:
+        return []
+    parts = [f"{_idle_label(phase)} {percent:.0f} %" for phase, percent in shown]
+    residual = report.diagnosis.gpu_idle_residual_percent
+    doubt = f"; the driver counts {residual:.0f} % less, so trust these numbers less" if residual >= 1 else ""
+    return [f"The GPU stood idle, of the wall time: {', '.join(parts)}{doubt}."]
+
+
+def _idle_label(phase: str) -> str:
+    group, _, name = phase.partition("/")
+    return name or ("inside the training step" if phase == "training_step" else PHASE_LABELS.get(group, group))
 
 
 def _run_line(report: Report) -> str:

@@ -1,11 +1,16 @@
 """The phases of real trainings, timed by a clock that moves only when the test's code spends time."""
 
+import copy
+import inspect
+import pickle
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from trainings import (
     Boom,
     HandClock,
@@ -207,3 +212,72 @@ def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandC
     clock._start(trainer)
     clock.stop()
     assert clock.unseen == ["SingleDeviceStrategy.batch_to_device"]
+
+
+class Hooked(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.spend(0.25)
+
+    def on_after_backward(self) -> None:
+        self.spend(0.125)
+
+
+def test_a_hook_of_the_model_is_booked_by_its_name(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    model = Hooked(time.spend, step_s=1.0)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(model, loader(Samples(8)))
+    assert watch.clock.seconds["callback/Hooked.on_train_batch_start"] == 8 * 0.25
+    assert watch.clock.seconds["callback/Hooked.on_after_backward"] == 8 * 0.125
+    assert watch.clock.seconds["training_step"] == 8.0
+    assert not {"on_train_batch_start", "on_after_backward"} & vars(model).keys()
+
+
+def test_a_model_can_be_copied_and_pickled_while_its_hooks_are_timed(time: HandClock, tmp_path: Path) -> None:
+    class Copy(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            if trainer.global_step == 3:
+                trainer_of, pl_module._trainer = pl_module._trainer, None  # a Trainer cannot be copied
+                self.copies = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+                pl_module._trainer = trainer_of
+
+    copies = Copy()
+    quiet_trainer(tmp_path, callbacks=[Watch(time), copies]).fit(Pickled(), loader(Samples(8)))
+    for one in copies.copies:
+        one.on_train_batch_start(None, 0)
+        assert one.started == [one] * 4  # the first three batches, and this one: by the copy itself, not the original
+
+
+class Pickled(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.started.append(self)
+
+
+def test_where_the_fetch_has_another_name_the_public_hooks_tell_the_wait(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A future Lightning that has renamed what the fetch is timed by."""
+    for name in ("_on_before_fetch", "_on_after_fetch"):
+        function = getattr(_TrainingEpochLoop, name)
+        monkeypatch.setattr(_TrainingEpochLoop, f"{name}_renamed", function, raising=False)
+        monkeypatch.delattr(_TrainingEpochLoop, name)
+    source = inspect.getsource(_TrainingEpochLoop.on_run_start).replace("_on_before_fetch", "_on_before_fetch_renamed")
+    source = textwrap.dedent(source.replace("_on_after_fetch", "_on_after_fetch_renamed").replace("@override\n", ""))
+    namespace = dict(vars(inspect.getmodule(_TrainingEpochLoop)))
+    exec(source, namespace)
+    monkeypatch.setattr(_TrainingEpochLoop, "on_run_start", namespace["on_run_start"])
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2, val_check_interval=5, num_sanity_val_steps=0)
+    trainer.fit(
+        Model(time.spend, step_s=2.0, validation_s=1.0), loader(Samples(50, time.spend, 3.0)), loader(Samples(2))
+    )
+    assert watch.clock.unseen == ["_TrainingEpochLoop._on_before_fetch", "_TrainingEpochLoop._on_after_fetch"]
+    assert watch.clock.steps == 100
+    assert watch.clock.seconds["data_loading"] == 98 * 3.0
+    assert watch.clock.seconds["epoch_start"] == 2 * 3.0
+    assert watch.clock.seconds["training_step"] == 100 * 2.0
+    assert watch.clock.seconds["validation"] == 20 * 2 * 1.0
+    assert {(b.wall_s - b.paused_s, b.data_loading_s) for b in watch.clock.blocks} == {(50.0, 30.0)}
