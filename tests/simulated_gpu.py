@@ -1,14 +1,20 @@
-"""A GPU with one queue, on a clock that the test moves: it stands in for torch.cuda.Event."""
+"""A GPU with one queue, on a clock that moves by hand, standing in for torch.cuda.Event; and trainings on it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import cpu_as_cuda
 import torch
-from trainings import HandClock
+from lightning.pytorch import Callback, LightningModule, Trainer
+from trainings import HandClock, Model, Samples, Spending, loader, quiet_trainer
 
+from lightning_gpu_tools.advice.run_measurements import RunMeasurements
+from lightning_gpu_tools.monitoring.step_clock import StepClock
+from lightning_gpu_tools.readings import HostBudget, LoaderSettings
 
 # CUDA holds some thousand launches and then lets the host wait; here 10 launches are a step.
 _QUEUE = 30
@@ -80,3 +86,95 @@ class SimulatedGpu:
 
         set_attribute(torch.cuda, "Event", Event)
         set_attribute(torch.cuda, "synchronize", gpu.synchronize)
+
+
+STEPS = 400
+
+
+class Watch(Callback):
+    def __init__(self, time: HandClock) -> None:
+        self.time = time
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.clock = StepClock(trainer, self.time)
+
+
+class GpuModel(Model):
+    """A model whose step takes the host so long and gives the GPU that much to do.
+
+    Args:
+        time: The host's clock.
+        device: The GPU.
+        host_s: The host's time for a step.
+        kernel_s: The GPU's.
+        copy_s: The GPU's time to copy a batch.
+        pageable: Whether the host waits for the copy.
+        item: Whether the step ends with a wait for the GPU.
+    """
+
+    def __init__(
+        self,
+        time: HandClock,
+        device: SimulatedGpu,
+        *,
+        host_s: float = 0.001,
+        kernel_s: float = 0.020,
+        copy_s: float = 0.0,
+        pageable: bool = False,
+        item: bool = False,
+    ) -> None:
+        super().__init__()
+        self.time, self.device_, self.host_s, self.kernel_s = time, device, host_s, kernel_s
+        self.copy_s, self.pageable, self.item = copy_s, pageable, item
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.device_.copy(self.copy_s, self.pageable)
+        return batch
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        # Kernels are launched one after the other, not all at the end.
+        for _ in range(10):
+            self.time.spend(self.host_s / 10)
+            self.device_.launch(self.kernel_s / 10)
+        if self.item:
+            self.device_.synchronize()
+        return super().training_step(batch, batch_idx)
+
+
+def train_on_simulated_gpu(
+    folder: Path, set_attribute: Callable[[Any, str, Any], None], *others: Callback, data_s: float = 0.0, **options: Any
+) -> tuple[StepClock, SimulatedGpu, RunMeasurements]:
+    """Train 400 steps over the fake driver, and return the clock, the GPU and the measurements.
+
+    Args:
+        folder: For what the Trainer writes.
+        set_attribute: Replaces what asks CUDA.
+        *others: Callbacks; those that spend time spend that of the simulation.
+        data_s: How long a sample takes to load.
+        **options: Of the model.
+    """
+    cpu_as_cuda.install(set_attribute)
+    time = HandClock()
+    for callback in others:
+        if isinstance(callback, Spending):
+            callback.spend = time.spend
+    device = SimulatedGpu(time)
+    device.install(set_attribute)
+    watch = Watch(time)
+    trainer = quiet_trainer(folder, accelerator="cuda", callbacks=[watch, *others])
+    trainer.fit(GpuModel(time, device, **options), loader(Samples(STEPS, time.spend, data_s)))
+    # Nobody but the model itself has made the host wait for the GPU.
+    assert device.waited_for == (STEPS if options.get("item", False) else 0)
+    clock = watch.clock
+    measured = RunMeasurements(
+        wall_s=clock.wall_s,
+        steps=clock.steps,
+        phase_s=clock.seconds,
+        blocks=clock.blocks,
+        host=HostBudget(cores=8, memory_available_bytes=2**36, shm_free_bytes=2**35),
+        on_gpu=True,
+        utilization_percent=device.utilization_percent(time() - clock.wall_s),
+        loader=LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False),
+        gpu_idle=clock.gpu_idle(),
+    )
+    return clock, device, measured

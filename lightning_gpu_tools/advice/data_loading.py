@@ -24,6 +24,8 @@ _MIN_LONG_WAITS = 5
 _COLD_READS = 3.0
 _COLD_WAIT = 0.5
 _MIN_COLD_BLOCKS = 6
+# A choice: a training process that computes for half of its wait is busy unpacking batches; else it would sleep.
+_UNPACKING = 0.5
 # A choice: less than 64 KiB a batch from storage is no reading of data.
 _MIN_STORAGE_BYTES = 64 * 2**10
 
@@ -134,6 +136,8 @@ def _kind(run: RunMeasurements, loader: LoaderSettings, plan: LoaderPlan, cost: 
         return "cold_cache"
     if _is_io_bound(run, cost):
         return "io_bound"
+    if _is_main_process(run, loader):
+        return "main_process"
     if plan.limited_by == "cores" and gain < MIN_CEILING:
         return "cpu_bound"
     if plan.settings.num_workers > loader.num_workers or plan.limited_by == "shm":
@@ -173,6 +177,12 @@ def _is_io_bound(run: RunMeasurements, cost: LoadCost) -> bool:
     )
 
 
+def _is_main_process(run: RunMeasurements, loader: LoaderSettings) -> bool:
+    wait_s = sum(block.data_loading_s for block in run.blocks)
+    computing_s = sum(block.data_loading_cpu_s for block in run.blocks)
+    return loader.num_workers > 0 and computing_s > _UNPACKING * wait_s
+
+
 def _advice(kind: str, run: RunMeasurements, now: LoaderSettings, plan: LoaderPlan, cost: LoadCost) -> str:
     if kind == "slow_worker":
         return _slow_worker_advice(run, now)
@@ -199,8 +209,8 @@ def _advice(kind: str, run: RunMeasurements, now: LoaderSettings, plan: LoaderPl
         )
     if kind == "main_process":
         return (
-            f"{now.num_workers} workers are enough by their speed, so handing batches over is the limit: return "
-            "tensors instead of many small Python objects, and do less in collate_fn."
+            f"More workers will not help: unpacking what the {now.num_workers} workers send is the limit. Return few "
+            "large tensors instead of many small ones or Python objects, and collate in the workers."
         )
     return _more_workers_advice(run, now, plan)
 

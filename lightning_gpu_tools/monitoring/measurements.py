@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpu_readings import GpuReading
-from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
+from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu as trains_on_gpu
 from lightning_gpu_tools.readings import LoaderSettings
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_runs import GIB, LOADER, gpu_run, looks
 
 from lightning_gpu_tools.advice.batch_memory import batch_size_that_fits
 from lightning_gpu_tools.advice.diagnosis import diagnose
@@ -15,56 +16,12 @@ from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.inside_step import wants_profile
 from lightning_gpu_tools.advice.run_measurements import (
     GpuFacts,
-    GpuIdle,
     LoadingFacts,
     ProfiledSteps,
     RankStep,
     RunMeasurements,
     settled,
 )
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings, StepBlock
-
-GIB = 2**30
-LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=True, batch_size=32)
-
-
-def gpu_run(phase_ms: dict[str, float], utilization: float | None = 30.0, **options: Any) -> RunMeasurements:
-    """Return 200 steps on a GPU, each with so many milliseconds in each phase."""
-    steps, step_s = 200, sum(phase_ms.values()) / 1e3
-    block = StepBlock(
-        steps=10,
-        wall_s=10 * step_s,
-        data_loading_s=10 * phase_ms.get("data_loading", 0.0) / 1e3,
-        data_loading_cpu_s=0.0,
-        host_to_device_copy_s=10 * phase_ms.get("host_to_device_copy", 0.0) / 1e3,
-        training_step_s=10 * phase_ms.get("training_step", 0.0) / 1e3,
-        paused_s=10 * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
-    )
-    return RunMeasurements(
-        **{
-            "wall_s": steps * step_s,
-            "steps": steps,
-            "phase_s": {phase: steps * ms / 1e3 for phase, ms in phase_ms.items()},
-            "blocks": [block] * (steps // 10),
-            "host": HostBudget(cores=64, memory_available_bytes=64 * GIB, shm_free_bytes=32 * GIB),
-            "on_gpu": True,
-            "utilization_percent": utilization,
-            "loader": LOADER,
-            "precision": "32-true",
-            "matmul_precision": "highest",
-            **options,
-        }
-    )
-
-
-def looks(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
-    """Return looks at steps: of each phase the host's milliseconds a step, and for how many the GPU stood idle."""
-    return GpuIdle(
-        looks=count,
-        host_s={phase: count * host / 1e3 for phase, (host, _) in ms.items()},
-        idle_s={phase: count * idle / 1e3 for phase, (_, idle) in ms.items()},
-        seen=dict.fromkeys(ms, count),
-    )
 
 
 def judge(run: RunMeasurements) -> Diagnosis:
@@ -374,6 +331,14 @@ def test_one_slow_worker_asks_for_no_more_workers() -> None:
     assert "num_workers=" not in finding.advice
     assert kind(LoadingFacts(long_waits=3, ready_out_of_order_share=0.8)).evidence["kind"] == "too_few_workers"
     assert kind(LoadingFacts(long_waits=30, ready_out_of_order_share=0.2)).evidence["kind"] == "too_few_workers"
+
+
+def test_a_training_process_busy_with_unpacking_needs_no_more_workers() -> None:
+    run = gpu_run({"data_loading": 30, "training_step": 10}, 25.0)
+    busy = [dataclasses.replace(one, data_loading_cpu_s=0.8 * one.data_loading_s) for one in run.blocks]
+    finding = first(dataclasses.replace(run, blocks=busy))
+    assert finding.evidence["kind"] == "main_process"
+    assert "More workers will not help" in finding.advice
 
 
 def test_a_cold_page_cache_passes_by_itself() -> None:
