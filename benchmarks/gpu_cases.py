@@ -1,0 +1,175 @@
+"""Trainings on a GPU with one known cause each: on a simulated GPU, or as measurements. No GPU is needed.
+
+The simulated ones are real trainings of the Trainer over tests/simulated_gpu.py, whose clock moves by hand: what the
+diagnosis says of them rests on the GPU's events. The rest are measurements as a run with that cause gives them; they
+show that the rules tell the causes apart, not that hardware behaves so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import fake_driver
+from measured_runs import GIB, LOADER, gpu_run, looks
+from simulated_gpu import train_on_simulated_gpu
+from trainings import Spending
+
+from lightning_gpu_tools.advice.run_measurements import (
+    GpuFacts,
+    LoadingFacts,
+    ProfiledSteps,
+    RankStep,
+    RunMeasurements,
+)
+
+PINNED, PAGEABLE = LOADER, dataclasses.replace(LOADER, pin_memory=False)
+HOPPER = GpuFacts(
+    compute_capability=(9, 0),
+    memory_total_bytes=80 * GIB,
+    sm_active_percent=90.0,
+    tensor_active_percent=30.0,
+    step_memory_bytes=6 * GIB,
+    kept_memory_bytes=2 * GIB,
+)
+PROFILE = ProfiledSteps(steps=3, wall_s=0.15, kernels_per_step=400, kernel_median_us=80.0)
+
+
+def _slow(hook: str) -> Spending:
+    return Spending(print, hook, 0.015)
+
+
+# Name: the known cause, the callbacks, and what the model and the loader take.
+SIMULATED: dict[str, tuple[str, Callable[[], list[Spending]], dict[str, float | bool]]] = {
+    "GPU-bound, pageable copies": ("healthy", list, {"copy_s": 0.0002, "pageable": True}),
+    "GPU-bound, data hidden": ("healthy", list, {"data_s": 0.0098, "host_s": 0.010}),
+    "data that the GPU waits for": ("data_loading too_few_workers", list, {"data_s": 0.029}),
+    "host slower than the kernels": ("unexplained", list, {"host_s": 0.030, "kernel_s": 0.010}),
+    "slow callback behind a sync": (
+        "callback Spending",
+        lambda: [_slow("on_train_batch_end")],
+        {"item": True},
+    ),
+    "slow callback before the step": (
+        "callback Spending",
+        lambda: [_slow("on_train_batch_start")],
+        {"item": True},
+    ),
+    "data beside a sync": ("data_loading too_few_workers", list, {"data_s": 0.010, "item": True, "host_s": 0.0001}),
+    "copies that nothing hides": ("host_to_device_copy", list, {"copy_s": 0.010}),
+    "pageable copies that nothing hides": ("host_to_device_copy", list, {"copy_s": 0.015, "pageable": True}),
+}
+
+STEP = {"training_step": 50.0}
+MEASURED: dict[str, tuple[str, RunMeasurements]] = {
+    ".item() in every step": (
+        "device_sync",
+        gpu_run(
+            STEP,
+            50.0,
+            profile=dataclasses.replace(
+                PROFILE, syncs_per_step=1.0, sync_lines=("train.py:42",), idle_s={"sync": 0.07, "launch": 0.005}
+            ),
+        ),
+    ),
+    "many small kernels": (
+        "launch_bound",
+        gpu_run(STEP, 40.0, profile=dataclasses.replace(PROFILE, kernel_median_us=6.0, idle_s={"launch": 0.09})),
+    ),
+    "a model too small for a GPU": ("launch_bound", gpu_run({"training_step": 1.5, "trainer": 0.7}, 12.0)),
+    "a small batch": ("small_batch", gpu_run(STEP, 95.0, gpu=dataclasses.replace(HOPPER, sm_active_percent=25.0))),
+    "fp32 beside tensor cores": (
+        "low_precision",
+        gpu_run(STEP, 97.0, gpu=dataclasses.replace(HOPPER, tensor_active_percent=0.0)),
+    ),
+    "communication that nothing hides": (
+        "communication",
+        gpu_run(
+            STEP,
+            95.0,
+            gpu=dataclasses.replace(HOPPER, sm_active_percent=25.0),
+            profile=dataclasses.replace(PROFILE, exposed_communication_s=0.06),
+        ),
+    ),
+    "a slow rank under a busy GPU": (
+        "straggler forward",
+        gpu_run(
+            STEP,
+            99.0,
+            ranks=tuple(
+                RankStep(rank=i, node=0, own_s=own_s, phase_s={"forward": own_s})
+                for i, own_s in enumerate((0.01, 0.01, 0.01, 0.03))
+            ),
+        ),
+    ),
+    "heat": (
+        "thermal_throttling",
+        gpu_run(STEP, 99.0, gpu=GpuFacts(thermal_throttled_percent=60.0, sm_clock_share=0.7)),
+    ),
+    "a low power limit": (
+        "power_cap",
+        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, sm_clock_share=0.7)),
+    ),
+    "the power limit at full load": (
+        "healthy",
+        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, sm_clock_share=0.95)),
+    ),
+    "someone else's job": (
+        "shared_gpu",
+        gpu_run(
+            {"data_loading": 50, "training_step": 50},
+            30.0,
+            gpu=GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB),
+        ),
+    ),
+    "slow storage": (
+        "data_loading io_bound",
+        gpu_run(
+            {"data_loading": 30, "training_step": 10},
+            25.0,
+            loading=LoadingFacts(looks=50, storage_wait_share=0.6),
+            worker_cpu_s_per_batch=0.02,
+        ),
+    ),
+    "a busy GPU": ("healthy", gpu_run({"data_loading": 30, "training_step": 20}, 93.0, gpu=HOPPER)),
+    "a GPU that reports nothing": ("unknown", gpu_run(STEP, None)),
+    "a checkpoint that no look fell on": (
+        "checkpoint",
+        gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=looks(training_step=(0.0, 0.0))),
+    ),
+}
+
+
+def cold_cache() -> RunMeasurements:
+    """Return a run whose first half reads from storage and whose second half from the page cache."""
+    run = gpu_run(
+        {"data_loading": 30, "training_step": 10},
+        25.0,
+        loading=LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5),
+    )
+    warm = [dataclasses.replace(one, data_loading_s=0.05, wall_s=0.15) for one in run.blocks[:9]]
+    return dataclasses.replace(run, blocks=[*run.blocks[:11], *warm])
+
+
+MEASURED["a cold page cache"] = ("data_loading cold_cache", cold_cache())
+
+
+def cases() -> Iterator[tuple[str, str, RunMeasurements, float | None]]:
+    """Return name, known cause, measurements, and the explained share of the wall time where a training ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        machine = fake_driver.Driver(Path(folder))
+        os.environ.update(machine.variables())
+        machine.gpus = [fake_driver.gpu()]
+        fake_driver.install()
+        for name, (known, callbacks, options) in SIMULATED.items():
+            clock, _, run = train_on_simulated_gpu(Path(folder), setattr, *callbacks(), **options)
+            yield name, known, run, 1 - clock.seconds.get("unexplained", 0.0) / clock.wall_s
+        fake_driver.uninstall()
+    for name, (known, run) in MEASURED.items():
+        yield name, known, run, None

@@ -1,0 +1,282 @@
+"""Trainings with one known cause of waiting each, slowed down in one real place by sleeping or by computing.
+
+    python benchmarks/toys.py NAME [--seconds 6]         # one of them, with nothing that watches it
+
+On the CPU, with nothing to download. The first twelve are those that other tools were tried on: "e", "n" and "g" of
+them are healthy or too short, and must stay without a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+
+def compute(seconds: float) -> None:
+    """Keep a core busy for so long, by this thread's own CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Slow(Dataset):
+    """Samples that take so long each.
+
+    Args:
+        seconds: How long.
+        spend: How the time goes by.
+        slow_worker: Only this worker takes that long.
+        slow_rank: Only this rank takes that long.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        spend: Callable[[float], None] = time.sleep,
+        *,
+        slow_worker: int | None = None,
+        slow_rank: int | None = None,
+        length: int = 100_000,
+    ) -> None:
+        self.seconds, self.spend, self.length = seconds, spend, length
+        self.slow_worker, self.slow_rank = slow_worker, slow_rank
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        is_slow_worker = self.slow_worker is None or (worker is not None and worker.id == self.slow_worker)
+        if self.seconds and is_slow_worker and self.slow_rank in (None, int(os.environ.get("LOCAL_RANK", "0"))):
+            self.spend(self.seconds)
+        return torch.full((4,), float(index))
+
+
+class CostlyToUnpack:
+    """A batch that takes the process that gets it 10 ms of computing to unpickle, as many small objects do."""
+
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.samples = samples
+
+    def __reduce__(self) -> Any:
+        return _unpack, (self.samples,)
+
+
+def _unpack(samples: list[torch.Tensor]) -> torch.Tensor:
+    compute(0.01)
+    return torch.stack(samples)
+
+
+class Stream:
+    """A loader that is no torch DataLoader."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            time.sleep(self.seconds)
+            yield torch.ones(1, 4)
+
+
+class ToyModel(LightningModule):
+    def __init__(self, step_s: float = 0.0, validation_s: float = 0.005, *, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.step_s, self.validation_s, self.fail_at = step_s, validation_s, fail_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.fail_at:
+            raise KeyError("a label that is not in the table")
+        if self.step_s:
+            time.sleep(self.step_s)
+        loss = self.layer(batch).square().mean() / 1e9
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        time.sleep(self.validation_s)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class SlowHookModel(ToyModel):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.02)
+
+
+class SlowTransferModel(ToyModel):
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        time.sleep(0.02)
+        return batch
+
+
+class SlowSaveModel(ToyModel):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        time.sleep(0.02)
+
+
+class SlowCallback(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.02)
+
+
+class SlowLogger(CSVLogger):
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+
+
+class Stop(Callback):
+    """Ends a training after so many seconds, on all ranks at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_start(self, *args: Any) -> None:
+        self.end = time.perf_counter() + self.seconds
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        is_over = time.perf_counter() > self.end
+        if trainer.world_size > 1 and trainer.global_step % 20 == 0:
+            is_over = trainer.strategy.reduce_boolean_decision(is_over, all=False)
+            trainer.should_stop = trainer.should_stop or is_over
+        elif trainer.world_size == 1:
+            trainer.should_stop = is_over
+
+
+def checkpoint_every_step() -> Callback:
+    return ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+
+
+@dataclass
+class Toy:
+    """A training and what must be said of it: a verdict, or a cause with its kind or name.
+
+    Attributes:
+        known: The answer.
+        model: Makes the model.
+        loader: Makes the training loader.
+        callbacks: Make the callbacks, beside those that watch.
+        options: Of the Trainer; a logger as its class.
+        validate: Whether there is something to validate on.
+        last: Whether what watches stands behind the other callbacks; ``None`` = it does not matter and is shuffled.
+        as_traceml: What TraceML would have to say, if it has a name for it.
+    """
+
+    known: str
+    model: Callable[[], LightningModule] = ToyModel
+    loader: Callable[[], Any] = lambda: DataLoader(Slow())
+    callbacks: Sequence[Callable[[], Callback]] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    validate: bool = False
+    last: bool | None = None
+    as_traceml: tuple[str, ...] = ()
+
+
+def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoader]:
+    """Return what makes a loader whose batches of two take so long for each sample."""
+    more = {name: options.pop(name) for name in ("persistent_workers", "batch_size") if name in options}
+    return lambda: DataLoader(Slow(seconds, **options), num_workers=count, **{"batch_size": 2, **more})
+
+
+_NONE = ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED")
+TOYS = {
+    # The twelve that TraceML and gpuprof were tried on.
+    "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4), as_traceml=("INPUT-BOUND",)),
+    "a2": Toy("data_loading too_few_workers", loader=workers(2, 0.01, batch_size=4), as_traceml=("INPUT-BOUND",)),
+    "b": Toy("callback SlowCallback", callbacks=[SlowCallback], last=True),
+    "b2": Toy("callback SlowCallback", callbacks=[SlowCallback], last=False),
+    "c": Toy("logging SlowLogger", options={"log_every_n_steps": 1, "logger": SlowLogger}),
+    "d": Toy(
+        "checkpoint", model=SlowSaveModel, callbacks=[checkpoint_every_step], options={"enable_checkpointing": True}
+    ),
+    "e": Toy("healthy", model=lambda: ToyModel(0.05), as_traceml=_NONE),
+    "f": Toy("validation", options={"val_check_interval": 5}, validate=True),
+    "g": Toy("too_short", options={"max_steps": 10}, as_traceml=_NONE),
+    "h": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4),
+             model=lambda: ToyModel(fail_at=110), as_traceml=("INPUT-BOUND",)),
+    "n": Toy("healthy", options={"max_steps": 2500}, as_traceml=_NONE),
+    "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
+               options={"devices": 2, "strategy": "ddp"}, as_traceml=("INPUT STRAGGLER",)),
+    # More.
+    "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
+    "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
+    "costly to unpack": Toy(
+        "data_loading main_process", loader=lambda: DataLoader(Slow(), num_workers=2, collate_fn=CostlyToUnpack)
+    ),
+    "another loader": Toy("data_loading", loader=lambda: Stream(0.02)),
+    "slow hook of the model": Toy("callback SlowHookModel.on_train_batch_start", model=SlowHookModel),
+    "slow transfer": Toy("host_to_device_copy", model=SlowTransferModel),
+    "short epochs": Toy(
+        "epoch_start", model=lambda: ToyModel(0.002), loader=workers(2, 0.0, length=20), options={"max_epochs": -1}
+    ),
+    "data and a callback": Toy("callback SlowCallback", loader=workers(0, 0.002), callbacks=[SlowCallback]),
+    "data hidden behind the step": Toy("healthy", model=lambda: ToyModel(0.03), loader=workers(2, 0.01)),
+    "validation now and then": Toy(
+        "healthy", model=lambda: ToyModel(0.01), options={"val_check_interval": 100}, validate=True
+    ),
+    "logs now and then": Toy(
+        "healthy", model=lambda: ToyModel(0.01), options={"log_every_n_steps": 50, "logger": SlowLogger}
+    ),
+    "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
+}  # fmt: skip
+RIVALS_TOYS = tuple(TOYS)[:12]
+
+
+def train(toy: Toy, seconds: float, folder: str, watching: Sequence[Callback] = (), *, last: bool = True) -> None:
+    """Train a toy for so long.
+
+    Args:
+        toy: Which.
+        seconds: How long; some end sooner by themselves.
+        folder: For what it writes.
+        watching: Callbacks that watch it.
+        last: Whether they stand behind the toy's own.
+    """
+    options = dict(toy.options)
+    if "logger" in options:
+        options["logger"] = options["logger"](folder)
+    own = [*(make() for make in toy.callbacks), Stop(seconds)]
+    trainer = Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "num_sanity_val_steps": 0,
+            **options,
+        },
+        callbacks=[*own, *watching] if last else [*watching, *own],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(toy.model(), toy.loader(), DataLoader(Slow(length=4)) if toy.validate else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=TOYS)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of training (default: %(default)s)")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        train(TOYS[args.name], args.seconds, folder)
+
+
+if __name__ == "__main__":
+    main()
