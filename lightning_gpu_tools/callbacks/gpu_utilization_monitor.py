@@ -30,6 +30,7 @@ from lightning_gpu_tools.monitoring.memory_history import MemoryHistory
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
 from lightning_gpu_tools.monitoring.run_recorder import RunRecorder
 from lightning_gpu_tools.monitoring.step_clock import MONITORING, StepClock
+from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
 from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report
 from lightning_gpu_tools.reports.text import render_text
 
@@ -187,7 +188,7 @@ class GPUUtilizationMonitor(Callback):
             if run is not None and clock.ran:
                 run.tell(at_end=True)
                 if self.report and trainer.is_global_zero:
-                    _write_report(run.report(outcome, patience_s), self._folder)
+                    _write_report(_confirmed(run.report(outcome, patience_s), self._folder), self._folder)
         except Exception as error:  # noqa: BLE001 - the training itself has gone well; a fault of ours must not undo it
             rank_zero_warn(f"There is no report of this training, because of a fault in it: {error!r}")
         finally:
@@ -351,6 +352,13 @@ def _speeds(ranks: list[dict[str, Any]]) -> tuple[RankSpeed, ...]:
 
 def _of_other_node(facts: dict[str, Any]) -> GpuSummary:
     return GpuSummary(**{**facts, "errors": tuple(facts["errors"])})
+
+
+def _confirmed(report: Report, folder: str) -> Report:
+    """Return the report with what following the advice of the run before has brought."""
+    earlier = earlier_report(folder)
+    confirmation = None if earlier is None else confirm(report, earlier)
+    return report if confirmation is None else dataclasses.replace(report, confirmation=str(confirmation))
 
 
 def _write_report(report: Report, folder: str) -> None:

@@ -116,6 +116,8 @@ class Report:
         monitor_us_per_step: What this package itself added to a step at least, in microseconds: its wrappers in the
             training thread, by what they cost in warm caches, and what it did there; ``None`` if it was not measured.
         monitor_thread_us_per_step: CPU time of its own thread beside that, likewise; ``None`` without GPUs.
+        confirmation: What following the advice of the run before has brought, in words; ``None`` if there is nothing to
+            tell.
         unseen: What could not be timed with this version of Lightning; it stays part of the phase around it.
         spans: What the run was spent on over time, in at most 400 parts.
         ranks: How fast each rank is, as far as they could be heard; empty with one rank.
@@ -136,6 +138,7 @@ class Report:
     step_s_blocks: tuple[float, ...] = ()
     monitor_us_per_step: float | None = None
     monitor_thread_us_per_step: float | None = None
+    confirmation: str | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
     ranks: tuple[RankSpeed, ...] = ()

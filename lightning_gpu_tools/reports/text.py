@@ -19,6 +19,7 @@ def render_text(report: Report) -> str:
         _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
         _paragraph("Why", diagnosis.why),
         _paragraph("Next", diagnosis.next_step),
+        *([_paragraph("Brought", report.confirmation)] if report.confirmation else []),
         "",
         *(_gpu_line(gpu) for gpu in report.gpus),
     ]

@@ -1,0 +1,130 @@
+"""What the advice of one run has brought in the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from sample_report import FINDING, REPORT
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
+from lightning_gpu_tools.reports.report import Report, load_report, save_report
+
+SETTINGS: dict[str, Any] = {"num_workers": 0, "pin_memory": False, "batch_size": 8, "accelerator": "CPUAccelerator"}
+
+
+def report(step_ms: float, noise: float = 0.01, **changes: Any) -> Report:
+    """Return a run with steps of this length, half of it a wait for data."""
+    blocks = tuple(step_ms / 1e3 * (1 + noise * (i % 5 - 2) / 2) for i in range(40))
+    fields = {"step_s_blocks": blocks, "steps": 400, "wall_s": 0.4 * step_ms, "settings": SETTINGS, **changes}
+    return dataclasses.replace(REPORT, **{"phase_s": {"data_loading": 0.2 * step_ms}, **fields})
+
+
+def with_settings(run: Report, **settings: Any) -> Report:
+    return dataclasses.replace(run, settings={**run.settings, **settings})
+
+
+def test_more_workers_that_make_it_faster_are_confirmed_with_their_interval() -> None:
+    found = confirm(with_settings(report(10), num_workers=4), report(13.1))
+    assert found is not None
+    assert found.speedup == pytest.approx(0.31)
+    assert found.low is not None
+    assert 0.29 < found.low < 0.31
+    assert str(found) == "num_workers 0 -> 4: +31 % (95 % interval +30 to +32 %), confirmed."
+
+
+def test_a_change_within_the_noise_is_not_confirmed_and_one_that_slows_is_to_be_taken_back() -> None:
+    same = confirm(with_settings(report(10, 0.2), num_workers=4), report(10.1, 0.2))
+    assert "within the noise of the runs, not confirmed" in str(same)
+    slower = confirm(with_settings(report(15), num_workers=4), report(10))
+    assert "-33 %" in str(slower)
+    assert "take it back" in str(slower)
+
+
+def test_a_larger_batch_is_compared_by_samples() -> None:
+    found = confirm(with_settings(report(16), batch_size=16), report(10))
+    assert found is not None
+    assert found.speedup == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        with_settings(report(5), num_workers=4, accelerator="CUDAAccelerator"),  # not comparable
+        report(5),  # nothing that was advised has changed
+        with_settings(dataclasses.replace(report(5), step_s_blocks=()), num_workers=4),  # too short
+    ],
+)
+def test_what_cannot_be_told_is_not_told(new: Report) -> None:
+    assert confirm(new, report(10)) is None
+
+
+def test_a_run_without_advice_has_nothing_to_confirm() -> None:
+    old = report(10)
+    healthy = dataclasses.replace(old, diagnosis=dataclasses.replace(old.diagnosis, findings=()))
+    assert confirm(with_settings(report(5), num_workers=4), healthy) is None
+
+
+def old_with(cause: str, phase: str, name: str | None = None, **changes: Any) -> Report:
+    finding = dataclasses.replace(FINDING, cause=cause, evidence={"name": name} if name else {})
+    old = report(10, phase_s={phase: 2.0, "training_step": 2.0}, **changes)
+    return dataclasses.replace(old, diagnosis=dataclasses.replace(old.diagnosis, findings=(finding,)))
+
+
+def test_a_callback_that_takes_less_time_now_is_named() -> None:
+    new = report(5, phase_s={"training_step": 2.0})
+    assert str(confirm(new, old_with("callback", "callback/Slow", "Slow"))) == (
+        "Slow 5 ms -> 0 us a step: +100 % (95 % interval +98 to +102 %), confirmed."
+    )
+
+
+def test_fewer_checkpoints_are_seen_in_the_whole_run() -> None:
+    new = report(10, wall_s=2.0, phase_s={"checkpoint": 0.1, "training_step": 1.9})
+    assert str(confirm(new, old_with("checkpoint", "checkpoint"))).endswith("a step: +100 %, measured.")
+
+
+def test_the_run_before_is_found_at_the_same_place_or_in_the_newest_version(tmp_path: Path) -> None:
+    assert earlier_report(tmp_path) is None
+    save_report(report(10), tmp_path)
+    assert earlier_report(tmp_path) is not None
+    for version, step_ms in enumerate((20, 30)):
+        file = save_report(report(step_ms), tmp_path / f"version_{version}")
+        os.utime(file, (version, version))
+    found = earlier_report(tmp_path / "version_2")
+    assert found is not None
+    assert found.wall_s == 0.4 * 30
+    (tmp_path / "gpu_report.json").write_text("something else")
+    assert earlier_report(tmp_path) is None
+
+
+class SlowCallback(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.02)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+def test_the_next_run_reports_what_it_brought_to_follow_the_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for callbacks in ([SlowCallback()], []):
+        logger = CSVLogger(tmp_path)
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1)]
+        quiet_trainer(tmp_path, callbacks=[*callbacks, *watching], logger=logger).fit(
+            Model(time.sleep, step_s=0.002), loader(Samples(110))
+        )
+        folders.append(Path(logger.log_dir))
+    assert load_report(folders[0]).confirmation is None
+    brought = load_report(folders[1]).confirmation
+    assert brought is not None
+    assert brought.startswith("SlowCallback 2")
+    assert brought.endswith("confirmed.")
+    assert "Brought: SlowCallback" in capsys.readouterr().out
