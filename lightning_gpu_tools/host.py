@@ -70,6 +70,25 @@ def idle_cpu_s() -> float:
     return sum(per_core[core].idle + getattr(per_core[core], "iowait", 0.0) for core in mine if core < len(per_core))
 
 
+def private_memory_bytes(pids: list[int]) -> int | None:
+    """Return the most memory that one of the processes has for itself alone; ``None`` if the kernel does not tell.
+
+    That is what one more of them costs: what forked workers share with their parent is there once.
+    """
+    private = [_private_memory_bytes(pid) for pid in pids]
+    known = [size for size in private if size is not None]
+    return max(known) if known else None
+
+
+def _private_memory_bytes(pid: int) -> int | None:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]  # Linux 4.14 and later
+    except OSError:
+        return None
+    kilobytes = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return 1024 * (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"])
+
+
 def cores_in_reach(cores: float, used_or_idle: float) -> float:
     """Return how many of its cores a job could use while others are busy on them.
 

@@ -1,6 +1,7 @@
 """The host's limits, read from real files laid out as the kernel lays them out."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
+from lightning_gpu_tools.host import (
+    children_cpu_s,
+    cores_in_reach,
+    idle_cpu_s,
+    private_memory_bytes,
+    read_host_budget,
+)
 
 GIB = 2**30
 
@@ -112,3 +119,21 @@ def test_idle_time_does_not_outrun_the_clock() -> None:
 )
 def test_a_job_can_get_what_it_used_what_was_idle_and_its_fair_share(used_or_idle: float, in_reach: float) -> None:
     assert cores_in_reach(8.0, used_or_idle) == pytest.approx(in_reach)
+
+
+def test_the_memory_of_a_worker_is_what_it_has_for_itself() -> None:
+    taken = bytearray(os.urandom(2**20)) * 32  # in this process, and shared with the child until it writes to it
+    child = os.fork()
+    if not child:
+        own = bytearray(os.urandom(2**20)) * 64
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(len(own) % 2)
+    os.waitid(os.P_PID, child, os.WSTOPPED)
+    try:
+        memory = private_memory_bytes([child, 2**22 + 1])  # the second one is no process
+        assert memory is not None
+        assert 64 * 2**20 <= memory < 64 * 2**20 + len(taken)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert private_memory_bytes([2**22 + 1]) is None

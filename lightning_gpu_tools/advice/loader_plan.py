@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from lightning_gpu_tools.readings import HostBudget, LoaderSettings
 
@@ -15,6 +15,11 @@ _HEADROOM = 1.15
 _TOLERANCE = 0.03
 # A choice: queues and unpickling need room in /dev/shm beside the batches themselves.
 _SHM_SHARE = 0.8
+# A choice: the other half of the free memory is for what training itself has yet to take, and for the page cache.
+_MEMORY_SHARE = 0.5
+# Batches are delivered in order, so all wait for a slow one; the more are loaded ahead the longer the others last. From
+# a 95th percentile of so many medians on, four or eight batches a worker instead of two. A choice.
+_PREFETCH_FROM_SPREAD = ((3.0, 8), (1.5, 4))
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
@@ -26,11 +31,15 @@ class LoadCost:
         wall_s: Time one worker needs for one batch.
         cpu_s: CPU time in it; ``None`` if it was not measured.
         batch_bytes: Size of the batch; ``None`` if it was not measured.
+        spread: 95th percentile over median of the wall times of single batches; ``None`` if it was not measured.
+        worker_bytes: Memory that one more worker takes; ``None`` if it was not measured.
     """
 
     wall_s: float
     cpu_s: float | None = None
     batch_bytes: int | None = None
+    spread: float | None = None
+    worker_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +51,14 @@ class LoaderPlan:
         limited_by: What keeps training from running as fast as its step; ``None`` if nothing does.
         workers_needed: How many workers would feed the step without a wait.
         step_s: Predicted time from step to step with these settings.
+        most_workers: How many workers fit into memory and ``/dev/shm``; ``None`` if that was not measured.
     """
 
     settings: LoaderSettings
-    limited_by: Literal["cores", "shm"] | None
+    limited_by: Literal["cores", "shm", "memory"] | None
     workers_needed: int
     step_s: float
+    most_workers: int | None = None
 
 
 def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host: HostBudget, cuda: bool) -> LoaderPlan:
@@ -60,19 +71,22 @@ def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host:
         host: What the host grants; shared by ``host.local_ranks`` training processes.
         cuda: Whether batches go to an NVIDIA GPU; only then is pinned memory of use.
     """
-    prefetch_factor = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     # Loading a batch and training on it must be paid for in CPU time, whoever does it. The training process is taken to
     # keep one core busy during its step.
     cores = host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)
     core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_s) * host.local_ranks / cores
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(max(step_s, core_s), cost)
-    limited_by: Literal["cores", "shm"] | None = "cores" if core_s > (1 + _TOLERANCE) * step_s else None
-    if cost.batch_bytes and host.shm_free_bytes is not None:
-        room_bytes = _SHM_SHARE * host.shm_free_bytes / host.local_ranks
-        most = int(room_bytes / (prefetch_factor * cost.batch_bytes))
+    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + _TOLERANCE) * step_s else None
+    least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
+    prefetch_factor = max(least_prefetch, _prefetch_factor(cost))
+    while prefetch_factor > least_prefetch and workers > _most_in_shm(cost, host, prefetch_factor):
+        prefetch_factor = max(least_prefetch, prefetch_factor // 2)
+    limits = {"shm": _most_in_shm(cost, host, prefetch_factor), "memory": _most_in_memory(cost, host)}
+    for resource, most in limits.items():
         if most < workers:
-            workers, limited_by = most, "shm"
+            workers, limited_by = int(most), cast("Literal['shm', 'memory']", resource)
+    most_workers = min(limits.values())
     alone_s = max(cost.wall_s + step_s, core_s)
     predicted_s = max(step_s, core_s, cost.wall_s / workers) if workers else alone_s
     if alone_s <= (1 + _TOLERANCE) * predicted_s:
@@ -84,8 +98,34 @@ def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host:
         pin_memory=cuda,
         batch_size=current.batch_size,
     )
-    return LoaderPlan(settings=settings, limited_by=limited_by, workers_needed=workers_needed, step_s=predicted_s)
+    return LoaderPlan(
+        settings=settings,
+        limited_by=limited_by,
+        workers_needed=workers_needed,
+        step_s=predicted_s,
+        most_workers=None if math.isinf(most_workers) else int(most_workers),
+    )
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:
     return math.ceil(_HEADROOM * cost.wall_s / ((1 + _TOLERANCE) * step_s))
+
+
+def _prefetch_factor(cost: LoadCost) -> int:
+    for spread, factor in _PREFETCH_FROM_SPREAD:
+        if cost.spread is not None and cost.spread > spread:
+            return factor
+    return _DEFAULT_PREFETCH_FACTOR
+
+
+def _most_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) -> float:
+    if not cost.batch_bytes or host.shm_free_bytes is None:
+        return math.inf
+    room_bytes = _SHM_SHARE * host.shm_free_bytes / host.local_ranks
+    return room_bytes // (prefetch_factor * cost.batch_bytes)
+
+
+def _most_in_memory(cost: LoadCost, host: HostBudget) -> float:
+    if not cost.worker_bytes:
+        return math.inf
+    return _MEMORY_SHARE * host.memory_available_bytes / host.local_ranks // cost.worker_bytes
