@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
     from lightning_gpu_tools.callbacks.gpu_utilization_advisor import GPUUtilizationAdvisor
     from lightning_gpu_tools.callbacks.gpu_utilization_monitor import GPUUtilizationMonitor
+    from lightning_gpu_tools.callbacks.num_workers_finder import NumWorkersFinder
     from lightning_gpu_tools.checkpoint_io import PortableCheckpointIO
     from lightning_gpu_tools.errors import (
         AmbiguousCheckpointError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
     )
     from lightning_gpu_tools.gpu_readings import GpuClaim, GpuProcess, GpuReading
+    from lightning_gpu_tools.loaders.standalone import find_loader_settings
     from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.strategies import (
         FreeMemoryDDPStrategy,
@@ -47,6 +49,7 @@ _MODULE_OF = {
     "FreeMemoryCUDAAccelerator": "accelerator",
     "GPUUtilizationAdvisor": "callbacks.gpu_utilization_advisor",
     "GPUUtilizationMonitor": "callbacks.gpu_utilization_monitor",
+    "NumWorkersFinder": "callbacks.num_workers_finder",
     "PortableCheckpointIO": "checkpoint_io",
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
@@ -64,6 +67,7 @@ _MODULE_OF = {
     "NvmlUnavailableError": "errors",
     "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
+    "find_loader_settings": "loaders.standalone",
     "GpuClaim": "gpu_readings",
     "GpuProcess": "gpu_readings",
     "GpuReading": "gpu_readings",
@@ -83,6 +87,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "FreeMemoryCUDAAccelerator",
     "GPUUtilizationAdvisor",
     "GPUUtilizationMonitor",
+    "NumWorkersFinder",
     "PortableCheckpointIO",
     "Diagnosis",
     "Finding",
@@ -100,6 +105,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "NvmlUnavailableError",
     "UnknownOptionError",
     "UnsafeCheckpointError",
+    "find_loader_settings",
     "GpuClaim",
     "GpuProcess",
     "GpuReading",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import signal
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,11 @@ class InnerLoader:
         randomness: Where the random numbers come from if the training process loads by itself and did not do so by the
             user's own settings.
 
+    Attributes:
+        settings: As given.
+        probe: As given.
+        alone_cpu_s: CPU time that the training process itself has spent on loading, where there are no workers.
+
     Raises:
         Exception: The workers could not be started: the dataset cannot be pickled, there are too many open files, ...
     """
@@ -55,6 +61,7 @@ class InnerLoader:
     ) -> None:
         self.settings = settings
         self.probe = probe
+        self.alone_cpu_s = 0.0
         self._feed = _Feed(source)
         self._loader = copy_with(loader, settings)
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -88,8 +95,11 @@ class InnerLoader:
             LostWorkerError: A worker is gone, of settings that are not the user's own.
             Exception: The dataset has failed, in its own way.
         """
+        began_s = 0.0 if self._workers else time.thread_time()
         with self._around():
             batch = next(self._iterator)
+        if not self._workers:
+            self.alone_cpu_s += time.thread_time() - began_s
         self._feed.pending.popleft()
         return batch
 
@@ -172,7 +182,7 @@ class _WorkerGuard:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._remove()
-        if isinstance(error, RuntimeError) and self._ends.poll(0):
+        if isinstance(error, Exception) and not isinstance(error, StopIteration) and self._ends.poll(0):
             raise LostWorkerError(self._why()) from error
 
     def _remove(self) -> None:

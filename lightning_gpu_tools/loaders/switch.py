@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -76,7 +77,12 @@ class Switch:
         self._randomness: PrivateRandomness | None = None
         self._seeds: torch.Generator | None = None
         self._kept: InnerLoader | None = None
-        self._epoch: Epoch | None = None
+        self._running: weakref.ref[Epoch] | None = None
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The iteration begun last, as long as whoever iterates holds it, as its workers live in torch, too."""
+        return None if self._running is None else self._running()
 
     @property
     def ahead(self) -> int:
@@ -86,28 +92,31 @@ class Switch:
     @property
     def inner(self) -> InnerLoader | None:
         """The workers that load now; ``None`` before the first epoch."""
-        return None if self._epoch is None else self._epoch.newest
+        epoch = self.epoch
+        return None if epoch is None else epoch.newest
 
-    def use(self, settings: LoaderSettings) -> None:
-        """Change the settings, in the middle of an epoch as well as between two."""
+    def use(self, settings: LoaderSettings, *, now: bool = True) -> None:
+        """Change the settings from the next index on, or from the next epoch on."""
         if settings == self.settings:
             return
         self.settings = settings
         set_settings(self.loader, settings)
-        if self._epoch is not None:
-            self._epoch.change()
+        epoch = self.epoch
+        if epoch is not None and now:
+            epoch.change()
 
     def pause(self) -> None:
         """Say that something else than training goes on until the next batch is asked for."""
-        if self._epoch is not None:
-            self._epoch.last_s = None
+        epoch = self.epoch
+        if epoch is not None:
+            epoch.last_s = None
 
     def close(self) -> None:
         """End all workers and leave the copy as a plain DataLoader with the settings in use."""
         self.listener = None
         vars(self.loader).pop("_get_iterator", None)
         vars(self.loader)["_iterator"] = None
-        epoch, self._epoch = self._epoch, None
+        epoch, self._running = self.epoch, None
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.close()
@@ -117,12 +126,14 @@ class Switch:
     def _get_iterator(self) -> Epoch:
         """Stand in for ``DataLoader._get_iterator``."""
         self.iterated = True
-        before = self._epoch
+        before = self.epoch
         if self._kept is not None and before is not None and not before.source.finished:
             # It may still be iterated, by somebody who had a right to: its workers are not taken away from it.
             self._kept = None
-        self._epoch = Epoch(self)
-        return self._epoch
+        self._running = None
+        epoch = Epoch(self)
+        self._running = weakref.ref(epoch)
+        return epoch
 
     def new_source(self) -> IndexSource:
         """Begin an epoch: draw from the random numbers what the user's own settings draw at this moment."""
@@ -241,7 +252,7 @@ class Epoch:
         finally:
             self.source.end()
         now_s = clock()
-        if self is switch._epoch and switch.listener is not None:
+        if self is switch.epoch and switch.listener is not None:
             switch.draws_as_it_goes |= self.source.draws_as_it_goes
             switch.listener.on_batch(batch, now_s - began_s, None if self.last_s is None else now_s - self.last_s)
             now_s = clock()

@@ -92,22 +92,3 @@ def _start_measuring(users: Callable[[int], None] | None, board: torch.Tensor, w
 
     fetcher.fetch = measured
     row[_READY_AT] = time.monotonic()
-
-
-def worker_memory_bytes(pids: list[int]) -> int | None:
-    """Return the most memory that one of the processes has for itself alone; ``None`` if the kernel does not tell.
-
-    That is what one more of them costs: what forked workers share with their parent is there once.
-    """
-    private = [_private_bytes(pid) for pid in pids]
-    known = [size for size in private if size is not None]
-    return max(known) if known else None
-
-
-def _private_bytes(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:  # Linux 4.14 and later
-            lines = dict(line.split(":", 1) for line in file.readlines()[1:])
-    except OSError:
-        return None
-    return 1024 * sum(int(lines[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))

@@ -1,0 +1,279 @@
+"""Finds the DataLoader settings that feed the training step, by trying them in the training itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_gpu_tools.advice.loader_trials import LoaderResult
+from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.loaders.fetch_waits import FetchWaits
+from lightning_gpu_tools.loaders.presentation import log_settings, show_result, show_trial
+from lightning_gpu_tools.loaders.ranks import BoardOfRanks
+from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
+from lightning_gpu_tools.loaders.switch import Switch
+from lightning_gpu_tools.loaders.tuning import Terms, Tuning
+from lightning_gpu_tools.loaders.validation import ValidationLoader
+from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
+from lightning_gpu_tools.monitoring.measurements import local_ranks
+from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
+
+
+class NumWorkersFinder(Callback):
+    """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` while training goes on.
+
+    It measures what a batch costs to load, in the worker processes, and how long a step takes when its batch is there.
+    That predicts the settings, within what this machine grants: cores by affinity and cgroup quota, memory,
+    ``/dev/shm``, shared with the other ranks of the machine. The prediction and its neighbours are then tried in the
+    running epoch, in turns, on real steps: no batch is loaded for a trial alone, and batches and their order are those
+    of a training without this callback. So are the random numbers of the training process, and with them the weights,
+    unless the dataset itself draws random numbers: then they come from the seeds of other workers. The choice is the
+    smallest number of workers within 3 % of the best speed of loader and step together. It is watched for a hundred
+    steps more, and taken back if it is slower than the settings before.
+
+    What was found holds for the rest of the fit, also for loaders that are made again
+    (``reload_dataloaders_every_n_epochs``), and in proportion for the validation loaders, as long as these gain by it.
+    The objects that you gave stay as they are. If anything fails under settings that are not yours (a dataset that
+    cannot be pickled, a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with
+    yours. Of several training loaders the first one that can be changed is tuned. A loader with an iterable dataset,
+    one that keeps its position, and one that is not a torch ``DataLoader`` is measured and left alone. With several
+    ranks all decide the same at the same step.
+
+    Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trial runs of a tuner. On a GPU a
+    step is timed by the host, which may run ahead of the GPU, so only means over many steps count. Not yet verified on
+    GPU hardware.
+
+    Args:
+        budget_s: How long the trials may take, in seconds. That is training time, too, only with settings that may not
+            be the best ones; the trial of your own settings is made in any case.
+        apply: Whether to use what was found. Else it is measured, and your own settings come back.
+
+    Raises:
+        ValueError: ``budget_s`` is not a positive number.
+
+    Example::
+
+        finder = NumWorkersFinder()
+        Trainer(callbacks=[finder]).fit(model, DataLoader(dataset, batch_size=32))
+        print(finder.result.settings)
+    """
+
+    def __init__(self, *, budget_s: float = 60.0, apply: bool = True) -> None:
+        if not 0 < budget_s < math.inf:
+            raise ValueError(f"budget_s must be a positive number of seconds, got {budget_s!r}.")
+        self.budget_s = budget_s
+        self.apply = apply
+        self._result: LoaderResult | None = None
+        self._fits = 0
+        self._fit: _Fit | None = None
+
+    @property
+    def result(self) -> LoaderResult | None:
+        """What was found: ``.settings``, ``.reason``, ``.scores``, ``.trials``; ``None`` until it is known."""
+        return self._result if self._fit is None else self._fit.result
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
+        if stage == "fit" and not is_disabled() and not unreal:
+            self._fits += 1
+            self._result = None
+            self._fit = _Fit(trainer, self)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
+            self._fit.start(RankExchange(trainer, f"loader/{self._fits}/{place}"))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.next_round()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.pause()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._fit is not None:
+            self._fit.pause()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._finish()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.close()
+            self._result = fit.result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_fit": None}
+
+
+class _Fit:
+    """One fit: its loaders, and the tuning of one of them."""
+
+    def __init__(self, trainer: Trainer, finder: NumWorkersFinder) -> None:
+        self._trainer = trainer
+        self._finder = finder
+        self._switches: list[Switch] = []
+        self._validation: dict[int, ValidationLoader] = {}
+        self._tuning: Tuning | None = None
+        self._tuned: Switch | None = None
+        self._place = 0
+        self._places = {"training": 0, "validation": 0}
+        self._fixed: LoaderResult | None = None
+        self._waits: FetchWaits | None = None
+        self._shown: LoaderResult | None = None
+        # Every loader of every stage goes through here, each time it is made.
+        strategy: Any = trainer.strategy
+        self._process = strategy.process_dataloader
+        self._was_wrapped = "process_dataloader" in vars(strategy)
+        strategy.process_dataloader = self._adopt
+
+    @property
+    def result(self) -> LoaderResult | None:
+        """What was found, or why nothing was looked for."""
+        if self._fixed is not None and self._waits is not None:
+            return dataclasses.replace(self._fixed, wait_share=self._waits.share)
+        return self._fixed if self._tuning is None else self._tuning.result
+
+    def _adopt(self, loader: object) -> object:
+        loader = self._process(loader)
+        stage = "training" if self._trainer.training else "validation"
+        place = self._places[stage]
+        self._places[stage] += 1
+        if not isinstance(loader, DataLoader) or why_fixed(loader) is not None:
+            return loader
+        switch = Switch(loader, watched=stage == "training" and self._tuning is None)
+        self._switches.append(switch)
+        if stage == "training":
+            self._adopt_training(switch, place)
+        elif place in self._validation:
+            self._validation[place].move_to(switch)
+        else:
+            self._validation[place] = ValidationLoader(switch)
+            self._scale_validation()
+        return switch.loader
+
+    def _adopt_training(self, switch: Switch, place: int) -> None:
+        switch.length = _limited(switch.loader, self._trainer.limit_train_batches)
+        if self._tuning is not None and self._tuned is not None and place == self._place:
+            self._tuning.move_to(switch)
+            self._tuned.close()
+            self._switches.remove(self._tuned)
+            self._tuned = switch
+
+    def next_round(self) -> None:
+        """Say that the loaders of this epoch have been made."""
+        self._places = dict.fromkeys(self._places, 0)
+
+    def start(self, exchange: RankExchange) -> None:
+        """Begin with the first training loader whose settings can be changed."""
+        self.next_round()
+        for validation in self._validation.values():
+            validation.forget()
+        loaders = self._trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+        switches = {id(switch.loader): switch for switch in self._switches if switch.iterated}
+        ours = [(place, switches[id(loader)]) for place, loader in enumerate(loaders) if id(loader) in switches]
+        if not ours:
+            self._leave_alone(loaders[0])
+        elif self._trainer.world_size > exchange.ranks:
+            self._leave_alone(loaders[0], "the ranks cannot agree without torch.distributed")
+        else:
+            self._place, self._tuned = ours[0]
+            self._tune(self._tuned, exchange)
+        for switch in self._switches:
+            switch.watched = switch is self._tuned
+
+    def _tune(self, switch: Switch, exchange: RankExchange) -> None:
+        trainer = self._trainer
+        steps = trainer.num_training_batches
+        # Where loaders are made again for an epoch their workers cannot live on.
+        reloaded = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
+        terms = Terms(
+            host=read_host_budget(local_ranks=local_ranks(trainer)),
+            cuda=trains_on_gpu(trainer),
+            budget_s=self._finder.budget_s,
+            epoch_steps=None if reloaded or math.isinf(steps) else int(steps),
+            apply=self._finder.apply,
+        )
+        self._tuning = switch.listener = Tuning(
+            switch, terms, ranks=BoardOfRanks(exchange), report=show_trial, conclude=self._conclude
+        )
+
+    def _leave_alone(self, loader: object, why: str | None = None) -> None:
+        why = why or why_fixed(loader) or f"a {type(loader).__qualname__} is iterated in a way of its own"
+        users = settings_of(loader) if isinstance(loader, DataLoader) else None
+        self._fixed = LoaderResult(users=users, settings=users, reason=f"The training loader is left as it is: {why}.")
+        self._waits = FetchWaits(self._trainer)
+        rank_zero_info(f"NumWorkersFinder: {self._fixed.reason}")
+
+    def _conclude(self, result: LoaderResult) -> None:
+        self._scale_validation()
+        if self._shown is not None and self._trainer.world_size > 1:
+            # While settings are tried all ranks hear of a failure; later each one has workers of its own to lose.
+            warnings.warn(f"NumWorkersFinder, rank {self._trainer.global_rank}: {result.reason}", stacklevel=2)
+        elif self._shown is not None:
+            rank_zero_warn(f"NumWorkersFinder: {result.reason}")
+        elif not result.applied or result.confirmed is not None:
+            self._show(result)
+
+    def _show(self, result: LoaderResult) -> None:
+        self._shown = result
+        if self._trainer.is_global_zero:
+            show_result(result)
+            log_settings(self._trainer, result)
+
+    def _scale_validation(self) -> None:
+        result = self.result
+        if result is not None and result.applied and result.settings is not None:
+            for loader in self._validation.values():
+                loader.scale(result.settings)
+
+    def pause(self) -> None:
+        """Say that something else than training steps took time."""
+        if self._tuned is not None:
+            self._tuned.pause()
+
+    def close(self) -> None:
+        """Take everything off again."""
+        if self._tuning is not None:
+            self._tuning.abandon()
+            if self._shown is None and self._tuning.result is not None:
+                self._show(self._tuning.result)
+        strategy: Any = self._trainer.strategy
+        if self._was_wrapped:
+            strategy.process_dataloader = self._process
+        else:
+            vars(strategy).pop("process_dataloader", None)
+        if self._waits is not None:
+            self._waits.close()
+        for switch in self._switches:
+            switch.close()
+
+
+def _limited(loader: DataLoader[Any], limit: float) -> int | None:
+    """Return how many batches the Trainer takes of a loader in an epoch; ``None`` if that is unknown."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return limit if isinstance(limit, int) else None
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
