@@ -97,7 +97,7 @@ def _torch_loader(run: RunMeasurements, loader: LoaderSettings, wait: _Wait) -> 
     if cost.cpu_s is not None:
         evidence["load_cpu_ms_per_batch"] = cost.cpu_s * 1e3
     if kind == "too_few_workers":
-        evidence["predicted_speedup"] = gain
+        evidence |= {"predicted_speedup": gain, "advised_num_workers": plan.settings.num_workers}
     if run.loading is not None:
         evidence |= _seen(run)
     return evidence, _advice(kind, run, loader, plan, cost)

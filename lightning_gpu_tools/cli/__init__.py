@@ -19,6 +19,7 @@ COMMANDS = {
     "pick": "print the GPUs with the most free memory",
     "run": "claim GPUs and run a command on them",
     "report": "print the report of a training run again, or compare two runs",
+    "demo": "train a small network on the CPU and see what is said of it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
 
