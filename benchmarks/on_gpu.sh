@@ -12,4 +12,5 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$fol
 python3 -m pytest -m gpu -v --junitxml="$folder/gpu_tests.xml" 2>&1 | tee "$folder/gpu_tests.log"
 tests=$?
 python3 benchmarks/step_overhead.py --output "$folder/gpu_step_overhead.json"
+python3 benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json"
 exit $tests
