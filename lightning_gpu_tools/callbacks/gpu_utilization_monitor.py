@@ -373,6 +373,8 @@ def _write_report(report: Report, folder: str) -> None:
         rank_zero_warn(f"The report could not be written to {folder!r}: {error}")
     else:
         print("Report: " + " ".join(str(path) for path in written))  # noqa: T201
+        if report.diagnosis.verdict == "low":
+            print(f"Verify a change: lightning-gpu-tools report NEW --against {written[0]}")  # noqa: T201
 
 
 def _check_writable(folder: str) -> None:

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int:
     from lightning_gpu_tools.reports import comparison as comparing
+    from lightning_gpu_tools.reports.confirmation import confirm
 
     comparison = comparing.compare(report, old, max_slowdown)
     render = {
@@ -68,4 +69,7 @@ def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int
         "json": comparing.comparison_json,
     }[form]
     print(render(comparison))
+    brought = confirm(report, old) if form != "json" else None
+    if brought is not None:
+        print(f"Following its advice has brought: {brought}")
     return _EXIT_CODES[comparison.verdict]

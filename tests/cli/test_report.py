@@ -47,6 +47,7 @@ def test_two_runs_are_compared_by_exit_code(run_cli: RunCli, tmp_path: Path) -> 
     other = against_old("other", "--format", "json")
     assert other.returncode == 3
     assert json.loads(other.stdout)["reasons"] == ["the batch size differs: 64 before, 32 now"]
+    assert "Following its advice has brought: batch_size 64 -> 32: -50 %" in against_old("other").stdout
     assert against_old("slow", "--format", "markdown").stdout.startswith("**SLOWER:** ")
     assert run_cli("report", str(tmp_path / "slow"), "--max-slowdown", "5%").returncode == 2
     assert against_old("slow", "--max-slowdown", "-5%").returncode == 2

@@ -127,4 +127,6 @@ def test_the_next_run_reports_what_it_brought_to_follow_the_advice(
     assert brought is not None
     assert brought.startswith("SlowCallback 2")
     assert brought.endswith("confirmed.")
-    assert "Brought: SlowCallback" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Brought: SlowCallback" in printed
+    assert f"Verify a change: lightning-gpu-tools report NEW --against {folders[0]}" in printed
