@@ -35,6 +35,8 @@ _ALONE = 1.10
 # of it by more than that was disturbed, or is limited by something unknown, and gets a second look.
 _SURPRISE = 0.85
 _MOST_PLANS = 3
+# A choice: what has failed twice is not a matter of how many workers there are.
+_MOST_FAILURES = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +167,14 @@ def _explore(
     """Return settings that have not been tried and could be the answer, the most promising first."""
     if plan is None:
         return
-    tried = {item.settings.num_workers for item in scores}
-    most = math.inf if plan.most_workers is None else plan.most_workers
+    failed = [_workers(item) for item in scores if item.failed is not None]
+    if len(failed) > _MOST_FAILURES:
+        return
+    tried = {_workers(item) for item in scores} - set(failed)
+    most = min([math.inf if plan.most_workers is None else plan.most_workers, *(count - 1 for count in failed)])
+    if failed:  # for lack of memory perhaps: half as many might do
+        halved = min(plan.settings.num_workers, min(failed) // 2)
+        plan = replace(plan, settings=_with_workers(case, halved, plan.settings.prefetch_factor))
     planned = plan.settings.num_workers
     if plan.limited_by == "cores":
         most = min(most, math.ceil(1.3 * planned))

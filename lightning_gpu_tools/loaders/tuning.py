@@ -20,8 +20,9 @@ from lightning_gpu_tools.readings import HostBudget, LoaderSettings
 
 # A choice: an epoch must hold some steady steps, or so many in a row without any end a trial.
 _EPOCHS_IN_VAIN = 3
-# A choice: a trial that takes longer than this part of the budget is cut short.
+# A choice: a trial that takes longer than this part of the budget is cut short, to so many steps.
 _LONGEST = 0.3
+_LEAST_STEPS = 3
 # A choice: reading a process's memory map takes the kernel milliseconds, and workers are alike.
 _WORKERS_LOOKED_AT = 2
 
@@ -130,7 +131,9 @@ class Tuning:
         if now is None:
             return
         now.seconds += since_last_s or 0.0
-        if now.skip > 0:
+        # Ranks must end a trial at the same step, whatever the time.
+        too_long = self._ranks.count == 1 and self._trials and now.seconds > _LONGEST * self._terms.budget_s
+        if now.skip > 0 and not too_long:
             now.skip -= 1
             if not now.skip:
                 self._forget(now)
@@ -140,13 +143,11 @@ class Tuning:
         now.epochs_in_vain = 0
         now.steps_s.append(since_last_s)
         now.waits_s.append(wait_s)
-        if len(now.steps_s) == now.visit.steps:
+        if len(now.steps_s) == now.visit.steps or (too_long and len(now.waits_s) >= _LEAST_STEPS):
             now.blocks.append(mean(now.steps_s))
             now.steps_s = []
-        # Ranks must end a trial at the same step, whatever the time.
-        too_long = self._ranks.count == 1 and self._trials and now.seconds > _LONGEST * self._terms.budget_s
-        if len(now.blocks) == now.visit.blocks or (too_long and now.blocks):
-            self._end(now, batch)
+            if len(now.blocks) == now.visit.blocks or too_long:
+                self._end(now, batch)
 
     def on_epoch_start(self) -> None:
         """Let the first steps of the epoch pass, in which the workers come into step."""
