@@ -61,7 +61,15 @@ class LoaderPlan:
     most_workers: int | None = None
 
 
-def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host: HostBudget, cuda: bool) -> LoaderPlan:
+def plan_loader(
+    current: LoaderSettings,
+    cost: LoadCost,
+    *,
+    step_s: float,
+    host: HostBudget,
+    cuda: bool,
+    step_cores: float = 1.0,
+) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
     Args:
@@ -70,11 +78,12 @@ def plan_loader(current: LoaderSettings, cost: LoadCost, *, step_s: float, host:
         step_s: Time of a step without any wait for data, in seconds.
         host: What the host grants; shared by ``host.local_ranks`` training processes.
         cuda: Whether batches go to an NVIDIA GPU; only then is pinned memory of use.
+        step_cores: How many cores the training process keeps busy during its step: on a GPU about one, on the CPU
+            as many as PyTorch has threads.
     """
-    # Loading a batch and training on it must be paid for in CPU time, whoever does it. The training process is taken to
-    # keep one core busy during its step.
+    # Loading a batch and training on it must be paid for in CPU time, whoever does it.
     cores = host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)
-    core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_s) * host.local_ranks / cores
+    core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_cores * step_s) * host.local_ranks / cores
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(max(step_s, core_s), cost)
     limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + _TOLERANCE) * step_s else None

@@ -52,6 +52,14 @@ def test_cores_that_others_are_busy_on_do_not_count() -> None:
     assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
 
 
+def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:
+    cost = LoadCost(wall_s=0.080, cpu_s=0.080)
+    planned = plan_loader(NO_WORKERS, cost, step_s=0.040, host=host(cores=4), cuda=False, step_cores=4)
+    # 80 ms of loading and 4 times 40 ms of training on 4 cores.
+    assert planned.step_s == pytest.approx(0.060)
+    assert plan_loader(NO_WORKERS, cost, step_s=0.040, host=host(cores=4), cuda=False).step_s == 0.040
+
+
 def test_where_half_a_core_does_all_the_work_a_worker_gains_nothing() -> None:
     planned = plan(0.080, 0.010, host(cores=0.5), cpu_s=0.080)
     assert (planned.settings.num_workers, planned.limited_by) == (0, "cores")
