@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it."""
     os.environ.pop("LIGHTNING_GPU_TOOLS", None)  # it has the callbacks already
-    from lightning_gpu_tools.demo import run_demo  # imports torch and lightning
+    import torch
+
+    from lightning_gpu_tools.demo import run_demo
+
+    torch.set_num_threads(1)  # several threads wait for each other where the machine has other work
 
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-demo-") as temporary:
         before, after = run_demo(args.folder or temporary, lambda line: print(line, flush=True))

@@ -341,6 +341,13 @@ def test_a_training_process_busy_with_unpacking_needs_no_more_workers() -> None:
     assert "More workers will not help" in finding.advice
 
 
+def test_what_it_takes_to_receive_a_batch_at_all_is_no_finding() -> None:
+    run = gpu_run({"data_loading": 4, "training_step": 10}, None)
+    busy = [dataclasses.replace(one, data_loading_cpu_s=0.8 * one.data_loading_s) for one in run.blocks]
+    assert judge(dataclasses.replace(run, blocks=busy, on_gpu=False)).verdict == "healthy"
+    assert judge(dataclasses.replace(run, on_gpu=False)).verdict == "low"
+
+
 def test_a_cold_page_cache_passes_by_itself() -> None:
     cold = LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5)
     run = gpu_run({"data_loading": 30, "training_step": 10}, 25.0, loading=cold)
