@@ -89,7 +89,14 @@ def _measure(run: RunMeasurements) -> _Wait:
 
 def _torch_loader(run: RunMeasurements, loader: LoaderSettings, wait: _Wait) -> tuple[dict[str, float | str], str]:
     cost = _load_cost(run, loader, wait)
-    plan = plan_loader(loader, cost, step_s=max(wait.step_s - wait.wait_s, 1e-6), host=run.host, cuda=run.on_gpu)
+    plan = plan_loader(
+        loader,
+        cost,
+        step_s=max(wait.step_s - wait.wait_s, 1e-6),
+        host=run.host,
+        cuda=run.on_gpu,
+        step_cores=run.busy_cores,
+    )
     gain = min(ceiling(wait.share), wait.step_s / plan.step_s)
     kind = _kind(run, loader, plan, cost, gain)
     evidence: dict[str, float | str] = {

@@ -158,6 +158,7 @@ class RunMeasurements:
         loader: Settings of the training DataLoader; ``None`` if it is not a ``torch.utils.data.DataLoader``.
         worker_cpu_s_per_batch: CPU time of the loader's workers for one batch; ``None`` without workers.
         batch_bytes: Size of one batch; ``None`` if unknown.
+        busy_cores: How many cores the training process keeps busy while it does not wait for data.
         loading: What the loader's workers were seen doing.
         gpu: What else is known of the GPU.
         gpu_idle: When the GPU stood idle between steps.
@@ -180,6 +181,7 @@ class RunMeasurements:
     loader: LoaderSettings | None = None
     worker_cpu_s_per_batch: float | None = None
     batch_bytes: int | None = None
+    busy_cores: float = 1.0
     loading: LoadingFacts | None = None
     gpu: GpuFacts | None = None
     gpu_idle: GpuIdle | None = None

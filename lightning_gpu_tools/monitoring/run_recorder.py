@@ -22,9 +22,9 @@ from lightning_gpu_tools.monitoring.gpu_sharing import Sharing, share_out
 from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
 from lightning_gpu_tools.monitoring.measurements import local_ranks, train_loader_settings, trainer_gpus
 from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
-from lightning_gpu_tools.monitoring.step_clock import CALLBACK, LOGGING, StepClock
+from lightning_gpu_tools.monitoring.step_clock import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING, StepClock
 from lightning_gpu_tools.monitoring.worker_watch import LONG_WAIT_S, WorkerWatch
-from lightning_gpu_tools.readings import GpuWindow
+from lightning_gpu_tools.readings import GpuWindow, StepBlock
 
 
 class RunRecorder:
@@ -131,7 +131,8 @@ class RunRecorder:
         clock, trainer = self._clock, self._trainer
         self._read_gpus()
         children_s = children_cpu_s() - self._children_cpu_s
-        used_s = time.process_time() - self._own_cpu_s + children_s
+        own_s = time.process_time() - self._own_cpu_s
+        used_s = own_s + children_s
         elapsed_s = time.perf_counter() - self._began_s
         host = read_host_budget(local_ranks=self._local_ranks)
         used_or_idle = (self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s) / elapsed_s
@@ -148,6 +149,7 @@ class RunRecorder:
             loader=self._loader,
             worker_cpu_s_per_batch=children_s / max(1, clock.steps) if workers else None,
             batch_bytes=self.batch_bytes,
+            busy_cores=busy_cores(own_s, elapsed_s, clock.seconds, clock.blocks),
             loading=self._workers.facts(),
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
@@ -172,6 +174,22 @@ class RunRecorder:
             others_memory_bytes=_most(sharing, "others_memory_bytes"),
             others_utilization_percent=_most(sharing, "others_utilization_percent"),
         )
+
+
+def busy_cores(cpu_s: float, elapsed_s: float, phase_s: Mapping[str, float], blocks: Sequence[StepBlock]) -> float:
+    """Return how many cores a process keeps busy while it does not wait for data.
+
+    Args:
+        cpu_s: CPU time of all its threads.
+        elapsed_s: Wall time in which it was spent.
+        phase_s: Part of the wall time spent on each phase.
+        blocks: Steady steps, of which it is known how much of a wait for data is the process's own loading.
+    """
+    waited_s = phase_s.get(DATA_LOADING, 0.0) + phase_s.get(EPOCH_START, 0.0)
+    steady_s = sum(block.data_loading_s for block in blocks)
+    loading_share = sum(block.data_loading_cpu_s for block in blocks) / steady_s if steady_s > 0 else 0.0
+    working_s = elapsed_s - waited_s
+    return max(0.0, cpu_s - loading_share * waited_s) / working_s if working_s > 0 else 1.0
 
 
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:

@@ -55,6 +55,17 @@ def test_the_wait_for_data_is_named_with_its_share_ceiling_and_settings() -> Non
     assert "num_workers=4 (now 0)" in finding.advice
 
 
+@pytest.mark.parametrize(("busy_cores", "speedup"), [(1, 2.0), (2, 40 / 25)])
+def test_a_step_on_the_cpu_takes_cores_away_from_loading(busy_cores: int, speedup: float) -> None:
+    """Steps of 40 ms, 30 of them loading, on 2 cores: with one core of its own for the 10 ms of training, or with both."""
+    measured = run(
+        [block(wait_ms=30, rest_ms=10, data_loading_cpu_s=0.30)] * 10,
+        host=HostBudget(cores=2, memory_available_bytes=2**36, shm_free_bytes=2**35),
+        busy_cores=busy_cores,
+    )
+    assert only_finding(measured).evidence["predicted_speedup"] == pytest.approx(speedup)
+
+
 @pytest.mark.parametrize(("cpu_s", "kind"), [(0.150, "cpu_bound"), (0.100, "too_few_workers")])
 def test_workers_that_compute_on_every_core_are_not_multiplied(cpu_s: float, kind: str) -> None:
     """Steps of 40 ms on 4 cores pay for 160 ms of CPU time: 10 for training, the rest for loading."""
