@@ -57,7 +57,7 @@ def test_the_wait_for_data_is_named_with_its_share_ceiling_and_settings() -> Non
 
 @pytest.mark.parametrize(("busy_cores", "speedup"), [(1, 2.0), (2, 40 / 25)])
 def test_a_step_on_the_cpu_takes_cores_away_from_loading(busy_cores: int, speedup: float) -> None:
-    """Steps of 40 ms, 30 of them loading, on 2 cores: with one core of its own for the 10 ms of training, or with both."""
+    """Steps of 40 ms, 30 of them loading, on 2 cores: training keeps one of them busy, or both."""
     measured = run(
         [block(wait_ms=30, rest_ms=10, data_loading_cpu_s=0.30)] * 10,
         host=HostBudget(cores=2, memory_available_bytes=2**36, shm_free_bytes=2**35),

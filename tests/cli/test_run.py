@@ -134,7 +134,9 @@ import sys
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=sys.argv[1], enable_progress_bar=False, logger=False)
+trainer = Trainer(
+    accelerator="cpu", max_epochs=1, default_root_dir=sys.argv[1], enable_progress_bar=False, logger=False
+)
 trainer.fit(BoringModel())
 """
 
