@@ -1,0 +1,40 @@
+"""The pages of docs/ name everything they are about, and lead nowhere that does not exist."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from lightning_gpu_tools.advice import data_loading
+from lightning_gpu_tools.advice.findings import Cause, Verdict
+from lightning_gpu_tools.reports.text import _VERDICT
+
+DOCS = Path(__file__).parents[1] / "docs"
+LOW = (DOCS / "low_gpu_utilization.md").read_text()
+READ = (DOCS / "how_to_read_the_report.md").read_text()
+
+
+def test_every_cause_is_explained() -> None:
+    first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW, re.MULTILINE))
+    for cause in get_args(Cause):
+        assert f"`{cause}`" in first_column, cause
+    kinds = set(re.findall(r'return "(\w+)"$', Path(data_loading.__file__).read_text(), re.MULTILINE))
+    assert len(kinds) == 6
+    for kind in kinds:
+        assert f"`{kind}`" in first_column, kind
+
+
+def test_every_verdict_is_explained() -> None:
+    for verdict in get_args(Verdict):
+        assert f"`{_VERDICT[verdict]}`" in READ, verdict
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: str(page.name))
+def test_links_lead_somewhere_and_reports_fit_a_terminal(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (DOCS / target).exists(), target
+    for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL):
+        assert max(len(line) for line in block.splitlines()) <= 100
