@@ -59,6 +59,7 @@ EDGES = {
     "monitoring.stopwatch",
     "nvml",
     "reports.comparison",
+    "reports.loader_summary",
     "reports.confirmation",
     "reports.plot",
     "reports.report",

@@ -28,6 +28,8 @@ _PRECISION = 0.05
 _FIRST_STEPS = 10
 # A choice: workers that live on between epochs keep their memory, for which they must save so much of an epoch.
 _PERSISTENT_FROM = 0.01
+# A choice: within 3 % of the best is what is promised, and a part of that is left to the noise of the trials.
+_CHOICE = 0.02
 # A choice: a loader may take so much longer without workers than it does now, and still be tried without any: the
 # prediction does not know what it costs to hand a batch over from a worker.
 _ALONE = 1.10
@@ -260,7 +262,7 @@ def _persistent(case: LoaderCase, trials: Sequence[LoaderTrial], settings: Loade
 def _smallest(scores: Sequence[LoaderScore]) -> LoaderScore:
     """Return the score with the fewest workers among those as good as the best."""
     best = max(item.batches_per_s for item in scores)
-    good = [item for item in scores if item.failed is None and item.batches_per_s >= (1 - TOLERANCE) * best]
+    good = [item for item in scores if item.failed is None and item.batches_per_s >= (1 - _CHOICE) * best]
     # Of two with as many workers: the faster one, unless page-locked memory is all the difference and brings nothing.
     return min(good, key=lambda item: (_workers(item), item.settings.pin_memory, -item.batches_per_s))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from lightning_gpu_tools.advice.loader_plan import LoadCost
@@ -129,6 +129,19 @@ def score(trials: Iterable[LoaderTrial]) -> list[LoaderScore]:
     for trial in trials:
         by_settings.setdefault(trial.settings, []).append(trial)
     return [_score(settings, visits) for settings, visits in by_settings.items()]
+
+
+def score_of(scores: Iterable[LoaderScore], settings: LoaderSettings | None) -> LoaderScore | None:
+    """Return the score of some settings, ``None`` if they were not tried or failed.
+
+    Whether workers live on between epochs makes no difference within one, so it is not tried by itself.
+    """
+    for item in scores:
+        if settings is not None and item.failed is None:
+            tried = replace(item.settings, persistent_workers=settings.persistent_workers)
+            if tried == settings:
+                return item
+    return None
 
 
 def is_slower(trial: LoaderTrial, than: LoaderTrial) -> bool:

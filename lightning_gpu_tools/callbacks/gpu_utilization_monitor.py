@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpu_readings import GpuReading
@@ -31,6 +32,7 @@ from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchang
 from lightning_gpu_tools.monitoring.run_recorder import RunRecorder
 from lightning_gpu_tools.monitoring.step_clock import MONITORING, StepClock
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
+from lightning_gpu_tools.reports.loader_summary import LoaderSummary, summarize
 from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report
 from lightning_gpu_tools.reports.text import render_text
 
@@ -325,6 +327,7 @@ class _Run:
             spans=tuple(clock.timeline.spans()),
             ranks=_speeds(ranks),
             memory_growth=self._memory.growth(),
+            loader=_finders_result(trainer),
             settings={**settings, "gpu": sorted(name for name in names if name)},
         )
 
@@ -395,6 +398,15 @@ def _advisors_diagnosis(trainer: Trainer) -> Diagnosis | None:
         diagnosis = getattr(callback, "diagnosis", None)
         if isinstance(diagnosis, Diagnosis):
             return diagnosis
+    return None
+
+
+def _finders_result(trainer: Trainer) -> LoaderSummary | None:
+    """Return what a NumWorkersFinder among the callbacks has found."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        result = getattr(callback, "result", None)
+        if isinstance(result, LoaderResult):
+            return summarize(result)
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_search import LoaderCase, LoaderDecision, Visit, confirmation, next_move
-from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, combine, is_slower, score
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, combine, is_slower, score, score_of
 from lightning_gpu_tools.host import private_memory_bytes
 from lightning_gpu_tools.loaders.ranks import Ranks
 from lightning_gpu_tools.loaders.switch import Switch
@@ -292,12 +292,7 @@ class Tuning:
 
     def _result(self, settings: LoaderSettings, reason: str, *, applied: bool, confirmed: bool | None = None) -> None:
         scores = score(self._trials)
-        # Whether workers live on between epochs makes no difference within one, so it was not tried by itself.
-        same = [
-            item
-            for item in scores
-            if replace(item.settings, persistent_workers=settings.persistent_workers) == settings
-        ]
+        found = score_of(scores, settings)
         self.result = LoaderResult(
             users=self._case.users,
             settings=settings,
@@ -307,7 +302,7 @@ class Tuning:
             trials=tuple(self._trials),
             scores=tuple(scores),
             seconds=sum(trial.seconds for trial in self._trials),
-            wait_share=same[0].wait_s * same[0].batches_per_s if same else None,
+            wait_share=None if found is None else found.wait_s * found.batches_per_s,
         )
         self._conclude(self.result)
 

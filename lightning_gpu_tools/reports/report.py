@@ -16,6 +16,7 @@ from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
+from lightning_gpu_tools.reports.loader_summary import LoaderSummary
 
 SCHEMA_VERSION = 1
 FILE_NAME = "gpu_report.json"
@@ -122,6 +123,7 @@ class Report:
         spans: What the run was spent on over time, in at most 400 parts.
         ranks: How fast each rank is, as far as they could be heard; empty with one rank.
         memory_growth: Memory that grew steadily.
+        loader: What NumWorkersFinder found; ``None`` without one, and if it had not finished.
         settings: What two runs must have in common to be compared: accelerator, precision, batch size, loader, ...
     """
 
@@ -143,6 +145,7 @@ class Report:
     spans: tuple[PhaseSpan, ...] = ()
     ranks: tuple[RankSpeed, ...] = ()
     memory_growth: tuple[MemoryGrowth, ...] = ()
+    loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -203,6 +206,7 @@ def from_json(text: str, source: str = "the text") -> Report:
             "spans": tuple(PhaseSpan(*span) for span in data.get("spans", ())),
             "ranks": tuple(_made(RankSpeed, rank) for rank in data.get("ranks", ())),
             "memory_growth": tuple(_made(MemoryGrowth, growth) for growth in data.get("memory_growth", ())),
+            "loader": _made(LoaderSummary, data["loader"]) if data.get("loader") else None,
         }
         return _made(Report, {**data, "diagnosis": _made(Diagnosis, {**diagnosis, "findings": findings})})
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.quantities import format_bytes, format_duration
+from lightning_gpu_tools.reports.loader_summary import loader_line
 from lightning_gpu_tools.reports.report import GpuSummary, Report, slowest_rank
 
 _WIDTH = 100
@@ -27,6 +28,8 @@ def render_text(report: Report) -> str:
         lines.append(textwrap.fill(report.gpu_note, _WIDTH))
     lines += (_wrapped(line) for line in (*_growth_lines(report), *_rank_lines(report)))
     lines += (_wrapped(line) for line in _idle_lines(report))
+    if report.loader is not None:
+        lines.append(_wrapped(loader_line(report.loader)))
     if report.wall_s > 0:
         lines += _time_tree(report)
     if report.unseen:

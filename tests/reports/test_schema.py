@@ -8,6 +8,7 @@ import pytest
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
+from lightning_gpu_tools.reports.loader_summary import LoaderSummary
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, GpuSummary, RankSpeed, Report
 from lightning_gpu_tools.reports.text import PHASE_LABELS
 
@@ -29,6 +30,7 @@ def rows(title: str) -> dict[str, str]:
         ("`diagnosis.findings[]`", Finding, set()),
         ("`ranks[]`", RankSpeed, set()),
         ("`memory_growth[]`", MemoryGrowth, set()),
+        ("`loader`", LoaderSummary, set()),
     ],
 )
 def test_every_field_is_documented_with_whether_it_may_be_null(title: str, kind: type, more: set[str]) -> None:
