@@ -6,6 +6,7 @@ photographs that training never sees. With GPUs it runs on those with the most f
 
     python examples/train.py                      # slow: the training process loads by itself; read its report
     python examples/train.py --num-workers 2      # what the report says
+    python examples/train.py --find-workers       # or have it found while it trains
 """
 
 import argparse
@@ -24,6 +25,7 @@ from lightning_gpu_tools import (
     FreeMemoryCUDAAccelerator,
     GPUUtilizationAdvisor,
     GPUUtilizationMonitor,
+    NumWorkersFinder,
     PortableCheckpointIO,
     load_weights,
 )
@@ -97,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, help="how many GPUs (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, default=0, help="of the DataLoader (default: %(default)s)")
+    parser.add_argument("--find-workers", action="store_true", help="let NumWorkersFinder find the loader's settings")
     parser.add_argument("--batch-size", type=int, default=32, help="(default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--min-free", type=parse_bytes, default="1GiB", help="memory a GPU must have free, e.g. 8GiB")
@@ -115,10 +118,11 @@ def main() -> None:
     else:
         hardware = {"accelerator": "cpu", "devices": 1}
     checkpoint = ModelCheckpoint()
+    finder = [NumWorkersFinder(budget_s=20)] if args.find_workers else []
     trainer = Trainer(
         **hardware,
         max_epochs=args.epochs,
-        callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=5), checkpoint],
+        callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=5), checkpoint, *finder],
         plugins=[PortableCheckpointIO()],
         default_root_dir=Path("runs"),
         log_every_n_steps=20,

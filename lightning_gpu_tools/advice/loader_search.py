@@ -51,6 +51,7 @@ class LoaderCase:
         cuda: Whether batches go to an NVIDIA GPU.
         budget_s: How long trials may take altogether.
         epoch_steps: Steps in an epoch; ``None`` if that is unknown.
+        step_cores: How many cores the training process keeps busy during a step.
         alone_allowed: Whether the training process may load by itself. Not if the user has workers that he prepares
             with a ``worker_init_fn``.
     """
@@ -60,6 +61,7 @@ class LoaderCase:
     cuda: bool
     budget_s: float
     epoch_steps: int | None = None
+    step_cores: float = 1.0
     alone_allowed: bool = True
 
 
@@ -149,7 +151,14 @@ def _plan(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderPlan | None:
     cost = _cost(trials)
     if cost is None:
         return None
-    plan = plan_loader(case.users, cost, step_s=_own_step_s(trials), host=case.host, cuda=case.cuda)
+    plan = plan_loader(
+        case.users,
+        cost,
+        step_s=_own_step_s(trials),
+        host=case.host,
+        cuda=case.cuda,
+        step_cores=case.step_cores,
+    )
     return replace(plan, settings=_with_workers(case, plan.settings.num_workers, plan.settings.prefetch_factor))
 
 
@@ -285,7 +294,7 @@ def _predicted_step_s(case: LoaderCase, trials: Sequence[LoaderTrial], settings:
     own_s = _own_step_s(trials)
     if not settings.num_workers:
         return cost.wall_s + own_s
-    core_s = ((cost.cpu_s or 0.0) + own_s) * case.host.local_ranks / case.host.cores
+    core_s = ((cost.cpu_s or 0.0) + case.step_cores * own_s) * case.host.local_ranks / case.host.cores
     return max(own_s, core_s, cost.wall_s / settings.num_workers)
 
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
@@ -208,11 +209,14 @@ class _Fit:
         steps = trainer.num_training_batches
         # Where loaders are made again for an epoch their workers cannot live on.
         reloaded = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
+        on_gpu = trains_on_gpu(trainer)
         terms = Terms(
             host=read_host_budget(local_ranks=local_ranks(trainer)),
-            cuda=trains_on_gpu(trainer),
+            cuda=on_gpu,
             budget_s=self._finder.budget_s,
             epoch_steps=None if reloaded or math.isinf(steps) else int(steps),
+            # While a GPU computes one thread launches its kernels; without one all threads of torch compute.
+            step_cores=1.0 if on_gpu else float(torch.get_num_threads()),
             apply=self._finder.apply,
         )
         self._tuning = switch.listener = Tuning(

@@ -36,6 +36,7 @@ class Terms:
         cuda: Whether batches go to an NVIDIA GPU.
         budget_s: How long trials may take.
         epoch_steps: Steps in an epoch; ``None`` if that is unknown.
+        step_cores: How many cores the training process keeps busy during a step.
         apply: Whether to leave the settings on that were found.
     """
 
@@ -43,6 +44,7 @@ class Terms:
     cuda: bool
     budget_s: float
     epoch_steps: int | None = None
+    step_cores: float = 1.0
     apply: bool = True
 
 
@@ -100,6 +102,7 @@ class Tuning:
             cuda=terms.cuda,
             budget_s=terms.budget_s,
             epoch_steps=terms.epoch_steps,
+            step_cores=terms.step_cores,
             alone_allowed=not switch.users.num_workers or switch.loader.worker_init_fn is None,
         )
         self._then: Callable[[LoaderTrial], None] = self._search

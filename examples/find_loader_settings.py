@@ -1,0 +1,56 @@
+"""Find a DataLoader's settings for a training loop of one's own, without Lightning's Trainer.
+
+    python examples/find_loader_settings.py
+
+needs no GPU and takes about ten seconds. With a Trainer: `Trainer(callbacks=[NumWorkersFinder()])`, see train.py.
+"""
+
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpu_tools import find_loader_settings
+
+
+class FromStorage(Dataset[torch.Tensor]):
+    """Samples that take 2 ms each to arrive, as from a network drive."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.full((8,), float(index))
+
+
+def main() -> None:
+    loader = DataLoader(FromStorage(), batch_size=16, shuffle=True)
+
+    # How long a step takes when its batch is there: time some steps on one and the same batch.
+    model, batch = torch.nn.Linear(8, 1), next(iter(loader))
+    began_s = time.perf_counter()
+    for _ in range(100):
+        model(batch).square().mean().backward()
+        time.sleep(0.010)  # the rest of a real step
+    step_time_s = (time.perf_counter() - began_s) / 100
+
+    found = find_loader_settings(loader, step_time_s, budget_s=8)
+    for item in found.scores:
+        print(f"num_workers={item.settings.num_workers}: {item.batches_per_s:.1f} batches/s")
+    print(found.reason)
+    assert found.settings is not None
+    loader = DataLoader(
+        loader.dataset,
+        batch_size=16,
+        shuffle=True,
+        num_workers=found.settings.num_workers,
+        prefetch_factor=found.settings.prefetch_factor,
+        persistent_workers=found.settings.persistent_workers,
+        pin_memory=found.settings.pin_memory,
+    )
+    print(f"{len(loader)} batches an epoch, with num_workers={loader.num_workers}")
+
+
+if __name__ == "__main__":
+    main()
