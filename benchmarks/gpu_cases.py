@@ -110,15 +110,15 @@ MEASURED: dict[str, tuple[str, RunMeasurements]] = {
     ),
     "heat": (
         "thermal_throttling",
-        gpu_run(STEP, 99.0, gpu=GpuFacts(thermal_throttled_percent=60.0, sm_clock_share=0.7)),
+        gpu_run(STEP, 99.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
     ),
     "a low power limit": (
         "power_cap",
-        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, sm_clock_share=0.7)),
+        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=70.0)),
     ),
     "the power limit at full load": (
         "healthy",
-        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, sm_clock_share=0.95)),
+        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0)),
     ),
     "someone else's job": (
         "shared_gpu",

@@ -27,6 +27,8 @@ class GpuSample:
             differences.
         power_capped_s: The part of it due to the power limit. Normal at full load.
         thermal_throttled_s: The part of it due to heat.
+        held_clock_percent: Clock of the multiprocessors against the highest they have, if power or heat has held it
+            down since the last look.
         pcie_tx_bytes: Counter of the bytes sent over PCIe; take differences.
         pcie_rx_bytes: Counter of the bytes received over PCIe; take differences.
         sm_active_percent: Hopper and later (GPM): mean over the interval since the last look, as the next three.
@@ -49,6 +51,7 @@ class GpuSample:
     throttled_s: float | None = None
     power_capped_s: float | None = None
     thermal_throttled_s: float | None = None
+    held_clock_percent: float | None = None
     pcie_tx_bytes: int | None = None
     pcie_rx_bytes: int | None = None
     sm_active_percent: float | None = None
@@ -82,6 +85,8 @@ class GpuWindow:
         thermal_throttled_percent: Share of the time in which heat did.
         pcie_tx_bytes_per_second: Mean over the window, by the counter.
         pcie_rx_bytes_per_second: Mean over the window, by the counter.
+        held_clock_percent: Mean clock of the multiprocessors against the highest they have, while power or heat held
+            it down.
         sm_active_percent: Mean over the window, as the next three.
         sm_occupancy_percent: Warps resident against what would fit.
         tensor_active_percent: Tensor cores busy.
@@ -108,6 +113,7 @@ class GpuWindow:
     thermal_throttled_percent: float | None = None
     pcie_tx_bytes_per_second: float | None = None
     pcie_rx_bytes_per_second: float | None = None
+    held_clock_percent: float | None = None
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None

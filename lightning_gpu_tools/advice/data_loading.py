@@ -16,6 +16,12 @@ from lightning_gpu_tools.readings import LoaderSettings
 # than half of the time. SageMaker's IOBottleneck rule asks for an I/O wait of 50 %, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
+# A choice: cores are the limit if the workers compute, or want to, for 80 % of the time, and no core is free for them
+# in 20 % of it. loadtune calls a CPU saturated at 85 %.
+_RUNNABLE = 0.80
+_DELAYED = 0.20
+# A choice: if a batch lies ready before nine steps in ten, nobody waits for workers.
+_READY = 0.90
 # A choice: one worker is behind the others if, when its batch comes at last, half of all ordered batches lie ready.
 _READY_OUT_OF_ORDER = 0.5
 _MIN_LONG_WAITS = 5
@@ -58,7 +64,8 @@ def data_loading(run: RunMeasurements) -> Finding | None:
         advice = "Load more batches in parallel: the loader is not a torch DataLoader, so its own settings decide."
     else:
         more, advice = _torch_loader(run, run.loader, wait)
-        if more["kind"] == "main_process" and wait.wait_s < _MIN_UNPACKING_S:
+        ready = run.loading is not None and (run.loading.ready_share or 0.0) >= _READY
+        if wait.wait_s < _MIN_UNPACKING_S and (ready or more["kind"] == "main_process"):
             return None
         evidence |= more
     return Finding(
@@ -118,6 +125,9 @@ def _seen(run: RunMeasurements) -> dict[str, float | str]:
     seen = run.loading
     assert seen is not None
     named = {
+        "ready_percent": None if seen.ready_share is None else 100 * seen.ready_share,
+        "workers_runnable_percent": None if seen.runnable_share is None else 100 * seen.runnable_share,
+        "workers_delayed_percent": None if seen.delayed_share is None else 100 * seen.delayed_share,
         "storage_wait_percent": None if seen.storage_wait_share is None else 100 * seen.storage_wait_share,
         "ready_out_of_order_percent": (
             None if seen.ready_out_of_order_share is None else 100 * seen.ready_out_of_order_share
@@ -149,7 +159,7 @@ def _kind(run: RunMeasurements, loader: LoaderSettings, plan: LoaderPlan, cost: 
         return "io_bound"
     if _is_main_process(run, loader):
         return "main_process"
-    if plan.limited_by == "cores" and gain < MIN_CEILING:
+    if _has_no_free_core(run) or (plan.limited_by == "cores" and gain < MIN_CEILING):
         return "cpu_bound"
     if plan.settings.num_workers > loader.num_workers or plan.limited_by == "shm":
         return "too_few_workers"
@@ -186,6 +196,11 @@ def _is_io_bound(run: RunMeasurements, cost: LoadCost) -> bool:
         and cost.cpu_s is not None
         and cost.cpu_s < _COMPUTING * cost.wall_s
     )
+
+
+def _has_no_free_core(run: RunMeasurements) -> bool:
+    seen = run.loading
+    return seen is not None and (seen.runnable_share or 0.0) >= _RUNNABLE and (seen.delayed_share or 0.0) >= _DELAYED
 
 
 def _is_main_process(run: RunMeasurements, loader: LoaderSettings) -> bool:

@@ -11,7 +11,7 @@ _MIN_THERMAL_PERCENT = 5.0
 # At full load the power limit is reached as a rule. It is named where it holds for half of the time and costs 15 % of
 # the highest clock: a choice.
 _MIN_POWER_PERCENT = 50.0
-_MAX_CLOCK_SHARE = 0.85
+_MAX_CLOCK_PERCENT = 85.0
 _BUSY_PERCENT = 80.0
 # A choice: others disturb from 5 % utilization on, or, where nobody tells that, with 1 GiB of memory.
 _OTHERS_PERCENT = 5.0
@@ -24,16 +24,15 @@ def held_down(run: RunMeasurements) -> list[Finding]:
     if gpu is None:
         return []
     busy = (run.utilization_percent or 0.0) / 100
-    # How much faster a busy GPU runs at its highest clock; without a clock, all that the throttling may have taken.
-    slowed = None if gpu.sm_clock_share is None else busy * (1 - gpu.sm_clock_share)
-    clock: dict[str, float | str] = (
-        {} if gpu.sm_clock_share is None else {"sm_clock_percent_of_max": 100 * gpu.sm_clock_share}
-    )
+    # A kernel takes as much longer as the clock is lower; without a clock, all that the throttling may have taken.
+    clock_percent = gpu.held_clock_percent
+    slowed = busy if clock_percent is None else busy * (1 - clock_percent / 100)
+    clock: dict[str, float | str] = {} if clock_percent is None else {"held_clock_percent": clock_percent}
     found = []
     if (gpu.thermal_throttled_percent or 0.0) > _MIN_THERMAL_PERCENT:
         assert gpu.thermal_throttled_percent is not None
         throttled = gpu.thermal_throttled_percent / 100
-        share = min(throttled * busy, slowed) if slowed is not None else throttled * busy
+        share = throttled * slowed
         found.append(
             Finding(
                 cause="thermal_throttling",
@@ -44,22 +43,23 @@ def held_down(run: RunMeasurements) -> list[Finding]:
                 advice=f"Heat held the clocks down for {gpu.thermal_throttled_percent:.0f} % of the time: clear the "
                 "air flow, or have the fans or the neighbouring GPU looked at; a lower power limit (nvidia-smi -pl) "
                 "makes the clocks steady.",
-                basis="measured" if slowed is not None else "heuristic",
+                basis="heuristic" if clock_percent is None else "measured",
             )
         )
     if (
         (gpu.power_capped_percent or 0.0) > _MIN_POWER_PERCENT
-        and slowed is not None
-        and (gpu.sm_clock_share or 1.0) < _MAX_CLOCK_SHARE
+        and clock_percent is not None
+        and clock_percent < _MAX_CLOCK_PERCENT
         and (run.utilization_percent or 0.0) >= _BUSY_PERCENT
     ):
         assert gpu.power_capped_percent is not None
+        share = gpu.power_capped_percent / 100 * slowed
         found.append(
             Finding(
                 cause="power_cap",
-                share=slowed,
-                ceiling=ceiling(slowed),
-                ceiling_lower=ceiling(slowed),
+                share=share,
+                ceiling=ceiling(share),
+                ceiling_lower=ceiling(share),
                 evidence={"power_capped_percent": gpu.power_capped_percent, **clock},
                 advice=f"The power limit held the clocks down for {gpu.power_capped_percent:.0f} % of the time: "
                 "compare power.limit with power.max_limit (nvidia-smi -q -d POWER) and ask the administrator to raise "

@@ -55,7 +55,8 @@ class GpuFacts:
         tensor_active_percent: Share of the time the tensor cores were busy; Hopper and later.
         thermal_throttled_percent: Share of the time in which heat held the clocks down.
         power_capped_percent: Share of the time in which the power limit did.
-        sm_clock_share: Mean clock of the multiprocessors against the highest that the GPU has.
+        held_clock_percent: Mean clock of the multiprocessors against the highest they have, while power or heat held it
+            down.
         step_memory_bytes: Most that torch had allocated at once during a step.
         kept_memory_bytes: Part of it that does not depend on the batch: weights and optimizer state.
     """
@@ -69,7 +70,7 @@ class GpuFacts:
     tensor_active_percent: float | None = None
     thermal_throttled_percent: float | None = None
     power_capped_percent: float | None = None
-    sm_clock_share: float | None = None
+    held_clock_percent: float | None = None
     step_memory_bytes: int | None = None
     kept_memory_bytes: int | None = None
 
@@ -112,6 +113,9 @@ class LoadingFacts:
         ready_out_of_order_share: Of the batches ordered, the share that lay ready when the one that training waited for
             came at last, the mean over such waits.
         long_waits: How many such waits were looked at.
+        ready_share: Share of the looks, each right before a step asked for its batch, in which one lay ready.
+        runnable_share: Share of the time for which a worker computed, or wanted to and no core was free for it.
+        delayed_share: Share of the time for which it wanted to and no core was free.
         early_storage_bytes_per_batch: Read from storage, not from the page cache, in the first third of the run.
         late_storage_bytes_per_batch: Likewise in its last third.
     """
@@ -120,6 +124,9 @@ class LoadingFacts:
     storage_wait_share: float | None = None
     ready_out_of_order_share: float | None = None
     long_waits: int = 0
+    ready_share: float | None = None
+    runnable_share: float | None = None
+    delayed_share: float | None = None
     early_storage_bytes_per_batch: float | None = None
     late_storage_bytes_per_batch: float | None = None
 

@@ -22,10 +22,11 @@ _COUNTERS = (
     "pcie_tx_bytes",
     "pcie_rx_bytes",
 )
-_MEANS = ("sm_active_percent", "sm_occupancy_percent", "tensor_active_percent", "dram_active_percent")
+_PIPES = ("sm_active_percent", "sm_occupancy_percent", "tensor_active_percent", "dram_active_percent")
+_MEANS = (*_PIPES, "held_clock_percent")
 
 # What a timeline is kept of, besides utilization.
-_TIMELINES = ("memory_used_bytes", "power_watts", "temperature_celsius", *_MEANS)
+_TIMELINES = ("memory_used_bytes", "power_watts", "temperature_celsius", *_PIPES)
 
 
 # A GPU that fails over and over says so in a report once; so many different texts are kept until they are taken.
@@ -210,6 +211,7 @@ class WindowBuilder:
             thermal_throttled_percent=self._percent_of_time("thermal_throttled_s"),
             pcie_tx_bytes_per_second=self._per_second("pcie_tx_bytes"),
             pcie_rx_bytes_per_second=self._per_second("pcie_rx_bytes"),
+            held_clock_percent=self._mean("held_clock_percent"),
             sm_active_percent=self._mean("sm_active_percent"),
             sm_occupancy_percent=self._mean("sm_occupancy_percent"),
             tensor_active_percent=self._mean("tensor_active_percent"),

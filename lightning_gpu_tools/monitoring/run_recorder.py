@@ -75,6 +75,7 @@ class RunRecorder:
             self._workers.after_long_wait()
         if self._clock.steps >= self._next_look:
             self._next_look = self._clock.steps + 10
+            self._workers.before_fetch()
             self._workers.look(self._clock.steps)
 
     def enter(self, phase: sampler.Phase) -> None:
@@ -171,6 +172,7 @@ class RunRecorder:
             tensor_active_percent=_mean(window.tensor_active_percent for window in self._windows),
             thermal_throttled_percent=_mean(window.thermal_throttled_percent for window in self._windows),
             power_capped_percent=_mean(window.power_capped_percent for window in self._windows),
+            held_clock_percent=_mean(window.held_clock_percent for window in self._windows),
             others_memory_bytes=_most(sharing, "others_memory_bytes"),
             others_utilization_percent=_most(sharing, "others_utilization_percent"),
         )

@@ -34,6 +34,9 @@ class WorkerWatch:
         self._looks = self._states = self._waiting = 0
         self._ready_share = 0.0
         self._long_waits = 0
+        self._ready_looks = self._ready = 0
+        self._runs: dict[int, tuple[float, float, float]] = {}  # of each worker: when, seconds run, seconds delayed
+        self._ran_s = self._delayed_s = self._watched_s = 0.0
         self._read_bytes: dict[int, int] = {}
         self._points: list[tuple[int, int]] = []  # steps done, bytes read from storage
 
@@ -48,6 +51,27 @@ class WorkerWatch:
         self._long_waits += 1
         self._ready_share += ready / len(ordered)
 
+    def before_fetch(self) -> None:
+        """Take in whether a batch lies ready for the step that comes."""
+        queue = getattr(self._iterator(), "_data_queue", None)
+        if queue is not None:
+            try:
+                self._ready += queue.qsize() > 0
+            except NotImplementedError:  # macOS
+                return
+            self._ready_looks += 1
+
+    def _watch_cpu(self, pid: int, now_s: float) -> None:
+        """Add up for how long a worker has computed, and for how long it wanted to and no core was free."""
+        now = _run_and_delay_s(pid)
+        before = self._runs.get(pid)
+        if now is not None:
+            self._runs[pid] = now_s, *now
+            if before is not None:
+                self._watched_s += now_s - before[0]
+                self._ran_s += now[0] - before[1]
+                self._delayed_s += now[1] - before[2]
+
     def look(self, steps: int) -> None:
         """Look at what the workers do, but not more often than once a second; costs some 50 us a worker."""
         now_s = time.monotonic()
@@ -59,6 +83,7 @@ class WorkerWatch:
             state = _state(pid)
             self._states += state is not None
             self._waiting += state == _WAITS_FOR_STORAGE
+            self._watch_cpu(pid, now_s)
         self._looks += bool(pids)
         for pid in pids or [os.getpid()]:
             read = _storage_bytes(pid)
@@ -76,6 +101,9 @@ class WorkerWatch:
             storage_wait_share=self._waiting / self._states if self._states else None,
             ready_out_of_order_share=self._ready_share / self._long_waits if self._long_waits else None,
             long_waits=self._long_waits,
+            ready_share=self._ready / self._ready_looks if self._ready_looks else None,
+            runnable_share=(self._ran_s + self._delayed_s) / self._watched_s if self._watched_s else None,
+            delayed_share=self._delayed_s / self._watched_s if self._watched_s else None,
             early_storage_bytes_per_batch=early,
             late_storage_bytes_per_batch=late,
         )
@@ -104,6 +132,15 @@ def _state(pid: int) -> str | None:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):  # it has ended, or this is not Linux
         return None
+
+
+def _run_and_delay_s(pid: int) -> tuple[float, float] | None:
+    """Return how long a process has run and how long it has waited for a core; see the kernel's sched-stats.rst."""
+    try:
+        ran_ns, delayed_ns, _ = (_PROC / str(pid) / "schedstat").read_text().split()
+    except (OSError, ValueError):  # it has ended, or this kernel does not count it
+        return None
+    return int(ran_ns) / 1e9, int(delayed_ns) / 1e9
 
 
 def _storage_bytes(pid: int) -> int | None:

@@ -75,6 +75,8 @@ class GpuProbe:
         self._processes: tuple[GpuProcess, ...] | None = None
         self._processes_by_utilization = False
         self._last_process_us = 0
+        self._held_s: float | None = None
+        self._highest_mhz: int | None = None
         self._pid = open_driver()
 
     def __enter__(self) -> GpuProbe:
@@ -123,6 +125,7 @@ class GpuProbe:
             throttled_s=sum(parts) if parts else None,
             power_capped_s=power_capped_s,
             thermal_throttled_s=thermal_throttled_s,
+            held_clock_percent=self._held_clock(sum(parts)),
             pcie_tx_bytes=pcie_tx_bytes,
             pcie_rx_bytes=pcie_rx_bytes,
             sm_active_percent=metrics.get(_gpm.SM),
@@ -133,6 +136,16 @@ class GpuProbe:
             errors=(*errors, *self._ecc(counters)),
             problems=tuple(self._problems),
         )
+
+    def _held_clock(self, held_s: float) -> float | None:
+        """Return the clock against the highest there is, if something has held it down since the last look."""
+        before_s, self._held_s = self._held_s, held_s
+        if before_s is None or held_s <= before_s:
+            return None
+        if self._highest_mhz is None:
+            self._highest_mhz = self._ask("highest clock", pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
+        mhz = self._ask("clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
+        return 100.0 * mhz / self._highest_mhz if mhz and self._highest_mhz else None
 
     def _find(self) -> None:
         try:

@@ -240,22 +240,22 @@ def test_the_profiler_is_asked_only_where_nothing_else_can_tell(
 
 
 def test_heat_is_a_remark_with_the_clock_it_cost() -> None:
-    hot = GpuFacts(thermal_throttled_percent=60.0, sm_clock_share=0.7)
+    hot = GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)
     diagnosis = judge(gpu_run({"training_step": 50}, 100.0, gpu=hot))
     (finding,) = diagnosis.findings
     assert (diagnosis.verdict, finding.cause, finding.basis) == ("healthy", "thermal_throttling", "measured")
-    assert finding.ceiling == pytest.approx(1 / 0.7)
+    assert finding.ceiling == pytest.approx(1 / (1 - 0.6 * 0.3))
     assert judge(gpu_run({"training_step": 50}, 100.0, gpu=GpuFacts(thermal_throttled_percent=4.0))).findings == ()
 
 
 @pytest.mark.parametrize(
     ("capped", "clock", "utilization", "named"),
-    [(80.0, 0.7, 99.0, True), (80.0, 0.95, 99.0, False), (40.0, 0.7, 99.0, False), (80.0, None, 99.0, False)],
+    [(80.0, 70.0, 99.0, True), (80.0, 95.0, 99.0, False), (40.0, 70.0, 99.0, False), (80.0, None, 99.0, False)],
 )
 def test_the_power_limit_is_normal_at_full_load_unless_it_costs_much_clock(
     capped: float, clock: float | None, utilization: float, named: bool
 ) -> None:
-    gpu = GpuFacts(power_capped_percent=capped, sm_clock_share=clock)
+    gpu = GpuFacts(power_capped_percent=capped, held_clock_percent=clock)
     causes = [finding.cause for finding in judge(gpu_run({"training_step": 50}, utilization, gpu=gpu)).findings]
     assert causes == (["power_cap"] if named else [])
 
@@ -346,6 +346,18 @@ def test_what_it_takes_to_receive_a_batch_at_all_is_no_finding() -> None:
     busy = [dataclasses.replace(one, data_loading_cpu_s=0.8 * one.data_loading_s) for one in run.blocks]
     assert judge(dataclasses.replace(run, blocks=busy, on_gpu=False)).verdict == "healthy"
     assert judge(dataclasses.replace(run, on_gpu=False)).verdict == "low"
+
+
+@pytest.mark.parametrize(("delayed", "is_bound"), [(0.4, True), (0.1, False)])
+def test_workers_that_find_no_free_core_are_cpu_bound(delayed: float, is_bound: bool) -> None:
+    finding = kind(LoadingFacts(runnable_share=0.95, delayed_share=delayed), worker_cpu_s_per_batch=0.08)
+    assert (finding.evidence["kind"] == "cpu_bound") is is_bound
+
+
+def test_a_short_wait_for_batches_that_lie_ready_is_no_finding() -> None:
+    run = gpu_run({"data_loading": 4, "training_step": 10}, None, on_gpu=False)
+    assert judge(dataclasses.replace(run, loading=LoadingFacts(ready_share=1.0))).verdict == "healthy"
+    assert judge(dataclasses.replace(run, loading=LoadingFacts(ready_share=0.5))).verdict == "low"
 
 
 def test_a_cold_page_cache_passes_by_itself() -> None:

@@ -560,6 +560,16 @@ def _clocks_event_reasons(_library: Library, device: Any, reasons: Any) -> None:
     _out(reasons).value = _required(device.clocks_event_reasons)
 
 
+@_device_function("nvmlDeviceGetClockInfo")
+def _clock(_library: Library, device: Any, _kind: Any, mhz: Any) -> None:
+    _out(mhz).value = _required(device.sm_clock_mhz)
+
+
+@_device_function("nvmlDeviceGetMaxClockInfo")
+def _highest_clock(_library: Library, device: Any, _kind: Any, mhz: Any) -> None:
+    _out(mhz).value = _required(device.sm_clock_max_mhz)
+
+
 @_device_function("nvmlDeviceGetTotalEccErrors")
 def _ecc_errors(_library: Library, device: Any, _kind: Any, _counter: Any, count: Any) -> None:
     _out(count).value = _required(device.ecc_errors)

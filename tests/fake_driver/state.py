@@ -98,6 +98,8 @@ class Gpu:
     clocks_event_reasons: int | None = 0
     throttled_power: Series = 0.0  # fraction of the time, 0 to 1
     throttled_thermal: Series = 0.0
+    sm_clock_mhz: int | None = 1980
+    sm_clock_max_mhz: int | None = 1980
     pcie_tx_bytes_per_second: Series = 0.0
     pcie_rx_bytes_per_second: Series = 0.0
     field_values: dict[str, Any] = field(default_factory=dict)  # field id -> number or error name, instead of the above

@@ -31,6 +31,7 @@ class Watching(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step > 10 and self.clock.last_fetch_s > LONG_WAIT_S:
             self.watch.after_long_wait()
+        self.watch.before_fetch()
         self.watch.look(trainer.global_step)
 
 
@@ -63,6 +64,41 @@ def test_behind_workers_that_are_alike_they_do_not(tmp_path: Path) -> None:
     facts = seen(tmp_path, Samples(60, time.sleep, 0.02), 3)
     assert facts.ready_out_of_order_share is not None
     assert facts.ready_out_of_order_share < 0.5
+
+
+def test_batches_that_lie_ready_are_seen(tmp_path: Path) -> None:
+    watching = Watching()
+    fast = loader(Samples(60), num_workers=1)
+    quiet_trainer(tmp_path, callbacks=[watching]).fit(Model(time.sleep, step_s=0.03), fast)
+    ready = watching.watch.facts().ready_share
+    assert ready is not None
+    assert ready > 0.8
+    slow = seen(tmp_path, Samples(60, time.sleep, 0.02), 1).ready_share
+    assert slow is not None
+    assert slow < 0.3
+
+
+def test_workers_that_compute_are_told_from_workers_that_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's count of a worker that has run for 0.6 s of each second and found no core for 0.3 s."""
+    monkeypatch.setattr(worker_watch, "_PROC", tmp_path)
+    monkeypatch.setattr(worker_watch, "_INTERVAL_S", 0.0)
+    seconds = iter(range(1000))
+    monkeypatch.setattr(worker_watch.time, "monotonic", lambda: now[0])
+    now = [0.0]
+
+    class Run(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            now[0] = float(next(seconds))
+            (worker,) = trainer.fit_loop._data_fetcher._combined_loader._iterator.iterators[0]._workers
+            (tmp_path / str(worker.pid)).mkdir(exist_ok=True)
+            run_ns, delay_ns = (int(now[0] * share * 1e9) for share in (0.6, 0.3))
+            (tmp_path / str(worker.pid) / "schedstat").write_text(f"{run_ns} {delay_ns} 77\n")
+
+    watching = Watching()
+    quiet_trainer(tmp_path / "run", callbacks=[Run(), watching]).fit(Model(), loader(Samples(20), num_workers=1))
+    facts = watching.watch.facts()
+    assert facts.runnable_share == pytest.approx(0.9)
+    assert facts.delayed_share == pytest.approx(0.3)
 
 
 def test_without_workers_nothing_is_known_of_them(tmp_path: Path) -> None:

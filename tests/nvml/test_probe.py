@@ -109,6 +109,16 @@ def test_counters_and_gauges_have_their_units(driver, probe_of):
     assert second.problems == ()
 
 
+def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
+    driver.gpus = [gpu(field_values={"74": 7_000_000_000, "75": 0}, sm_clock_mhz=1188, sm_clock_max_mhz=1980)]
+    probe = probe_of()
+    clocks = [probe.read().held_clock_percent, probe.read().held_clock_percent]
+    with driver.change():
+        driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
+    clocks += [probe.read().held_clock_percent, probe.read().held_clock_percent]
+    assert clocks == [None, None, pytest.approx(60), None]
+
+
 def test_pcie_counters_of_32_bits_are_not_believed(driver, probe_of):
     driver.gpus = [gpu(field_values={"197": 3_000_000_000, "198": 3_900_000_000})]
     probe = probe_of()
