@@ -89,6 +89,11 @@ def _copy(run: RunMeasurements) -> Finding | None:
         )
     else:
         advice = "Send less: images as uint8, to be converted on the GPU in on_after_batch_transfer."
+    if len(run.ranks) > 1:
+        advice += (
+            " With several ranks Lightning waits for the GPU at the start of each step (its issue 21487), so that no "
+            "copy is hidden behind the step before."
+        )
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
         advice += f" {_left_on_cpu_advice(run.left_on_cpu)}"

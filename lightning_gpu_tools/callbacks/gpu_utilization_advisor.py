@@ -137,7 +137,7 @@ class GPUUtilizationAdvisor(Callback):
 
     def _tell(self) -> None:
         """Tell the other ranks how fast this one is."""
-        if self._exchange is not None and self._recorder is not None:
+        if self._exchange is not None and self._recorder is not None and self._exchange.ranks > 1:
             self._turn += 1
             self._exchange.tell(self._turn, own_step=self._recorder.own_step())
 

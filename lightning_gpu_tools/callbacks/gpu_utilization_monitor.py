@@ -151,6 +151,7 @@ class GPUUtilizationMonitor(Callback):
             return
         if run.recorder.batch_bytes is None:
             run.recorder.batch_bytes = batch_bytes(batch)
+        run.recorder.after_step()
         # The step that Lightning gives the metrics of self.log, so that both share an axis.
         step = run.epoch_loop._batches_that_stepped
         if run.every and (step + 1) % run.every == 0 and step != run.logged_step:

@@ -81,6 +81,10 @@ def test_rank_zero_logs_and_reports_every_node_and_names_the_slowest_rank(tmp_pa
     fast, slow = report.ranks
     assert (slow.rank, slow.node) == (1, 1)
     assert slow.own_step_s > fast.own_step_s + 0.008
+    straggler = next(finding for finding in report.diagnosis.findings if finding.cause == "straggler")
+    assert (straggler.evidence["rank"], straggler.evidence["node"]) == (1, 1)
+    assert straggler.evidence["phase"] == "data_loading"
+    assert straggler.evidence["behind_ms_per_step"] > 8
     line = next(line for line in results[0].stdout.splitlines() if line.startswith("Slowest rank: "))
     assert line.startswith("Slowest rank: 1 (node 1), ")
 
