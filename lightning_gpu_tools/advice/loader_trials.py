@@ -46,8 +46,8 @@ class LoaderScore:
         visits: How many trials.
         batches_per_s: Median over the blocks of steps; what loader and training step do together.
         lower: Lower 95 % bound of it (order statistics, no assumption about the distribution; the least of the blocks
-            where there are fewer than six).
-        upper: Upper bound, likewise.
+            where there are fewer than six, and 0 where there is only one).
+        upper: Upper bound, likewise; infinite where there is only one block.
         wait_s: Mean time in which a step waited for its batch.
         failed: Why it could not be tried; ``None`` if it could.
     """
@@ -124,18 +124,18 @@ def _dearest(costs: Sequence[LoadCost]) -> LoadCost | None:
 
 
 def score(trials: Iterable[LoaderTrial]) -> list[LoaderScore]:
-    """Return what the trials say of each set of settings, in the order in which these were first tried."""
+    """Return what the trials say of each set of settings, in the order in which these were first tried.
+
+    Whether workers live on between epochs makes no difference within one, so it makes no other set of settings.
+    """
     by_settings: dict[LoaderSettings, list[LoaderTrial]] = {}
     for trial in trials:
-        by_settings.setdefault(trial.settings, []).append(trial)
-    return [_score(settings, visits) for settings, visits in by_settings.items()]
+        by_settings.setdefault(replace(trial.settings, persistent_workers=False), []).append(trial)
+    return [_score(visits[0].settings, visits) for visits in by_settings.values()]
 
 
 def score_of(scores: Iterable[LoaderScore], settings: LoaderSettings | None) -> LoaderScore | None:
-    """Return the score of some settings, ``None`` if they were not tried or failed.
-
-    Whether workers live on between epochs makes no difference within one, so it is not tried by itself.
-    """
+    """Return the score of some settings, ``None`` if they were not tried or failed."""
     for item in scores:
         if settings is not None and item.failed is None:
             tried = replace(item.settings, persistent_workers=settings.persistent_workers)
@@ -160,7 +160,7 @@ def _score(settings: LoaderSettings, visits: Sequence[LoaderTrial]) -> LoaderSco
         settings=settings,
         visits=len(visits),
         batches_per_s=median(blocks),
-        lower=blocks[low],
-        upper=blocks[-1 - low],
+        lower=blocks[low] if len(blocks) > 1 else 0.0,
+        upper=blocks[-1 - low] if len(blocks) > 1 else math.inf,
         wait_s=mean(trial.wait_s for trial in visits),
     )

@@ -22,6 +22,10 @@ from lightning_gpu_tools.loaders.worker_probe import WorkerProbe
 from lightning_gpu_tools.readings import LoaderSettings
 
 
+# A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
+_DYING_MS = 200
+
+
 class LostWorkerError(Exception):
     """A worker process is gone."""
 
@@ -182,7 +186,7 @@ class _WorkerGuard:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._remove()
-        if isinstance(error, Exception) and not isinstance(error, StopIteration) and self._ends.poll(0):
+        if isinstance(error, Exception) and not isinstance(error, StopIteration) and self._ends.poll(_DYING_MS):
             raise LostWorkerError(self._why()) from error
 
     def _remove(self) -> None:

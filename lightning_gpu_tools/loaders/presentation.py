@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from statistics import median
 from typing import Any
 
@@ -47,7 +48,7 @@ def show_result(result: LoaderResult) -> None:
         if item.failed is not None:
             table.add_row(words, item.failed, "", "")
         else:
-            bounds = f"{item.lower:.4g} to {item.upper:.4g}"
+            bounds = f"{item.lower:.4g} to {item.upper:.4g}" if math.isfinite(item.upper) else "measured once"
             table.add_row(words, f"{item.batches_per_s:.4g}", bounds, format_duration(item.wait_s))
     found = "nothing" if result.settings is None else _words(result.settings)
     state = "in use" if result.applied else "not in use"

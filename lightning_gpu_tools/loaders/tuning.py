@@ -12,6 +12,7 @@ from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_search import LoaderCase, LoaderDecision, Visit, confirmation, next_move
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, combine, is_slower, score, score_of
 from lightning_gpu_tools.host import private_memory_bytes
+from lightning_gpu_tools.loaders.inner_loader import LostWorkerError
 from lightning_gpu_tools.loaders.ranks import Ranks
 from lightning_gpu_tools.loaders.switch import Switch
 from lightning_gpu_tools.loaders.worker_probe import spread
@@ -169,8 +170,8 @@ class Tuning:
 
     def on_fault(self, settings: LoaderSettings, error: Exception) -> None:
         """Note that settings failed. The user's own are on again."""
-        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        why = why.strip().splitlines()[-1]
+        why = str(error) if isinstance(error, LostWorkerError) else f"{type(error).__name__}: {error}"
+        why = why.strip().splitlines()[-1]  # of an error from a worker: the last line of the traceback there
         now = self._now
         if now is None:
             self._revert(f"num_workers={settings.num_workers} failed in use ({why}), so yours are back.")

@@ -222,6 +222,18 @@ def test_the_bounds_enclose_the_median() -> None:
     (item,) = score([LoaderTrial(settings=settings(1), seconds=1.0, block_step_s=(0.2, 0.4, *[0.1] * 7))])
     assert (item.lower, item.batches_per_s, item.upper) == (5.0, 10.0, 10.0)
     assert item.visits == 1
+    (once,) = score([LoaderTrial(settings=settings(1), seconds=1.0, block_step_s=(0.1,))])
+    assert (once.lower, once.batches_per_s, once.upper) == (0.0, 10.0, float("inf"))
+
+
+def test_workers_that_live_on_between_epochs_are_no_other_settings_within_one() -> None:
+    machine = Machine(load_s=0.040, step_s=0.010, start_s=2.0)
+    case = machine.case(settings(0), epoch_steps=1000)
+    decision, trials = search(machine, case)
+    trials.append(machine.run(confirmation(case, trials, decision.settings)))
+    assert trials[-1].settings.persistent_workers
+    scores = score(trials)
+    assert len({item.settings.num_workers for item in scores}) == len(scores)
 
 
 MACHINES = st.builds(

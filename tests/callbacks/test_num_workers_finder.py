@@ -301,10 +301,10 @@ def test_the_training_ends_while_settings_are_tried(tmp_path: Path) -> None:
 def test_a_second_fit_starts_anew_and_the_callback_pickles(tmp_path: Path) -> None:
     found = pickle.loads(pickle.dumps(finder()))
     loader = shuffled()
-    for _ in range(2):
-        quiet_trainer(tmp_path, callbacks=[found]).fit(Noisy(), loader)
+    for steps in (60, -1):
+        quiet_trainer(tmp_path, callbacks=[found], max_steps=steps, max_epochs=1).fit(Noisy(), loader)
         assert found.result is not None
-        assert found.result.applied
+        assert found.result.applied == (steps == -1)
     assert loader.num_workers == 0
     assert pickle.loads(pickle.dumps(found)).result == found.result
 
