@@ -56,6 +56,7 @@ EDGES = {
     "host",
     "monitoring.gpu_metrics",
     "monitoring.sampler",
+    "monitoring.phases",
     "monitoring.stopwatch",
     "nvml",
     "reports.comparison",
@@ -106,7 +107,9 @@ ADAPTERS = {
     "monitoring.run_recorder",
     "monitoring.step_clock",
     "monitoring.step_profiler",
+    "monitoring.timed_hooks",
     "monitoring.worker_watch",
+    "monitoring.wrappers",
     "strategies",
     "weights",
 }

@@ -28,9 +28,10 @@ from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.gpu_watch import GpuWatch
 from lightning_gpu_tools.monitoring.measurements import batch_bytes, train_loader_settings, trainer_gpus
 from lightning_gpu_tools.monitoring.memory_history import MemoryHistory
+from lightning_gpu_tools.monitoring.phases import MONITORING
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
 from lightning_gpu_tools.monitoring.run_recorder import RunRecorder
-from lightning_gpu_tools.monitoring.step_clock import MONITORING, StepClock
+from lightning_gpu_tools.monitoring.step_clock import StepClock
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary, summarize
 from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report

@@ -21,8 +21,9 @@ from lightning_gpu_tools.monitoring.device_facts import device_facts, left_on_cp
 from lightning_gpu_tools.monitoring.gpu_sharing import Sharing, share_out
 from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
 from lightning_gpu_tools.monitoring.measurements import local_ranks, train_loader_settings, trainer_gpus
+from lightning_gpu_tools.monitoring.phases import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING
 from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
-from lightning_gpu_tools.monitoring.step_clock import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING, StepClock
+from lightning_gpu_tools.monitoring.step_clock import StepClock
 from lightning_gpu_tools.monitoring.worker_watch import LONG_WAIT_S, WorkerWatch
 from lightning_gpu_tools.readings import GpuWindow, StepBlock
 

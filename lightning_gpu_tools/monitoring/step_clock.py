@@ -8,31 +8,31 @@ everything that is timed is ``unexplained``.
 from __future__ import annotations
 
 import copy
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_gpu_tools.advice.run_measurements import GpuIdle
 from lightning_gpu_tools.monitoring.gpu_timeline import GpuTimeline, trains_on_gpu
+from lightning_gpu_tools.monitoring.phases import (
+    CHECKPOINT,
+    DATA_LOADING,
+    EPOCH_START,
+    HOST_TO_DEVICE_COPY,
+    MONITORING,
+    TRAINER,
+    TRAINING_STEP,
+    UNEXPLAINED,
+    VALIDATION,
+)
 from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
+from lightning_gpu_tools.monitoring.timed_hooks import time_hooks
+from lightning_gpu_tools.monitoring.wrappers import Wrappers, after, before
 from lightning_gpu_tools.readings import StepBlock
-
-DATA_LOADING = "data_loading"
-HOST_TO_DEVICE_COPY = "host_to_device_copy"
-TRAINING_STEP = "training_step"
-VALIDATION = "validation"
-CHECKPOINT = "checkpoint"
-EPOCH_START = "epoch_start"
-LOGGING = "logging"
-CALLBACK = "callback"
-MONITORING = "monitoring"
-TRAINER = "trainer"
-UNEXPLAINED = "unexplained"
 
 # Kernels are chosen, caches are filled and workers come up during the first steps.
 WARM_UP_STEPS = 20
@@ -41,40 +41,8 @@ _MAX_BLOCKS = 128
 # Every tenth step the steps before it are added up, and its own fetch is looked at closely: asking the kernel for the
 # thread's CPU time costs as much as all the rest of a step.
 _LOOK_EVERY = 10
-# Those of validation but the last are part of the phase "validation".
-_TIMED_HOOKS = (
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_end",
-    "on_train_end",
-)
-
-# The model's own, beside those above.
-_MODULE_HOOKS = (*_TIMED_HOOKS[:-3], "on_train_epoch_end", "on_before_batch_transfer", "on_after_batch_transfer")
 
 _Function = Callable[..., Any]
-
-
-class _ModuleHook:
-    """A hook of a LightningModule with its time booked. A model that is pickled or copied meanwhile loses it again."""
-
-    def __init__(self, module: LightningModule, name: str, hook: _Function, timed: _Function) -> None:
-        self.__wrapped__ = hook  # Lightning looks through it, to see that the model has this hook
-        self._place = module, name
-        self._timed = timed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[LightningModule, str]]:
-        return getattr, self._place
 
 
 class StepClock:
@@ -91,7 +59,6 @@ class StepClock:
         timeline: What the run was spent on, span by span.
         last_fetch_s: How long the last batch was waited for.
         blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
-        unseen: What could not be timed.
     """
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -100,7 +67,6 @@ class StepClock:
         self.warm_up_steps = WARM_UP_STEPS
         self.timeline = PhaseTimeline()
         self.blocks: list[StepBlock] = []
-        self.unseen: list[str] = []
         self._clock = clock
         self._watch = Stopwatch(UNEXPLAINED, clock)
         self._data_loading, self._epoch_start, self._monitoring = map(
@@ -120,9 +86,10 @@ class StepClock:
         self._fetch_cpu_share = 0.0
         self._open = StepBlock()
         self._steps_per_block = _STEPS_PER_BLOCK
-        self._undo: list[Callable[[], object]] = []
-        self._wrap(trainer.fit_loop, "on_run_start", functools.partial(self._before, lambda: self._start(trainer)))
-        self._wrap(trainer.fit_loop, "on_run_end", functools.partial(self._after, self._end_run))
+        self._wrappers = Wrappers()
+        self._wrap = self._wrappers.put
+        self._wrap(trainer.fit_loop, "on_run_start", before(lambda: self._start(trainer)))
+        self._wrap(trainer.fit_loop, "on_run_end", after(self._end_run))
 
     @classmethod
     def attach(cls, trainer: Trainer) -> StepClock:
@@ -148,8 +115,12 @@ class StepClock:
             self._stopped = self._watch.since_s
             self._running = False
             self.timeline.cut(self._stopped, self.seconds)
-        while self._undo:
-            self._undo.pop()()
+        self._wrappers.undo()
+
+    @property
+    def unseen(self) -> list[str]:
+        """What could not be timed."""
+        return self._wrappers.missing
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -219,7 +190,7 @@ class StepClock:
         epoch_loop = trainer.fit_loop.epoch_loop
         self._wrap(trainer.fit_loop, "on_advance_start", self._timed(EPOCH_START))
         self._wrap(epoch_loop, "on_run_start", self._timed(EPOCH_START))
-        self._wrap(epoch_loop, "on_run_start", functools.partial(self._before, self._begin_epoch))
+        self._wrap(epoch_loop, "on_run_start", before(self._begin_epoch))
         self._wrap(epoch_loop, "run", self._timed(TRAINER))
         self._wrap(trainer.fit_loop, "on_advance_end", self._timed(TRAINER))
         self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
@@ -234,71 +205,24 @@ class StepClock:
         self._wrap(trainer.strategy, "batch_to_device", self._timed(HOST_TO_DEVICE_COPY, except_in=VALIDATION))
         self._time_the_fetch(trainer)
         self._wrap(trainer, "save_checkpoint", self._timed(CHECKPOINT))
-        for logger in trainer.loggers:
-            for method in ("log_metrics", "save"):
-                self._wrap(logger, method, self._timed(f"{LOGGING}/{type(logger).__name__}"))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            ours = type(callback).__module__.startswith("lightning_gpu_tools.")
-            phase = MONITORING if ours else f"{CALLBACK}/{type(callback).__name__}"
-            for hook in _TIMED_HOOKS:
-                if ours and hook == "on_train_batch_end":
-                    continue  # nearly always it does nothing; what it does now and then goes through `as_own_work`
-                overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
-                if overridden or hook in vars(callback):  # LambdaCallback has its hooks on the instance
-                    self._wrap(callback, hook, self._timed(phase))
-        module = trainer.lightning_module
-        for hook in _MODULE_HOOKS if module is not None else ():
-            if getattr(type(module), hook, None) is not getattr(LightningModule, hook):
-                self._wrap(module, hook, functools.partial(self._timed_hook, module, hook))
-
-    def _timed_hook(self, module: LightningModule, name: str, hook: _Function) -> _Function:
-        return _ModuleHook(module, name, hook, self._watch.timed(f"{CALLBACK}/{type(module).__name__}.{name}", hook))
+        time_hooks(trainer, self._wrappers, self._timed)
 
     def _time_the_fetch(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop.epoch_loop
         missing = [name for name in ("_on_before_fetch", "_on_after_fetch") if not hasattr(loop, name)]
         if not missing:
-            self._wrap(loop, "_on_before_fetch", functools.partial(self._before, self._begin_fetch))
-            self._wrap(loop, "_on_after_fetch", functools.partial(self._after, self._end_fetch))
+            self._wrap(loop, "_on_before_fetch", before(self._begin_fetch))
+            self._wrap(loop, "_on_after_fetch", after(self._end_fetch))
             return
         # From where a step begins to where its batch goes to the device: the Trainer's own work counts in, and a loader
         # whose batches the model fetches by itself (dataloader_iter) is not seen.
-        self.unseen += [f"{type(loop).__name__}.{name}" for name in missing]
-        self._wrap(loop, "advance", functools.partial(self._before, self._begin_fetch))
-        self._wrap(trainer.strategy, "batch_to_device", functools.partial(self._before, self._end_open_fetch))
+        self._wrappers.missing += [f"{type(loop).__name__}.{name}" for name in missing]
+        self._wrap(loop, "advance", before(self._begin_fetch))
+        self._wrap(trainer.strategy, "batch_to_device", before(self._end_open_fetch))
 
     def _end_open_fetch(self) -> None:
         if self._watch.current in (self._data_loading, self._epoch_start):  # not in validation
             self._end_fetch()
-
-    def _wrap(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
-        function = getattr(owner, name, None)
-        if function is None:
-            self.unseen.append(f"{type(owner).__name__}.{name}")
-            return
-        # Where somebody else has wrapped the same instance before, that wrapper is put back, not lost.
-        if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, function))
-        else:
-            self._undo.append(functools.partial(delattr, owner, name))
-        setattr(owner, name, wrapper(function))
-
-    @staticmethod
-    def _before(action: Callable[[], None], function: _Function) -> _Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            action()
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    @staticmethod
-    def _after(action: Callable[[], None], function: _Function) -> _Function:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            action()
-            return result
-
-        return wrapped
 
     def _timed(self, phase: str, *, except_in: str = "") -> Callable[[_Function], _Function]:
         def wrapper(function: _Function) -> _Function:

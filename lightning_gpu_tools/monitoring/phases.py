@@ -1,0 +1,13 @@
+"""What the training thread can be doing, as reports and diagnoses name it."""
+
+DATA_LOADING = "data_loading"
+HOST_TO_DEVICE_COPY = "host_to_device_copy"
+TRAINING_STEP = "training_step"
+VALIDATION = "validation"
+CHECKPOINT = "checkpoint"
+EPOCH_START = "epoch_start"
+LOGGING = "logging"
+CALLBACK = "callback"
+MONITORING = "monitoring"
+TRAINER = "trainer"
+UNEXPLAINED = "unexplained"

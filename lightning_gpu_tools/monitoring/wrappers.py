@@ -1,0 +1,66 @@
+"""Puts wrappers on the methods of single objects, and takes them off again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_Function = Callable[..., Any]
+
+
+class Wrappers:
+    """The wrappers that somebody has put on.
+
+    Attributes:
+        missing: What was to be wrapped and is not there, as ``Class.method``.
+    """
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
+        """Replace a method of this object alone by what the wrapper makes of it."""
+        function = getattr(owner, name, None)
+        if function is None:
+            self.missing.append(f"{type(owner).__name__}.{name}")
+            return
+        # Where somebody else has wrapped the same instance before, that wrapper is put back, not lost.
+        if name in vars(owner):
+            self._undo.append(functools.partial(setattr, owner, name, function))
+        else:
+            self._undo.append(functools.partial(delattr, owner, name))
+        setattr(owner, name, wrapper(function))
+
+    def undo(self) -> None:
+        """Take all of them off, the last one first; nothing happens the second time."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def before(action: Callable[[], None]) -> Callable[[_Function], _Function]:
+    """Return a wrapper that does something before the method."""
+
+    def wrapper(function: _Function) -> _Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            action()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    return wrapper
+
+
+def after(action: Callable[[], None]) -> Callable[[_Function], _Function]:
+    """Return a wrapper that does something after the method, if that did not raise."""
+
+    def wrapper(function: _Function) -> _Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            action()
+            return result
+
+        return wrapped
+
+    return wrapper
