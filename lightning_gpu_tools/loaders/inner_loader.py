@@ -21,7 +21,6 @@ from lightning_gpu_tools.loaders.settings import copy_with
 from lightning_gpu_tools.loaders.worker_probe import WorkerProbe
 from lightning_gpu_tools.readings import LoaderSettings
 
-
 # A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
 _DYING_MS = 200
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.loaders.dataset_copies import DatasetCopies
 from lightning_gpu_tools.loaders.index_source import IndexSource
 from lightning_gpu_tools.loaders.inner_loader import InnerLoader
 from lightning_gpu_tools.loaders.random_state import PrivateRandomness
@@ -76,7 +77,9 @@ class Switch:
         self.clock = clock
         self._randomness: PrivateRandomness | None = None
         self._seeds: torch.Generator | None = None
+        self._copies = DatasetCopies(loader.dataset)
         self._kept: InnerLoader | None = None
+        self._kept_signature: tuple[Any, ...] = ()
         self._running: weakref.ref[Epoch] | None = None
 
     @property
@@ -165,8 +168,11 @@ class Switch:
     def open(self, source: IndexSource, settings: LoaderSettings) -> InnerLoader:
         """Start workers; at the start of an epoch those that were kept, if they are the ones that are wanted."""
         kept, self._kept = self._kept, None
+        signature = self._copies.signature()
         if kept is not None:
-            if kept.settings == settings:
+            # Where the user's workers would not have lived on they would see now what has been set in the dataset.
+            current = self.users.persistent_workers or signature == self._kept_signature
+            if kept.settings == settings and current:
                 kept.restart(source)
                 self._kept = kept
                 return kept
@@ -174,7 +180,7 @@ class Switch:
         assert self._seeds is not None
         trusted = settings == self.users
         inner = InnerLoader(
-            self._with_init_fn(),
+            self._template(trusted),
             settings,
             source,
             seeds=self._seeds,
@@ -184,7 +190,7 @@ class Switch:
             randomness=self._randomness if self.users.num_workers else None,
         )
         if settings.persistent_workers:
-            self._kept = inner
+            self._kept, self._kept_signature = inner, signature
         return inner
 
     def keeps(self, inner: InnerLoader) -> bool:
@@ -196,8 +202,10 @@ class Switch:
         if self._kept is inner:
             self._kept = None
 
-    def _with_init_fn(self) -> DataLoader[Any]:
+    def _template(self, trusted: bool) -> DataLoader[Any]:
         loader = copy_with(self._original, self.users)
+        if not trusted:
+            vars(loader)["dataset"] = self._copies.make()
         loader.worker_init_fn = self.loader.worker_init_fn  # Lightning sets one for seed_everything(workers=True)
         return loader
 

@@ -164,6 +164,16 @@ def test_with_the_users_settings_the_workers_draw_the_same_random_numbers(worker
     switch.close()
 
 
+def test_the_training_process_draws_nothing_of_its_own_where_the_users_workers_would_draw() -> None:
+    def load() -> DataLoader[Any]:
+        return DataLoader(Numbers(lambda: float(torch.rand(1)) + np.random.rand() + random.random()), num_workers=1)
+
+    switch = Switch(load())
+    states = epochs(switch.loader, at_batch=changing(switch, {4: other(0)}))[1::2]
+    assert states == epochs(load())[1::2]
+    switch.close()
+
+
 def test_new_workers_do_not_repeat_the_random_numbers_of_the_old_ones() -> None:
     switch = Switch(DataLoader(Numbers(lambda: float(torch.rand(1))), num_workers=1))
     seen = epochs(switch.loader, limit=20, at_batch=changing(switch, {4: other(2), 12: other(0)}))
