@@ -86,6 +86,7 @@ ADAPTERS = {
     "checkpoints.state_dicts",
     "checkpoints.torch_files",
     "demo",
+    "loaders.dataset_copies",
     "loaders.fetch_waits",
     "loaders.index_source",
     "loaders.inner_loader",
