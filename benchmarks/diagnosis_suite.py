@@ -122,13 +122,24 @@ def rows(seconds: float, traceml: str | None, only: Sequence[str]) -> list[dict[
     return found
 
 
-def confusion(found: Sequence[dict[str, Any]]) -> Table:
+def confusion(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Return how often each known cause was given which name."""
     pairs = Counter((row["known"].split()[0], row["said"].split()[0]) for row in found)
-    said = sorted({said for _, said in pairs})
-    table = Table("known \\ said", *said, title="Confusion matrix: known cause by what was said first")
-    for known in sorted({known for known, _ in pairs}):
-        table.add_row(known, *(str(pairs.get((known, one), "")) for one in said))
+    matrix: dict[str, dict[str, int]] = {}
+    for (known, said), count in sorted(pairs.items()):
+        matrix.setdefault(known, {})[said] = count
+    return matrix
+
+
+def as_table(matrix: dict[str, dict[str, int]]) -> Table:
+    """Return the matrix with numbered columns, one for each name."""
+    names = sorted({*matrix, *(said for row in matrix.values() for said in row)})
+    table = Table("known cause", title="Confusion matrix: known cause by the number of what was said first", box=None)
+    for number in range(len(names)):
+        table.add_column(str(number + 1), justify="right", min_width=2)
+    for number, known in enumerate(names, 1):
+        row = matrix.get(known, {})
+        table.add_row(f"{number:2} {known}", *(str(row.get(said, ".")) for said in names))
     return table
 
 
@@ -143,7 +154,8 @@ def show(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     sums: dict[str, Any] = {"right": sum(row["right"] for row in found), "of": len(found)}
     least = min((row["explained"] for row in found if row["explained"] is not None), default=1.0)
     sums["least_explained"] = least
-    Console(width=160).print(table, confusion(found))
+    matrix = sums["confusion"] = confusion(found)
+    Console(width=160).print(table, as_table(matrix))
     print(f"{sums['right']} of {sums['of']} right; at least {100 * least:.1f} % of the wall time explained")
     tried = [row for row in found if "traceml" in row]
     if tried:
