@@ -163,7 +163,11 @@ class _Fit:
         self._places[stage] += 1
         if not isinstance(loader, DataLoader) or why_fixed(loader) is not None:
             return loader
-        switch = Switch(loader, watched=stage == "training" and self._tuning is None)
+        try:
+            switch = Switch(loader, watched=stage == "training" and self._tuning is None)
+        except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
+            rank_zero_warn(f"NumWorkersFinder leaves the {stage} loader alone, which cannot be copied: {error!r}")
+            return loader
         self._switches.append(switch)
         if stage == "training":
             self._adopt_training(switch, place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -126,6 +127,19 @@ class Switch:
         if epoch is not None:
             epoch.leave()
 
+    def tell(self, what: Callable[[Listener], None]) -> None:
+        """Tell the listener; if there is a fault in it, the loader goes on with the user's own settings and without."""
+        if self.listener is None:
+            return
+        try:
+            what(self.listener)
+        except Exception as error:  # noqa: BLE001 - looking for settings must not end a training
+            self.listener = None
+            self.use(self.users)
+            warnings.warn(
+                f"The DataLoader keeps its settings, because of a fault in the search: {error!r}", stacklevel=2
+            )
+
     def _get_iterator(self) -> Epoch:
         """Stand in for ``DataLoader._get_iterator``."""
         self.iterated = True
@@ -140,8 +154,7 @@ class Switch:
 
     def new_source(self) -> IndexSource:
         """Begin an epoch: draw from the random numbers what the user's own settings draw at this moment."""
-        if self.listener is not None:
-            self.listener.on_epoch_start()
+        self.tell(lambda listener: listener.on_epoch_start())
         loader, workers = self.loader, self.users.num_workers > 0
         sampler = loader._index_sampler
         indices = iter(sampler)
@@ -262,7 +275,8 @@ class Epoch:
         now_s = clock()
         if self is switch.epoch and switch.listener is not None:
             switch.draws_as_it_goes |= self.source.draws_as_it_goes
-            switch.listener.on_batch(batch, now_s - began_s, None if self.last_s is None else now_s - self.last_s)
+            wait_s, since_last_s = now_s - began_s, None if self.last_s is None else now_s - self.last_s
+            switch.tell(lambda listener: listener.on_batch(batch, wait_s, since_last_s))
             now_s = clock()
         self.last_s = now_s
         return batch
@@ -322,8 +336,7 @@ class Epoch:
         switch.settings = switch.users
         set_settings(switch.loader, switch.users)
         self._open()
-        if switch.listener is not None:
-            switch.listener.on_fault(settings, error)
+        switch.tell(lambda listener: listener.on_fault(settings, error))
 
 
 def _length(sampler: Any) -> int | None:

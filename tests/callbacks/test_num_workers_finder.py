@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset
 from trainings import Boom, Model, Raise, Samples, Stream, quiet_trainer
@@ -307,6 +308,19 @@ def test_a_second_fit_starts_anew_and_the_callback_pickles(tmp_path: Path) -> No
         assert found.result.applied == (steps == -1)
     assert loader.num_workers == 0
     assert pickle.loads(pickle.dumps(found)).result == found.result
+
+
+def test_trial_runs_of_a_tuner_are_no_training(tmp_path: Path) -> None:
+    class WithRate(Noisy):
+        lr = 1e-5
+
+    tuner = LearningRateFinder(num_training_steps=20, min_lr=1e-9, max_lr=1e-6)
+    watch = Watch()
+    quiet_trainer(tmp_path, callbacks=[tuner, found := finder(), watch]).fit(WithRate(), shuffled())
+    assert found.result is not None
+    assert found.result.applied
+    assert len(watch.batches) == COUNT
+    assert watch.workers[0] == 0
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"overfit_batches": 5}])

@@ -151,3 +151,18 @@ def test_a_dataset_that_fails_with_any_settings_fails_as_without_us(change_at: i
         next(batches)
     assert "in DataLoader worker process" not in str(caught.value)
     switch.close()
+
+
+def test_a_fault_of_the_search_itself_does_not_end_the_training() -> None:
+    class Clumsy(Heard):
+        def on_batch(self, batch: Any, wait_s: float, since_last_s: float | None) -> None:
+            if int(batch) == 5:
+                switch.use(workers(2))
+                raise ZeroDivisionError("ours")
+
+    switch = Switch(DataLoader(range(len(IN_ORDER)), batch_size=None))
+    switch.listener = Clumsy()
+    with pytest.warns(UserWarning, match="keeps its settings, because of a fault in the search: ZeroDivisionError"):
+        assert iterate(switch, {}) == IN_ORDER
+    assert switch.settings == switch.users
+    switch.close()
