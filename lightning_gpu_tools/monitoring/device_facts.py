@@ -21,26 +21,26 @@ def device_facts(trainer: Trainer) -> GpuFacts:
     if device.type != "cuda":
         return GpuFacts()
     properties = torch.cuda.get_device_properties(device)
-    kept = sum(_bytes(tensor) for tensor in _kept_tensors(trainer) if tensor.device.type == "cuda")
     return GpuFacts(
         name=properties.name,
         compute_capability=(properties.major, properties.minor),
         memory_total_bytes=properties.total_memory,
         step_memory_bytes=torch.cuda.max_memory_allocated(device),
-        kept_memory_bytes=kept,
+        kept_memory_bytes=kept_memory_bytes(trainer.lightning_module, trainer.optimizers),
     )
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def kept_memory_bytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the size of a model's weights and of its optimizers' state, wherever they are.
 
-
-def _kept_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
-    yield from trainer.lightning_module.parameters()
-    yield from trainer.lightning_module.buffers()
-    for optimizer in trainer.optimizers:
+    At the end of a fit Lightning has moved them to the CPU before it calls ``teardown``.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    for optimizer in optimizers:
         for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            if isinstance(state, dict):
+                tensors += (value for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def left_on_cpu(module: LightningModule) -> tuple[str, ...]:
