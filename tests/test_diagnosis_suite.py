@@ -1,0 +1,34 @@
+"""The cases of benchmarks/diagnosis_suite.py that take no time, and that every cause has one."""
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from diagnosis_suite import in_words
+from gpu_cases import MEASURED, SIMULATED
+from toys import RIVALS_TOYS, TOYS
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.findings import Cause, Verdict
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_known_cause_is_named_first(name: str) -> None:
+    known, run = MEASURED[name]
+    assert in_words(diagnose(run, min_seconds=0)) == known
+
+
+def test_every_cause_and_every_verdict_has_a_case() -> None:
+    known = [toy.known for toy in TOYS.values()]
+    known += [known for known, *_ in (*SIMULATED.values(), *MEASURED.values())]
+    assert {one.split()[0] for one in known} == {*get_args(Cause), *get_args(Verdict)} - {"low"}
+    kinds = {one.split()[1] for one in known if one.startswith("data_loading ")}
+    assert len(kinds) == 6
+
+
+def test_the_toys_that_other_tools_were_tried_on_are_all_there() -> None:
+    assert RIVALS_TOYS == ("a", "a2", "b", "b2", "c", "d", "e", "f", "g", "h", "n", "ddp")
