@@ -20,7 +20,7 @@ Run = Callable[..., "CompletedProcess[str]"]
 
 
 def test_the_readme_has_a_runnable_block_for_every_part() -> None:
-    for name in ("select_gpus", "GPUUtilizationMonitor", "GPUUtilizationAdvisor", "load_weights"):
+    for name in ("select_gpus", "GPUUtilizationMonitor", "GPUUtilizationAdvisor", "NumWorkersFinder", "load_weights"):
         assert any(name in block for block in RUNNABLE), name
 
 

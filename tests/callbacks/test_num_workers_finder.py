@@ -151,7 +151,7 @@ def test_what_was_found_holds_for_loaders_that_are_made_again_and_for_validation
             return shuffled(Slow(250))
 
         def val_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(Slow(12), batch_size=1)
+            return DataLoader(Slow(40), batch_size=1)
 
     seed_everything(7)
     watch, data = Watch(), Data()

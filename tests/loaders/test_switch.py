@@ -228,6 +228,24 @@ def test_a_subclass_keeps_its_ways_and_the_users_object_stays_as_it_is() -> None
     assert switch.loader.num_workers == 2
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_are_changed_and_measured_too(method: str) -> None:
+    switch = Switch(DataLoader(range(24), batch_size=2, num_workers=1, multiprocessing_context=method), watched=True)
+    batches = iter(switch.loader)
+    seen = []
+    for i in range(12):
+        seen += next(batches).tolist()
+        if i == 3:
+            switch.use(other(2))
+    assert seen == list(range(24))
+    inner = switch.inner
+    assert inner is not None
+    assert inner.probe is not None
+    assert len(inner.probe.wall_s) == len(inner.probe.cpu_s) > 0
+    assert inner.probe.start_s is not None
+    switch.close()
+
+
 def test_somebody_else_may_iterate_it_in_the_middle_of_an_epoch() -> None:
     switch = Switch(DataLoader(range(12), batch_size=2))
     switch.use(other(1, persistent=True))
