@@ -281,3 +281,16 @@ def test_where_the_fetch_has_another_name_the_public_hooks_tell_the_wait(
     assert watch.clock.seconds["training_step"] == 100 * 2.0
     assert watch.clock.seconds["validation"] == 20 * 2 * 1.0
     assert {(b.wall_s - b.paused_s, b.data_loading_s) for b in watch.clock.blocks} == {(50.0, 30.0)}
+
+
+def test_handing_a_batch_to_validation_is_validation(time: HandClock, tmp_path: Path) -> None:
+    class Transferring(Model):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            time.spend(0.5)
+            return batch
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
+    trainer.fit(Transferring(time.spend, validation_s=1.0), loader(Samples(6)), loader(Samples(4)))
+    assert watch.clock.seconds["host_to_device_copy"] == 6 * 0.5
+    assert watch.clock.seconds["validation"] == 4 * (1.0 + 0.5)
