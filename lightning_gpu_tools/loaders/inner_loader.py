@@ -120,6 +120,14 @@ class InnerLoader:
         """The worker processes."""
         return [worker.pid for worker in self._workers]
 
+    def iterator_attribute(self, name: str) -> Any:
+        """Return an attribute of torch's iterator.
+
+        Raises:
+            AttributeError: It has none of this name.
+        """
+        return getattr(self._iterator, name)
+
     def take_pending(self) -> list[Any]:
         """Give up what was taken and not delivered."""
         pending = list(self._feed.pending)

@@ -258,6 +258,13 @@ class Epoch:
         """The last one of the chain."""
         return self._chain[-1] if self._chain else None
 
+    def __getattr__(self, name: str) -> Any:
+        """Give whoever looks at the workers of a running iteration what torch's iterator has, as ``_workers``."""
+        chain = vars(self).get("_chain")
+        if not chain:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return chain[0].iterator_attribute(name)
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

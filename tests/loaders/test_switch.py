@@ -246,6 +246,20 @@ def test_workers_that_are_not_forked_are_changed_and_measured_too(method: str) -
     switch.close()
 
 
+def test_who_looks_for_the_workers_finds_those_that_deliver_now() -> None:
+    switch = Switch(DataLoader(range(24), batch_size=2))
+    batches: Any = iter(switch.loader)
+    with pytest.raises(AttributeError, match="'Epoch' object has no attribute '_workers'"):
+        _ = batches._workers
+    next(batches)
+    assert not hasattr(batches, "_workers")
+    switch.use(other(2))
+    next(batches)
+    assert len(batches._workers) == 2
+    assert batches._task_info
+    switch.close()
+
+
 def test_somebody_else_may_iterate_it_in_the_middle_of_an_epoch() -> None:
     switch = Switch(DataLoader(range(12), batch_size=2))
     switch.use(other(1, persistent=True))
