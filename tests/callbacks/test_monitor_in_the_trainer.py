@@ -94,7 +94,9 @@ def test_the_progress_bar_shows_it_if_asked_and_is_itself_again_afterwards(drive
     monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", prog_bar=True, report=False)
     trainer = quiet_trainer(tmp_path, callbacks=[bar, monitor], enable_progress_bar=True)
     trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
-    assert set(shown) - {None} == {"60%"}
+    seen = [percent for percent in shown if percent is not None]
+    assert set(seen) <= {"60%", "80%", "40%"}  # one GPU is known a moment before the other
+    assert seen[-1] == "60%"
     assert "gpu_busy" not in bar.get_metrics(trainer, trainer.lightning_module)
     assert "get_metrics" not in vars(bar)
 
