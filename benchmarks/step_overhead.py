@@ -99,10 +99,6 @@ VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
 }
 
 
-if importlib.util.find_spec("nvitop") is not None:
-    VARIANTS["nvitop's collector"] = (50, lambda: [NvitopCollector()])
-
-
 def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folder: str) -> tuple[float, float]:
     """Train once and return the mean time of a step after the warm-up, wall and CPU, in microseconds."""
     model = Model()
@@ -152,10 +148,12 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
 
+    if args.fake_gpus:
+        install_fake_driver(args.fake_gpus)
+    if importlib.util.find_spec("nvitop") is not None and (args.fake_gpus or torch.cuda.is_available()):
+        VARIANTS["nvitop's collector"] = (50, lambda: [NvitopCollector()])
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
-        if args.fake_gpus:
-            install_fake_driver(args.fake_gpus)
         for _ in range(args.rounds):
             for name, (log_every_n_steps, callbacks) in VARIANTS.items():
                 seen[name].append(step_us(callbacks(), log_every_n_steps, args.steps, folder))

@@ -54,6 +54,7 @@ class RunRecorder:
         self._local_ranks = local_ranks(trainer)
         self._on_gpu = trains_on_gpu(trainer)
         self._loader = train_loader_settings(trainer)
+        self._loader_since = self._children_cpu_s, 0
         if self._loader is not None:
             ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
@@ -78,6 +79,14 @@ class RunRecorder:
             self._next_look = self._clock.steps + 10
             self._workers.before_fetch()
             self._workers.look(self._clock.steps)
+            self._follow_the_loader()
+
+    def _follow_the_loader(self) -> None:
+        """Judge the loader by its present settings alone, if somebody has changed them (``NumWorkersFinder``)."""
+        settings = train_loader_settings(self._trainer)
+        if settings is not None and settings != self._loader:
+            self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
+            self._clock.begin_anew()
 
     def enter(self, phase: sampler.Phase) -> None:
         """Keep what the GPUs do from here on apart from the other phase."""
@@ -132,13 +141,14 @@ class RunRecorder:
         """Return everything measured so far."""
         clock, trainer = self._clock, self._trainer
         self._read_gpus()
-        children_s = children_cpu_s() - self._children_cpu_s
+        children_s = children_cpu_s()
         own_s = time.process_time() - self._own_cpu_s
-        used_s = own_s + children_s
+        used_s = own_s + children_s - self._children_cpu_s
         elapsed_s = time.perf_counter() - self._began_s
         host = read_host_budget(local_ranks=self._local_ranks)
         used_or_idle = (self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s) / elapsed_s
         workers = self._loader is not None and self._loader.num_workers > 0
+        children_s_before, steps_before = self._loader_since
         return RunMeasurements(
             wall_s=clock.wall_s,
             steps=max(1, clock.steps),
@@ -149,7 +159,9 @@ class RunRecorder:
             utilization_percent=_utilization(self._windows),
             validation_utilization_percent=_utilization(self._validation_windows),
             loader=self._loader,
-            worker_cpu_s_per_batch=children_s / max(1, clock.steps) if workers else None,
+            worker_cpu_s_per_batch=(children_s - children_s_before) / max(1, clock.steps - steps_before)
+            if workers
+            else None,
             batch_bytes=self.batch_bytes,
             busy_cores=busy_cores(own_s, elapsed_s, clock.seconds, clock.blocks),
             loading=self._workers.facts(),

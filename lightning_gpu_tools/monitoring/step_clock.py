@@ -159,6 +159,13 @@ class StepClock:
         finally:
             self._watch.switch(around)
 
+    def begin_anew(self) -> None:
+        """Forget the steady steps so far: what they depend on has changed. The next ones are warm-up again."""
+        self.blocks, self._open, self._looked_from = [], StepBlock(), None
+        self._steps_per_block = _STEPS_PER_BLOCK
+        self.warm_up_steps = self.steps + WARM_UP_STEPS
+        self._next_look = 0
+
     def cost_s(self) -> float:
         """Return what this clock has cost the training thread so far: how often it acted, times what that costs.
 

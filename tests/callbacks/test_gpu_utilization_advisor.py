@@ -161,3 +161,19 @@ def test_a_step_that_waits_for_the_gpu_is_looked_into_and_its_line_named(
     assert advisor.diagnosis is not None
     assert advisor.diagnosis.utilization_percent == 30.0
     assert advisor.diagnosis.findings[0].cause == "device_sync"
+
+
+def test_a_loader_is_judged_by_its_present_settings(tmp_path: Path) -> None:
+    class Change(Callback):
+        """Says that there are workers now, as NumWorkersFinder does when it changes the loader."""
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 60:
+                vars(trainer.train_dataloader).update(num_workers=3, prefetch_factor=2)
+
+    advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0)
+    trainer = quiet_trainer(tmp_path, callbacks=[advisor, Change()])
+    trainer.fit(Model(), loader(Samples(200, time.sleep, 0.01)))
+    assert advisor.diagnosis is not None
+    (finding,) = advisor.diagnosis.findings
+    assert finding.evidence["num_workers"] == 3

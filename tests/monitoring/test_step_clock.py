@@ -132,6 +132,20 @@ def test_validation_inside_a_step_is_a_pause_of_it(time: HandClock, tmp_path: Pa
     assert [(b.steps, b.wall_s, b.paused_s) for b in watch.clock.blocks] == [(10, 15.0, 5.0)] * 3
 
 
+def test_steady_steps_begin_anew_after_a_change_and_the_phases_go_on(time: HandClock, tmp_path: Path) -> None:
+    class Change(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 60:
+                watch.clock.begin_anew()
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, Change()])
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(100, time.spend, 1.0)))
+    # Of the 40 steps after it 20 are warm-up, and nothing comes after the last one.
+    assert [(block.steps, block.wall_s) for block in watch.clock.blocks] == [(10, 30.0)]
+    assert watch.clock.seconds["training_step"] == 200.0
+
+
 def test_memory_is_bounded_and_nothing_is_lost(time: HandClock, tmp_path: Path) -> None:
     steps = WARM_UP_STEPS + 2 * 128 * 10 + 1
     watch = Watch(time)
