@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=9.0, help="seconds of trials (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of the grid (default: %(default)s)")
     parser.add_argument("--cell-seconds", type=float, default=0.8, help="(default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=8, help="of examples/train.py (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=16, help="of examples/train.py (default: %(default)s)")
     parser.add_argument("--only", default="", help="loaders whose name contains this")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()

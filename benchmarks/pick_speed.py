@@ -4,7 +4,8 @@
 
 `lightning-gpu-tools pick` beside a bare script that makes the same readings with nvidia-ml-py and prints the GPU with
 the most free memory, and beside nvisel (nvitop) and gpu-gate where these are on the PATH. The processes take turns, so
-that other load on the machine hits all alike. Without --real the GPUs are those of the tests' fake driver, whose own
+that other load on the machine hits all alike. nvisel reads more than it needs, and says at length which functions the
+fake driver lacks; that is in its time. Without --real the GPUs are those of the tests' fake driver, whose own
 start is in every figure; "Python alone" has it, too.
 """
 
@@ -80,10 +81,12 @@ def main() -> None:
 
 
 def commands() -> dict[str, list[str]]:
+    installed = Path(sys.executable).with_name("lightning-gpu-tools")
+    ours = [str(installed)] if installed.exists() else [sys.executable, "-m", "lightning_gpu_tools"]
     found = {
         "Python alone": [sys.executable, "-c", ""],
         "bare nvidia-ml-py": [sys.executable, "-c", BARE],
-        "lightning-gpu-tools pick": [str(Path(sys.executable).parent / "lightning-gpu-tools"), "pick"],
+        "lightning-gpu-tools pick": [*ours, "pick"],
     }
     for name, arguments in {"nvisel": ["-n", "1"], "gpu-gate": ["wait"]}.items():
         if shutil.which(name):

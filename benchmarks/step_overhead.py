@@ -1,11 +1,12 @@
 """What the monitor and the advisor add to a training step, beside Lightning's own DeviceStatsMonitor, in one run.
 
-    python benchmarks/step_overhead.py [--steps 2000] [--rounds 7] [--fake-gpus 8] [--output results.json]
+    python benchmarks/step_overhead.py [--steps 4000] [--fake-gpus 8] [--output results.json]
 
-Every round trains each variant once, in turn, on the same small model; what is compared is the time from step to step
-in the steady part of each training: on the wall, and as CPU time of the training thread, which what else the machine
-does disturbs much less. Where nvitop is installed its collector is a variant, too. On a machine with GPUs the model
-trains on the first one and the GPUs are sampled.
+All variants train at once, each in a thread of its own, but only one of them at a time: after every 50 steps the next
+one has its turn, so that what the machine does besides hits all alike. Of each turn the first steps, which find the
+caches cold, are left out. With GPUs, and nvitop installed, its collector is a variant, too. The threads that sample the
+GPUs run beside all variants; what they take is told by itself. On a machine with GPUs the model trains on the first
+one. With --fake-gpus the GPUs are those of the tests' fake driver, which is Python and not C and so takes far longer.
 """
 
 import argparse
@@ -17,9 +18,11 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -36,18 +39,48 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report import load_report
 
 WARM_UP = 200
+TURN, COLD = 50, 5  # steps of a turn, and how many of them are left out
+
+
+class Relay:
+    """Lets one training at a time run, for so many steps each, in turn."""
+
+    def __init__(self, runners: int) -> None:
+        self.batons = [threading.Semaphore(0) for _ in range(runners)]
+        self.running = set(range(runners))
+
+    def start(self) -> None:
+        self.batons[0].release()
+
+    def pass_on(self, runner: int) -> None:
+        following = [other for other in range(len(self.batons)) if other in self.running]
+        later = [other for other in following if other > runner]
+        if following:
+            self.batons[(later or following)[0]].release()
 
 
 class Model(LightningModule):
-    """A step of about a millisecond, with the moments at which its steps begin."""
+    """A step of about a millisecond, and how long those of each turn took on the wall and of the thread's CPU time."""
 
-    def __init__(self) -> None:
+    def __init__(self, relay: Relay, place: int) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        self.begins: list[tuple[float, float]] = []
+        self.relay, self.place = relay, place
+        self.steps = 0
+        self.began = (0.0, 0.0)
+        self.turns_us: list[tuple[float, float]] = []
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.begins.append((time.perf_counter(), time.thread_time()))
+        if self.steps % TURN == 0:
+            if self.steps > WARM_UP:
+                wall_s, cpu_s = time.perf_counter() - self.began[0], time.thread_time() - self.began[1]
+                self.turns_us.append((wall_s / (TURN - COLD) * 1e6, cpu_s / (TURN - COLD) * 1e6))
+            if self.steps:
+                self.relay.pass_on(self.place)
+            self.relay.batons[self.place].acquire()
+        if self.steps % TURN == COLD:
+            self.began = (time.perf_counter(), time.thread_time())
+        self.steps += 1
         loss = self.layers(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
@@ -87,7 +120,9 @@ class NvitopCollector(Callback):
         self.thread.join()
 
 
-VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
+# The interval of logging, and what makes the callbacks.
+Variant = tuple[int, Callable[[], list[Callback]]]
+VARIANTS: dict[str, Variant] = {
     "no callback": (50, list),
     "two empty callbacks": (50, lambda: [EmptyCallback(), EmptyCallback()]),
     "monitor + advisor": (
@@ -99,31 +134,53 @@ VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
 }
 
 
-def step_us(callbacks: list[Callback], log_every_n_steps: int, steps: int, folder: str) -> tuple[float, float]:
-    """Train once and return the mean time of a step after the warm-up, wall and CPU, in microseconds."""
-    model = Model()
+def train(relay: Relay, place: int, variant: Variant, steps: int, folder: str) -> Model:
+    log_every_n_steps, callbacks = variant
+    model = Model(relay, place)
     trainer = Trainer(
-        max_steps=WARM_UP + steps,
+        max_steps=WARM_UP + steps + 1,
         max_epochs=-1,
         devices=1,
-        callbacks=callbacks,
-        logger=CSVLogger(folder),
+        callbacks=callbacks(),
+        logger=CSVLogger(folder, name=str(place)),
         log_every_n_steps=log_every_n_steps,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(WARM_UP + steps, 64)), batch_size=1))
-    (wall_s, cpu_s), (end_wall_s, end_cpu_s) = model.begins[WARM_UP], model.begins[-1]
-    return (end_wall_s - wall_s) / (steps - 1) * 1e6, (end_cpu_s - cpu_s) / (steps - 1) * 1e6
+    try:
+        trainer.fit(model, DataLoader(TensorDataset(torch.randn(WARM_UP + steps + 1, 64)), batch_size=1))
+    finally:
+        relay.running.discard(place)
+        relay.pass_on(place)
+    return model
 
 
-def own_count_us(steps: int) -> float:
-    """Return what the report says that monitor and advisor add to a step: no difference of two noisy trainings."""
+def turns_us(variants: Sequence[Variant], steps: int) -> list[list[tuple[float, float]]]:
+    """Train all variants in turn and return, for each turn of each, the mean wall and CPU time of a step in us."""
+    relay = Relay(len(variants))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(variants)) as pool:
+        jobs = [pool.submit(train, relay, place, variant, steps, folder) for place, variant in enumerate(variants)]
+        relay.start()
+        return [job.result().turns_us for job in jobs]
+
+
+def own_count_us(steps: int) -> tuple[float, float | None]:
+    """Return what the report says that monitor and advisor add to a step, and that their thread takes beside it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        step_us([GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=1e9)], 50, steps, folder)
+        alone = (50, lambda: [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor(min_seconds=1e9)])
+        relay = Relay(1)
+        relay.start()
+        train(relay, 0, alone, steps, folder)
         (file,) = Path(folder).rglob("gpu_report.json")
-        return load_report(file).monitor_us_per_step or 0.0
+        report = load_report(file)
+        return report.monitor_us_per_step or 0.0, report.monitor_thread_us_per_step
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return a distribution-free 95 % interval of the median: the order statistics at n/2 -+ 0.98 sqrt(n)."""
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    return ordered[max(0, int(len(values) / 2 - half))], ordered[min(len(values) - 1, int(len(values) / 2 + half))]
 
 
 def install_fake_driver(gpus: int) -> None:
@@ -141,44 +198,39 @@ def install_fake_driver(gpus: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="steady steps of a training (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4000, help="steady steps of each variant (default: %(default)s)")
     parser.add_argument("--fake-gpus", type=int, default=0, metavar="N", help="sample N GPUs of the fake driver")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-
     if args.fake_gpus:
         install_fake_driver(args.fake_gpus)
     if importlib.util.find_spec("nvitop") is not None and (args.fake_gpus or torch.cuda.is_available()):
         VARIANTS["nvitop's collector"] = (50, lambda: [NvitopCollector()])
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(args.rounds):
-            for name, (log_every_n_steps, callbacks) in VARIANTS.items():
-                seen[name].append(step_us(callbacks(), log_every_n_steps, args.steps, folder))
 
+    seen = dict(zip(VARIANTS, turns_us(list(VARIANTS.values()), args.steps), strict=True))
+    own_us, thread_us = own_count_us(args.steps)
     console = Console(width=110)
     for kind, title in enumerate(("wall time", "CPU time of the training thread")):
-        columns = ("us a step (median)", "min to max", "added to no callback", "added to two empty ones")
-        table = Table("variant", *columns, title=title)
-        bare, empty = seen["no callback"], seen["two empty callbacks"]
-        for name, values in seen.items():
-            # Differences within a round: what the machine does besides changes from round to round.
-            added = median(a[kind] - b[kind] for a, b in zip(values, bare, strict=True))
-            beyond = median(a[kind] - b[kind] for a, b in zip(values, empty, strict=True))
-            own = [value[kind] for value in values]
-            spread = f"{min(own):.0f} to {max(own):.0f}"
-            table.add_row(name, f"{median(own):.0f}", spread, f"{added:+.0f}", f"{beyond:+.0f}")
+        table = Table("variant", "us a step (median)", "beyond two empty callbacks (median, 95 %)", title=title)
+        for name, turns in seen.items():
+            beyond = [a[kind] - b[kind] for a, b in zip(turns, seen["two empty callbacks"], strict=False)]
+            low, high = interval(beyond)
+            own = median(turn[kind] for turn in turns)
+            table.add_row(name, f"{own:.0f}", f"{median(beyond):+.0f} ({low:+.0f} to {high:+.0f})")
         console.print(table)
-    console.print(f"By their own count, monitor and advisor add {own_count_us(args.steps):.1f} us to a step.")
+    console.print(f"By their own count, monitor and advisor add {own_us:.1f} us to a step.")
+    if thread_us is not None:
+        console.print(f"The thread that samples takes {thread_us:.1f} us of CPU time a step beside it.")
     if args.output:
         result = {
             "benchmark": "step_overhead",
             "machine": describe_machine(),
             "steps": args.steps,
             "fake_gpus": args.fake_gpus,
-            "step_us_wall_cpu": seen,
+            "own_count_us": own_us,
+            "sampling_thread_us": thread_us,
+            "turns_us_wall_cpu": seen,
         }
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
