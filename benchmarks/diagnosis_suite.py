@@ -83,8 +83,8 @@ def answer_in_a_process(name: str, seconds: float, folder: str) -> dict[str, Any
     return json.loads(file.read_text())
 
 
-def traceml_says(command: str, name: str, seconds: float, folder: str) -> str:
-    """Return TraceML's verdict on a toy."""
+def traceml_says(command: str, name: str, seconds: float, folder: str) -> str | None:
+    """Return TraceML's verdict on a toy; ``None`` if it did not run: it cannot while another one has its port."""
     toy = str(Path(__file__).with_name("toys.py"))
     processes = TOYS[name].options.get("devices", 1)
     arguments = [command, "run", toy, "--nproc-per-node", str(processes), "--run-name", name.replace(" ", "-")]
@@ -93,7 +93,9 @@ def traceml_says(command: str, name: str, seconds: float, folder: str) -> str:
         cwd=folder, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     verdict = re.search(r"Verdict: (.+?)(?: \(|\s*\||$)", run.stdout, re.MULTILINE)
-    return verdict.group(1).strip() if verdict else f"no verdict (exit {run.returncode})"
+    if verdict is None and run.returncode != 0:
+        return None
+    return verdict.group(1).strip() if verdict else "no verdict"
 
 
 def rows(seconds: float, traceml: str | None, only: Sequence[str]) -> list[dict[str, Any]]:
@@ -106,8 +108,10 @@ def rows(seconds: float, traceml: str | None, only: Sequence[str]) -> list[dict[
             ask = answer_in_a_process if toy.options.get("devices", 1) > 1 else answer
             row = {"training": name, "ran": "on the CPU", "known": toy.known, **ask(name, seconds, folder)}
             if traceml and name in RIVALS_TOYS:
-                row["traceml"] = traceml_says(traceml, name, seconds, folder)
-                row["traceml_right"] = row["traceml"].startswith(toy.as_traceml) if toy.as_traceml else False
+                said = traceml_says(traceml, name, seconds, folder)
+                row["traceml"] = said or "did not run"
+                if said is not None:
+                    row["traceml_right"] = said.startswith(toy.as_traceml) if toy.as_traceml else False
         found.append(row)
     if not only:
         from gpu_cases import cases  # last: from here on torch believes in a simulated GPU
@@ -149,7 +153,7 @@ def show(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for row in found:
         explained = "" if row["explained"] is None else f"{100 * row['explained']:.1f} %"
         mark = {True: "", False: " (wrong)"}
-        traceml = f"{row['traceml']}{mark[row['traceml_right']]}" if "traceml" in row else ""
+        traceml = row.get("traceml", "") + (mark[row["traceml_right"]] if "traceml_right" in row else "")
         table.add_row(row["training"], row["ran"], row["known"], row["said"] + mark[row["right"]], explained, traceml)
     sums: dict[str, Any] = {"right": sum(row["right"] for row in found), "of": len(found)}
     least = min((row["explained"] for row in found if row["explained"] is not None), default=1.0)
@@ -157,7 +161,7 @@ def show(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     matrix = sums["confusion"] = confusion(found)
     Console(width=160).print(table, as_table(matrix))
     print(f"{sums['right']} of {sums['of']} right; at least {100 * least:.1f} % of the wall time explained")
-    tried = [row for row in found if "traceml" in row]
+    tried = [row for row in found if "traceml_right" in row]
     if tried:
         ours, theirs = (sum(row[key] for row in tried) for key in ("right", "traceml_right"))
         sums["rivals_toys"] = {"ours_right": ours, "traceml_right": theirs, "of": len(tried)}
