@@ -8,8 +8,8 @@ from lightning_gpu_tools.quantities import format_bytes
 
 # A choice: clocks held down by heat for less than 5 % of the time cost too little to be named.
 _MIN_THERMAL_PERCENT = 5.0
-# At full load the power limit is reached as a rule. It is named where it holds for half of the time and costs 15 % of
-# the highest clock: a choice.
+# At full load the power limit is reached as a rule. It is named where it holds for half of the time, costs 15 % of the
+# highest clock and the GPU is busy for 80 % of the time: a choice.
 _MIN_POWER_PERCENT = 50.0
 _MAX_CLOCK_PERCENT = 85.0
 _BUSY_PERCENT = 80.0

@@ -8,8 +8,7 @@ from lightning_gpu_tools.advice.batch_memory import larger_batch_advice
 from lightning_gpu_tools.advice.findings import Cause, Finding, ceiling
 from lightning_gpu_tools.advice.run_measurements import COPY, RunMeasurements
 
-# monitoring tools' line for a copy or a wait that is worth a word: 5 % of the step, as torch's TensorBoard plugin uses
-# for the DataLoader.
+# A copy or a wait is worth a word from 5 % of the step on, as the DataLoader is to torch's TensorBoard plugin.
 _MIN_SHARE = 0.05
 # A choice: idle time inside the step is called launch-bound from 15 % on; kernels of a well-fed GPU leave some gaps.
 _MIN_LAUNCH_SHARE = 0.15
@@ -19,6 +18,7 @@ _SHORT_KERNEL_US = 20.0
 _TINY_STEP_S = 0.005
 # DCGM's guide: SM activity below 50 % "likely" is ineffective use of the GPU, however busy it looks.
 _FEW_SMS_PERCENT = 50.0
+# A choice: a GPU that has a kernel to run for this much of the time looks well used.
 _BUSY_PERCENT = 80.0
 # torch's TensorBoard plugin: tensor cores at 0 %, on hardware that has them (compute capability 7.0 and later). A
 # choice: below 1 % counts as that.

@@ -12,7 +12,7 @@ from lightning_gpu_tools.readings import HostBudget, LoaderSettings
 # 8 workers: with exactly load time / step time workers, 6 to 9 % of the wait remained).
 _HEADROOM = 1.15
 # A choice: of two numbers of workers whose predicted speed differs by less than this, the smaller one.
-_TOLERANCE = 0.03
+TOLERANCE = 0.03
 # A choice: queues and unpickling need room in /dev/shm beside the batches themselves.
 _SHM_SHARE = 0.8
 # A choice: the other half of the free memory is for what training itself has yet to take, and for the page cache.
@@ -86,7 +86,7 @@ def plan_loader(
     core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_cores * step_s) * host.local_ranks / cores
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(max(step_s, core_s), cost)
-    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + _TOLERANCE) * step_s else None
+    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     prefetch_factor = max(least_prefetch, _prefetch_factor(cost))
     while prefetch_factor > least_prefetch and workers > _most_in_shm(cost, host, prefetch_factor):
@@ -98,7 +98,7 @@ def plan_loader(
     most_workers = min(limits.values())
     alone_s = max(cost.wall_s + step_s, core_s)
     predicted_s = max(step_s, core_s, cost.wall_s / workers) if workers else alone_s
-    if alone_s <= (1 + _TOLERANCE) * predicted_s:
+    if alone_s <= (1 + TOLERANCE) * predicted_s:
         workers, predicted_s = 0, alone_s
     settings = LoaderSettings(
         num_workers=workers,
@@ -117,7 +117,7 @@ def plan_loader(
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:
-    return math.ceil(_HEADROOM * cost.wall_s / ((1 + _TOLERANCE) * step_s))
+    return math.ceil(_HEADROOM * cost.wall_s / ((1 + TOLERANCE) * step_s))
 
 
 def _prefetch_factor(cost: LoadCost) -> int:

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
-from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
-from lightning_gpu_tools.advice.loader_trials import TOLERANCE, LoaderScore, LoaderTrial, score
+from lightning_gpu_tools.advice.findings import MIN_CEILING
+from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, LoaderPlan, plan_loader
+from lightning_gpu_tools.advice.loader_trials import LoaderScore, LoaderTrial, score
 from lightning_gpu_tools.quantities import format_duration
 from lightning_gpu_tools.readings import HostBudget, LoaderSettings
 
-# Below this what removing the wait could bring is not worth a change: the advisor gives no advice below it either.
-MIN_CEILING = 1.05
 # A choice: the time in which a block of steps is measured, as a part of the budget (1 s of 60 s), so that there is time
 # for some twenty visits of two blocks each.
 _BLOCKS_IN_BUDGET = 60
 _BLOCKS_A_VISIT = 2
+# A choice: the mean of fewer steps says little.
 _LEAST_STEPS_A_BLOCK = 8
 # A choice: two visits are needed for a comparison that a slow change of the machine does not fool (A B B A), and more
 # than three do not make a noisy machine quieter.
@@ -36,6 +36,7 @@ _ALONE = 1.10
 # The prediction is off by up to 11 % where workers wait for storage (measured with up to 8 workers); what falls short
 # of it by more than that was disturbed, or is limited by something unknown, and gets a second look.
 _SURPRISE = 0.85
+# A choice: each trial makes the prediction better; after so many sets of settings only the neighbours are of interest.
 _MOST_PLANS = 3
 # A choice: what has failed twice is not a matter of how many workers there are.
 _MOST_FAILURES = 1

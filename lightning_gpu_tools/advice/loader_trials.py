@@ -7,11 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
-from lightning_gpu_tools.advice.loader_plan import LoadCost
+from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost
 from lightning_gpu_tools.readings import LoaderSettings
-
-# A choice: of settings whose speeds differ by less than this, the one with fewer workers.
-TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,7 +77,7 @@ class InnerLoader:
                     warnings.filterwarnings("ignore", "This DataLoader will create|Got pickle error")
                 # Not iter(): a subclass may do more there, and does it around what this loader is a part of.
                 self._iterator: Any = self._loader._get_iterator()
-        except Exception:
+        except Exception:  # whatever it is goes on to the caller; the indices must not be lost with it
             source.put_back(self.take_pending())
             raise
         self._workers: list[Any] = getattr(self._iterator, "_workers", [])
