@@ -87,7 +87,6 @@ ADAPTERS = {
     "checkpoints.torch_files",
     "demo",
     "loaders.dataset_copies",
-    "loaders.fetch_waits",
     "loaders.index_source",
     "loaders.inner_loader",
     "loaders.presentation",

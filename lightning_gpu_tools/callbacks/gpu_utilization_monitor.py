@@ -32,6 +32,7 @@ from lightning_gpu_tools.monitoring.phases import MONITORING
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
 from lightning_gpu_tools.monitoring.run_recorder import RunRecorder
 from lightning_gpu_tools.monitoring.step_clock import StepClock
+from lightning_gpu_tools.monitoring.wrappers import Wrappers
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary, summarize
 from lightning_gpu_tools.reports.report import GpuSummary, RankSpeed, Report, save_report
@@ -217,7 +218,7 @@ class _Run:
         self._started_s = time.time()
         self._memory = MemoryHistory(trainer.strategy.root_device)
         self._told: set[str] = set()
-        self._undo: Callable[[], None] | None = None
+        self._wrappers = Wrappers()
         self.recorder = RunRecorder(trainer, clock, exchange)
 
     def every_gpu(self) -> tuple[GpuReading, ...]:
@@ -238,15 +239,16 @@ class _Run:
         bar, watch = self._trainer.progress_bar_callback, self.watch
         if bar is None or watch is None:
             return
-        get_metrics = bar.get_metrics
 
-        def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            percent = watch.latest_percent
-            shown: dict[str, Any] = {} if percent is None else {"gpu_busy": f"{percent:.0f}%"}
-            return {**get_metrics(*args, **kwargs), **shown}
+        def wrapper(get_metrics: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+            def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                percent = watch.latest_percent
+                shown: dict[str, Any] = {} if percent is None else {"gpu_busy": f"{percent:.0f}%"}
+                return {**get_metrics(*args, **kwargs), **shown}
 
-        bar.get_metrics = with_utilization  # type: ignore[method-assign]
-        self._undo = lambda: vars(bar).pop("get_metrics", None)
+            return with_utilization
+
+        self._wrappers.put(bar, "get_metrics", wrapper)
 
     def log(self, step: int) -> None:
         """Log this node's GPUs on rank 0."""
@@ -338,8 +340,7 @@ class _Run:
 
     def close(self) -> None:
         """Let go of everything."""
-        if self._undo is not None:
-            self._undo()
+        self._wrappers.undo()
         if self.watch is not None:
             self.watch.close()
         self.recorder.close()

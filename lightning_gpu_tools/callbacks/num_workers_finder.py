@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
-from lightning_gpu_tools.loaders.fetch_waits import FetchWaits
 from lightning_gpu_tools.loaders.presentation import log_settings, show_result, show_trial
 from lightning_gpu_tools.loaders.ranks import BoardOfRanks
 from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
@@ -25,7 +25,10 @@ from lightning_gpu_tools.loaders.tuning import Terms, Tuning
 from lightning_gpu_tools.loaders.validation import ValidationLoader
 from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
 from lightning_gpu_tools.monitoring.measurements import local_ranks
+from lightning_gpu_tools.monitoring.phases import DATA_LOADING
 from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
+from lightning_gpu_tools.monitoring.step_clock import StepClock
+from lightning_gpu_tools.monitoring.wrappers import Wrappers
 
 
 class NumWorkersFinder(Callback):
@@ -141,23 +144,25 @@ class _Fit:
         self._place = 0
         self._places = {"training": 0, "validation": 0}
         self._fixed: LoaderResult | None = None
-        self._waits: FetchWaits | None = None
+        # Says how long a loader is waited for that is left alone; the tuning of another one measures by itself.
+        self._clock: StepClock | None = StepClock.attach(trainer)
         self._shown: LoaderResult | None = None
         # Every loader of every stage goes through here, each time it is made.
-        strategy: Any = trainer.strategy
-        self._process = strategy.process_dataloader
-        self._was_wrapped = "process_dataloader" in vars(strategy)
-        strategy.process_dataloader = self._adopt
+        self._wrappers = Wrappers()
+        self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
 
     @property
     def result(self) -> LoaderResult | None:
         """What was found, or why nothing was looked for."""
-        if self._fixed is not None and self._waits is not None:
-            return dataclasses.replace(self._fixed, wait_share=self._waits.share)
+        if self._fixed is not None and self._clock is not None and self._clock.ran:
+            wait_s = self._clock.seconds.get(DATA_LOADING, 0.0)
+            return dataclasses.replace(self._fixed, wait_share=wait_s / max(self._clock.wall_s, 1e-9))
         return self._fixed if self._tuning is None else self._tuning.result
 
+    def _adopting(self, process: Callable[[object], object]) -> Callable[[object], object]:
+        return lambda loader: self._adopt(process(loader))
+
     def _adopt(self, loader: object) -> object:
-        loader = self._process(loader)
         stage = "training" if self._trainer.training else "validation"
         place = self._places[stage]
         self._places[stage] += 1
@@ -205,6 +210,8 @@ class _Fit:
         else:
             self._place, self._tuned = ours[0]
             self._tune(self._tuned, exchange)
+            self._let_go_of_the_clock()
+            self._clock = None
         for switch in self._switches:
             switch.watched = switch is self._tuned
 
@@ -231,7 +238,6 @@ class _Fit:
         why = why or why_fixed(loader) or f"a {type(loader).__qualname__} is iterated in a way of its own"
         users = settings_of(loader) if isinstance(loader, DataLoader) else None
         self._fixed = LoaderResult(users=users, settings=users, reason=f"The training loader is left as it is: {why}.")
-        self._waits = FetchWaits(self._trainer)
         rank_zero_info(f"NumWorkersFinder: {self._fixed.reason}")
 
     def _conclude(self, result: LoaderResult) -> None:
@@ -261,19 +267,18 @@ class _Fit:
         if self._tuned is not None:
             self._tuned.pause()
 
+    def _let_go_of_the_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.detach(self._trainer)
+
     def close(self) -> None:
         """Take everything off again."""
         if self._tuning is not None:
             self._tuning.abandon()
             if self._shown is None and self._tuning.result is not None:
                 self._show(self._tuning.result)
-        strategy: Any = self._trainer.strategy
-        if self._was_wrapped:
-            strategy.process_dataloader = self._process
-        else:
-            vars(strategy).pop("process_dataloader", None)
-        if self._waits is not None:
-            self._waits.close()
+        self._wrappers.undo()
+        self._let_go_of_the_clock()
         for switch in self._switches:
             switch.close()
 

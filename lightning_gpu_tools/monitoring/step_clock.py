@@ -175,6 +175,7 @@ class StepClock:
         pair_s = seconds_per_call(watch.timed(TRAINER, int)) - seconds_per_call(int)
         scratch = copy.copy(self)
         scratch._watch, scratch._clock, scratch.timeline, scratch.blocks = watch, time.perf_counter, PhaseTimeline(), []
+        scratch._data_loading, scratch._epoch_start = watch.account(DATA_LOADING), watch.account(EPOCH_START)
 
         def one_step() -> None:
             scratch._begin_fetch()

@@ -30,7 +30,8 @@ class Wrappers:
         if name in vars(owner):
             self._undo.append(functools.partial(setattr, owner, name, function))
         else:
-            self._undo.append(functools.partial(delattr, owner, name))
+            # Whoever has wrapped it since may have taken it off altogether.
+            self._undo.append(functools.partial(vars(owner).pop, name, None))
         setattr(owner, name, wrapper(function))
 
     def undo(self) -> None:

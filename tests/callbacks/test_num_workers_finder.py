@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset
 from trainings import Boom, Model, Raise, Samples, Stream, quiet_trainer
 
-from lightning_gpu_tools import NumWorkersFinder
+from lightning_gpu_tools import GPUUtilizationAdvisor, NumWorkersFinder
 from lightning_gpu_tools.loaders.random_state import random_state
 
 # A batch takes three times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
@@ -211,6 +212,20 @@ def test_what_cannot_be_changed_is_measured_and_left_alone(
     assert 0 < found.result.wait_share < 1
     assert not found.result.applied
     assert caplog.text.count(why) == 1
+
+
+@pytest.mark.parametrize("finder_first", [True, False])
+@pytest.mark.parametrize("failing", [True, False])
+def test_a_loader_left_alone_leaves_no_wrapper_and_hides_no_error(
+    tmp_path: Path, finder_first: bool, failing: bool
+) -> None:
+    callbacks = [finder(), GPUUtilizationAdvisor()]
+    raising = [Raise(at_step=5)] if failing else []
+    trainer = quiet_trainer(tmp_path, callbacks=[*(callbacks if finder_first else callbacks[::-1]), *raising])
+    with pytest.raises(Boom) if failing else nullcontext():
+        trainer.fit(Model(), DataLoader(Stream(Samples(9))))
+    owners = (trainer.fit_loop.epoch_loop, trainer.strategy)
+    assert [name for owner in owners for name in vars(owner) if callable(getattr(type(owner), name, None))] == []
 
 
 class OwnKind:

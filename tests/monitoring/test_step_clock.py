@@ -308,3 +308,11 @@ def test_handing_a_batch_to_validation_is_validation(time: HandClock, tmp_path: 
     trainer.fit(Transferring(time.spend, validation_s=1.0), loader(Samples(6)), loader(Samples(4)))
     assert watch.clock.seconds["host_to_device_copy"] == 6 * 0.5
     assert watch.clock.seconds["validation"] == 4 * (1.0 + 0.5)
+
+
+def test_measuring_its_own_cost_books_nothing(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(50, time.spend, 1.0)))
+    before = (watch.clock.seconds, list(watch.clock.blocks), watch.clock.steps)
+    assert watch.clock.cost_s() > 0
+    assert (watch.clock.seconds, list(watch.clock.blocks), watch.clock.steps) == before
