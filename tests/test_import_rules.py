@@ -127,6 +127,7 @@ NEIGHBOURS = {
     "demo": {"callbacks"},
     "monitoring.gpu_gaps": {"advice.run_measurements"},
     "monitoring.gpu_metrics": {"reports"},
+    "monitoring.measurements": {"loaders.settings"},
     "monitoring.sampler": {"nvml"},
     "monitoring.trace_reading": {"advice.run_measurements"},
     "reports.report": {"monitoring.stopwatch"},

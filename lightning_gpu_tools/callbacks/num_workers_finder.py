@@ -17,14 +17,14 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.loaders.index_source import length_of
 from lightning_gpu_tools.loaders.presentation import log_settings, show_result, show_trial
 from lightning_gpu_tools.loaders.ranks import BoardOfRanks
 from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
 from lightning_gpu_tools.loaders.switch import Switch
 from lightning_gpu_tools.loaders.tuning import Terms, Tuning
 from lightning_gpu_tools.loaders.validation import ValidationLoader
-from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
-from lightning_gpu_tools.monitoring.measurements import local_ranks
+from lightning_gpu_tools.monitoring.measurements import local_ranks, trains_on_gpu
 from lightning_gpu_tools.monitoring.phases import DATA_LOADING
 from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
 from lightning_gpu_tools.monitoring.step_clock import StepClock
@@ -285,8 +285,7 @@ class _Fit:
 
 def _limited(loader: DataLoader[Any], limit: float) -> int | None:
     """Return how many batches the Trainer takes of a loader in an epoch; ``None`` if that is unknown."""
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):  # a sampler without a length
+    length = length_of(loader)
+    if length is None:
         return limit if isinstance(limit, int) else None
     return min(length, limit) if isinstance(limit, int) else int(length * limit)

@@ -12,6 +12,14 @@ import torch
 from lightning_gpu_tools.loaders.random_state import random_state
 
 
+def length_of(sized: Any) -> int | None:
+    """Return how many a sampler or a loader has; ``None`` if it does not tell."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 class IndexSource:
     """One epoch's indices (or lists of indices), handed out in order to whoever loads them.
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.loaders.index_source import length_of
 from lightning_gpu_tools.loaders.random_state import undisturbed
 from lightning_gpu_tools.loaders.ranks import OneRank
 from lightning_gpu_tools.loaders.settings import copy_with, settings_of, why_fixed
@@ -65,7 +66,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
 def _find(loader: DataLoader[Any], step_time_s: float, budget_s: float) -> LoaderResult:
     switch = Switch(loader, watched=True)
     cuda = torch.cuda.is_available()
-    terms = Terms(host=read_host_budget(), cuda=cuda, budget_s=budget_s, epoch_steps=_length(loader), apply=False)
+    terms = Terms(host=read_host_budget(), cuda=cuda, budget_s=budget_s, epoch_steps=length_of(loader), apply=False)
     tuning = switch.listener = Tuning(switch, terms, ranks=OneRank())
     try:
         while tuning.result is None:
@@ -96,10 +97,3 @@ def _independent(loader: DataLoader[Any]) -> tuple[DataLoader[Any], str | None]:
     generator = memo.get(id(loader.generator)) if loader.generator is not None else None
     vars(own).update(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
     return own, None
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a sampler without a length
-        return None

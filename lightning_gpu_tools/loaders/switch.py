@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.loaders.dataset_copies import DatasetCopies
-from lightning_gpu_tools.loaders.index_source import IndexSource
+from lightning_gpu_tools.loaders.index_source import IndexSource, length_of
 from lightning_gpu_tools.loaders.inner_loader import InnerLoader
 from lightning_gpu_tools.loaders.random_state import PrivateRandomness
 from lightning_gpu_tools.loaders.settings import copy_with, set_settings, settings_of
@@ -173,7 +173,7 @@ class Switch:
         return IndexSource(
             indices,
             ahead=self.ahead,
-            length=_shorter(_length(sampler), self.length),
+            length=_shorter(length_of(sampler), self.length),
             generators=[generator for generator in generators if isinstance(generator, torch.Generator)],
             watch=self.watched,
         )
@@ -344,13 +344,6 @@ class Epoch:
         set_settings(switch.loader, switch.users)
         self._open()
         switch.tell(lambda listener: listener.on_fault(settings, error))
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _shorter(a: int | None, b: int | None) -> int | None:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lightning_gpu_tools.advice.run_measurements import GpuIdle
 from lightning_gpu_tools.monitoring.gpu_gaps import Gap, HostTime, IdleSums
@@ -27,11 +25,6 @@ _NEW_ORIGIN_S = 60.0
 # In this order the host does its work between two steps.
 _ORDER = ("callback", "logging", "checkpoint", "validation", "monitoring", "trainer", "unexplained", "epoch_start",
           "data_loading", "host_to_device_copy")  # fmt: skip
-
-
-def trains_on_gpu(trainer: Trainer) -> bool:
-    """Return whether the Trainer trains on NVIDIA GPUs."""
-    return isinstance(trainer.accelerator, CUDAAccelerator)
 
 
 class _Event(Protocol):

@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpu_readings import GpuReading
-from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu as trains_on_gpu
+from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.readings import LoaderSettings
+
+
+def trains_on_gpu(trainer: Trainer) -> bool:
+    """Return whether the Trainer trains on NVIDIA GPUs."""
+    return isinstance(trainer.accelerator, CUDAAccelerator)
 
 
 def local_ranks(trainer: Trainer) -> int:
@@ -27,13 +33,7 @@ def train_loader_settings(trainer: Trainer) -> LoaderSettings | None:
     """
     for loader in _flat(trainer.train_dataloader):
         if isinstance(loader, DataLoader):
-            return LoaderSettings(
-                num_workers=loader.num_workers,
-                prefetch_factor=loader.prefetch_factor,
-                persistent_workers=loader.persistent_workers,
-                pin_memory=loader.pin_memory,
-                batch_size=loader.batch_size,
-            )
+            return settings_of(loader)
     return None
 
 

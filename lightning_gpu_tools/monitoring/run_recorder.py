@@ -19,11 +19,16 @@ from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s,
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.device_facts import device_facts, left_on_cpu
 from lightning_gpu_tools.monitoring.gpu_sharing import Sharing, share_out
-from lightning_gpu_tools.monitoring.gpu_timeline import trains_on_gpu
-from lightning_gpu_tools.monitoring.measurements import local_ranks, train_loader_settings, trainer_gpus
+from lightning_gpu_tools.monitoring.measurements import (
+    local_ranks,
+    train_loader_settings,
+    trainer_gpus,
+    trains_on_gpu,
+)
 from lightning_gpu_tools.monitoring.phases import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING
 from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
 from lightning_gpu_tools.monitoring.step_clock import StepClock
+from lightning_gpu_tools.monitoring.utilization import weighted_mean
 from lightning_gpu_tools.monitoring.worker_watch import LONG_WAIT_S, WorkerWatch
 from lightning_gpu_tools.readings import GpuWindow, StepBlock
 
@@ -209,10 +214,8 @@ def busy_cores(cpu_s: float, elapsed_s: float, phase_s: Mapping[str, float], blo
 
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [one for one in windows if one.utilization_mean_percent is not None]
-    seconds = sum(one.utilization_observed_s for one in observed)
-    if seconds <= 0:
-        return None
-    return sum((one.utilization_mean_percent or 0.0) * one.utilization_observed_s for one in observed) / seconds
+    percents = [one.utilization_mean_percent or 0.0 for one in observed]
+    return weighted_mean(percents, [one.utilization_observed_s for one in observed])
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

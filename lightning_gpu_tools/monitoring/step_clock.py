@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch import Trainer
 
 from lightning_gpu_tools.advice.run_measurements import GpuIdle
-from lightning_gpu_tools.monitoring.gpu_timeline import GpuTimeline, trains_on_gpu
+from lightning_gpu_tools.monitoring.gpu_timeline import GpuTimeline
+from lightning_gpu_tools.monitoring.measurements import trains_on_gpu
 from lightning_gpu_tools.monitoring.phases import (
     CHECKPOINT,
     DATA_LOADING,
