@@ -91,6 +91,20 @@ def ceiling(share: float) -> float:
     return math.inf if share >= 1 else 1 / (1 - max(0.0, share))
 
 
+def counted(
+    cause: Cause,
+    share: float,
+    evidence: Mapping[str, float | str],
+    advice: str,
+    basis: Literal["measured", "heuristic"] = "measured",
+) -> Finding:
+    """Return a finding whose share is no sample of steps, so that its ceiling is its own lower bound."""
+    most = ceiling(share)
+    return Finding(
+        cause=cause, share=share, ceiling=most, ceiling_lower=most, evidence=evidence, advice=advice, basis=basis
+    )
+
+
 def is_worth_saying(finding: Finding, step_s: float) -> bool:
     """Return whether a finding's gain and its cost stand out.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import Finding, ceiling
+from lightning_gpu_tools.advice.findings import Finding, ceiling, counted
 from lightning_gpu_tools.advice.run_measurements import RunMeasurements
 from lightning_gpu_tools.quantities import format_bytes
 
@@ -34,11 +34,9 @@ def held_down(run: RunMeasurements) -> list[Finding]:
         throttled = gpu.thermal_throttled_percent / 100
         share = throttled * slowed
         found.append(
-            Finding(
-                cause="thermal_throttling",
-                share=share,
-                ceiling=ceiling(share),
-                ceiling_lower=ceiling(share),
+            counted(
+                "thermal_throttling",
+                share,
                 evidence={"thermal_throttled_percent": gpu.thermal_throttled_percent, **clock},
                 advice=f"Heat held the clocks down for {gpu.thermal_throttled_percent:.0f} % of the time: clear the "
                 "air flow, or have the fans or the neighbouring GPU looked at; a lower power limit (nvidia-smi -pl) "
@@ -55,11 +53,9 @@ def held_down(run: RunMeasurements) -> list[Finding]:
         assert gpu.power_capped_percent is not None
         share = gpu.power_capped_percent / 100 * slowed
         found.append(
-            Finding(
-                cause="power_cap",
-                share=share,
-                ceiling=ceiling(share),
-                ceiling_lower=ceiling(share),
+            counted(
+                "power_cap",
+                share,
                 evidence={"power_capped_percent": gpu.power_capped_percent, **clock},
                 advice=f"The power limit held the clocks down for {gpu.power_capped_percent:.0f} % of the time: "
                 "compare power.limit with power.max_limit (nvidia-smi -q -d POWER) and ask the administrator to raise "

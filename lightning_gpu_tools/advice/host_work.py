@@ -5,7 +5,7 @@ Each is timed whole, so that its share is a count and no estimate.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import Cause, Finding, ceiling
+from lightning_gpu_tools.advice.findings import Cause, Finding, counted
 from lightning_gpu_tools.advice.run_measurements import COPY, VALIDATION, RunMeasurements
 
 # A choice: validation is asked for by the user, so it is named only beyond a quarter of the wall time. After each
@@ -38,11 +38,9 @@ def host_work(run: RunMeasurements) -> list[Finding]:
                     evidence["name"] = name
                 times = _times_less(share)
                 found.append(
-                    Finding(
-                        cause=known,
-                        share=share,
-                        ceiling=ceiling(share),
-                        ceiling_lower=ceiling(share),
+                    counted(
+                        known,
+                        share,
                         evidence=evidence,
                         advice=advice.format(name=name, times=times, rarely=_round_up(times)),
                     )
@@ -78,11 +76,9 @@ def _validation(run: RunMeasurements) -> list[Finding]:
     if busy is not None:
         evidence["gpu_busy_percent"] = busy
     return [
-        Finding(
-            cause="validation",
-            share=idle,
-            ceiling=ceiling(idle),
-            ceiling_lower=ceiling(idle),
+        counted(
+            "validation",
+            idle,
             evidence=evidence,
             advice=f"Validate {_times_less(taken)} times less often (Trainer(val_check_interval=... or "
             "check_val_every_n_epoch=...)), on fewer batches (limit_val_batches=...), and give the validation "
@@ -98,11 +94,9 @@ def _copy_on_the_host(run: RunMeasurements) -> list[Finding]:
         return []
     share = min(seconds / run.wall_s, 1.0)
     return [
-        Finding(
-            cause="host_to_device_copy",
-            share=share,
-            ceiling=ceiling(share),
-            ceiling_lower=ceiling(share),
+        counted(
+            "host_to_device_copy",
+            share,
             evidence={"seconds": seconds, "ms_per_step": seconds / run.steps * 1e3},
             advice="Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their "
             "work in the dataset, where workers do it beside the training step.",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from lightning_gpu_tools.advice.batch_memory import larger_batch_advice
-from lightning_gpu_tools.advice.findings import Cause, Finding, ceiling
+from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.run_measurements import COPY, RunMeasurements
 
 # A copy or a wait is worth a word from 5 % of the step on, as the DataLoader is to torch's TensorBoard plugin.
@@ -57,16 +58,8 @@ def has_few_active_sms(run: RunMeasurements) -> bool:
     )
 
 
-def _finding(cause: Cause, share: float, evidence: dict[str, float | str], advice: str, measured: bool) -> Finding:
-    return Finding(
-        cause=cause,
-        share=share,
-        ceiling=ceiling(share),
-        ceiling_lower=ceiling(share),
-        evidence=evidence,
-        advice=advice,
-        basis="measured" if measured else "heuristic",
-    )
+def _basis(known: bool) -> Literal["measured", "heuristic"]:
+    return "measured" if known else "heuristic"
 
 
 def _copy(run: RunMeasurements) -> Finding | None:
@@ -97,7 +90,7 @@ def _copy(run: RunMeasurements) -> Finding | None:
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
         advice += f" {_left_on_cpu_advice(run.left_on_cpu)}"
-    return _finding("host_to_device_copy", share, evidence, advice, True)
+    return counted("host_to_device_copy", share, evidence, advice)
 
 
 def _left_on_cpu_advice(names: tuple[str, ...]) -> str:
@@ -135,14 +128,14 @@ def _sync(run: RunMeasurements) -> Finding | None:
     if profile.sync_lines:
         evidence["source_lines"] = ", ".join(profile.sync_lines)
         where = f" at {', '.join(profile.sync_lines)}"
-    return _finding(
+    return counted(
         "device_sync",
         share,
         evidence,
         f"Each step waits for the GPU's results {profile.syncs_per_step:.3g} times{where}: remove .item(), float(), "
         "print and .cpu() there, or do it every 50th step. self.log takes the tensor as it is; prog_bar=True asks for "
         "its value as often as the bar is drawn.",
-        known,
+        _basis(known),
     )
 
 
@@ -173,7 +166,7 @@ def _launch(run: RunMeasurements) -> Finding | None:
             "mode='reduce-overhead') (CUDA graphs), a fused optimizer (AdamW(..., fused=True))"
             + (f", or {bigger}." if bigger else ".")
         )
-    return _finding("launch_bound", share, evidence, advice, known)
+    return counted("launch_bound", share, evidence, advice, _basis(known))
 
 
 def _small_batch(run: RunMeasurements) -> Finding | None:
@@ -193,12 +186,12 @@ def _small_batch(run: RunMeasurements) -> Finding | None:
             evidence[name] = value
     if batch_size is not None:
         evidence["batch_size"] = batch_size
-    return _finding(
+    return counted(
         "small_batch",
         share,
         evidence,
         f"The kernels fill {run.gpu.sm_active_percent:.0f} % of the GPU: set {bigger}.",
-        False,
+        "heuristic",
     )
 
 
@@ -227,12 +220,12 @@ def low_precision(run: RunMeasurements) -> Finding | None:
             "Trainer(precision='16-mixed'): numbers beyond 65504 overflow in fp16, so look for a loss of inf or nan. "
             "This GPU has no bf16."
         )
-    return _finding(
+    return counted(
         "low_precision",
         share,
         {"tensor_active_percent": gpu.tensor_active_percent, "precision": run.precision or ""},
         f"The tensor cores do nothing at precision {run.precision!r}: {advice}",
-        False,
+        "heuristic",
     )
 
 
@@ -243,14 +236,13 @@ def _communication(run: RunMeasurements) -> Finding | None:
     share = profile.exposed_communication_s / profile.wall_s
     if share < _MIN_COMMUNICATION:
         return None
-    return _finding(
+    return counted(
         "communication",
         min(share, 1.0),
         {"ms_per_step": profile.exposed_communication_s / profile.steps * 1e3, "ranks": max(1, len(run.ranks))},
         "The GPU waits for other GPUs: average gradients less often (Trainer(accumulate_grad_batches=4)), send half "
         "the bytes (bf16 compression: DDPStrategy(ddp_comm_hook=...bf16_compress_hook)), and set "
         "DDPStrategy(static_graph=True, gradient_as_bucket_view=True).",
-        True,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median_low
 
-from lightning_gpu_tools.advice.findings import Finding, ceiling
+from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.run_measurements import RunMeasurements
 
 # TraceML's rule: the excess over the median rank is worth naming from 10 % of the step on, and a phase is the cause
@@ -48,11 +48,9 @@ def straggler(run: RunMeasurements) -> Finding | None:
     else:
         evidence["phase"] = phase
         where = f"it loses the time in {_PHASES.get(phase, phase)}: give it the same data, cores and settings"
-    return Finding(
-        cause="straggler",
-        share=share,
-        ceiling=ceiling(share),
-        ceiling_lower=ceiling(share),
+    return counted(
+        "straggler",
+        share,
         evidence=evidence,
         advice=f"All ranks wait for rank {slowest.rank} (node {slowest.node}), {excess_s * 1e3:.3g} ms a step slower "
         f"than the median of {len(run.ranks)} ranks; {where}.",
