@@ -373,21 +373,22 @@ with select_gpus(exclusive=True, wait=60):
 """
 
 
-def test_those_who_wait_are_served_in_the_order_in_which_they_came(driver: Driver, claims_dir: Path) -> None:
+def test_those_who_wait_are_served_in_the_order_in_which_they_came(
+    driver: Driver, claims_dir: Path, tmp_path: Path
+) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
-    waiting = []
-    for name in "abc":
-        waiting.append(subprocess.Popen([sys.executable, "-c", WAIT, name], stdout=-1, stderr=-1, text=True))
-        wait_until(lambda: len(list(claims_dir.glob("*.waiter"))) == len(waiting))
-    finished: list[str] = []
-    readers = [threading.Thread(target=lambda job=job: finished.append(job.communicate()[0])) for job in waiting]
-    for reader in readers:
-        reader.start()
+    served = tmp_path / "served"
+    waiting: list[subprocess.Popen[str]] = []
+    with served.open("a") as one_after_the_other:
+        for name in "abc":
+            command = [sys.executable, "-c", WAIT, name]
+            waiting.append(subprocess.Popen(command, stdout=one_after_the_other, stderr=-1, text=True))
+            wait_until(lambda: len(list(claims_dir.glob("*.waiter"))) == len(waiting))
     mine.release()
-    for reader in readers:
-        reader.join()
-    assert "".join(finished).split() == ["a", "b", "c"]
+    for job in waiting:
+        job.communicate()
+    assert served.read_text().split() == ["a", "b", "c"]
 
 
 def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
