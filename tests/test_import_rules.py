@@ -100,6 +100,7 @@ ADAPTERS = {
     "loaders.worker_probe",
     "monitoring.device_facts",
     "monitoring.gpu_timeline",
+    "monitoring.fit_watch",
     "monitoring.gpu_watch",
     "monitoring.measurements",
     "monitoring.memory_history",
