@@ -94,8 +94,9 @@ class FitWatch:
         self._wrappers.put(bar, "get_metrics", wrapper)
 
     def log(self, step: int) -> None:
-        """Log this node's GPUs on rank 0."""
+        """Log this node's GPUs on rank 0, and look at the memory."""
         self._memory.look()
+        self._warn([str(growth) for growth in self._memory.alarms()])
         if self.watch is None or not self._trainer.is_global_zero:
             return
         self._learn_own_pids(self.watch)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from lightning_gpu_tools.quantities import format_bytes, format_duration
+
 # A choice: growth is judged by the medians of so many equal parts of the run. If it were chance, all of them would
 # rise in 1 of 8! = 40320 runs.
 _PARTS = 8
@@ -34,6 +36,11 @@ class MemoryGrowth:
     bytes_per_s: float
     grown_bytes: float
     left_s: float | None = None
+
+    def __str__(self) -> str:
+        pace = f"{self.what} grows steadily, by {format_bytes(self.bytes_per_s * 60)} a minute"
+        end = "" if self.left_s is None else f"; at this pace it is full in {format_duration(self.left_s)}"
+        return f"{pace}{end}. Something is kept from step to step, often a tensor with its graph: .detach() it."
 
 
 def steady_growth(what: str, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:

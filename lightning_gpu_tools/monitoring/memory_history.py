@@ -13,6 +13,9 @@ from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth, steady_gr
 
 _MAX_POINTS = 500
 _INTERVAL_S = 1.0
+# A choice: what will be full within a day is told while there is time to act; judging takes about a millisecond.
+_ALARM_S = 24 * 3600.0
+_ALARM_EVERY_S = 300.0
 
 
 class MemoryHistory:
@@ -26,6 +29,8 @@ class MemoryHistory:
         self._device = device
         self._process = psutil.Process()
         self._due_s = 0.0
+        self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S
+        self._alarmed: set[str] = set()
         self._resident = Timeline(_MAX_POINTS, _INTERVAL_S)
         self._allocated = Timeline(_MAX_POINTS, _INTERVAL_S)
 
@@ -39,6 +44,16 @@ class MemoryHistory:
         if self._device.type == "cuda":
             # The allocator's own count: it asks no driver and waits for no kernel.
             self._allocated.add(now_s, torch.cuda.max_memory_allocated(self._device))
+
+    def alarms(self) -> list[MemoryGrowth]:
+        """Return what grows steadily and will be full within a day, each once; looks only every five minutes."""
+        if time.monotonic() < self._alarm_due_s:
+            return []
+        self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S
+        full_soon = [growth for growth in self.growth() if growth.left_s is not None and growth.left_s < _ALARM_S]
+        new = [growth for growth in full_soon if growth.what not in self._alarmed]
+        self._alarmed.update(growth.what for growth in new)
+        return new
 
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return what grew steadily up to now."""

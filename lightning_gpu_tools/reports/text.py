@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.quantities import format_bytes, format_duration
 from lightning_gpu_tools.reports.loader_summary import loader_line
 from lightning_gpu_tools.reports.report import GpuSummary, Report, slowest_rank
@@ -26,7 +25,7 @@ def render_text(report: Report) -> str:
     ]
     if report.gpu_note:
         lines.append(textwrap.fill(report.gpu_note, _WIDTH))
-    lines += (_wrapped(line) for line in (*_growth_lines(report), *_rank_lines(report)))
+    lines += (_wrapped(line) for line in (*map(str, report.memory_growth), *_rank_lines(report)))
     lines += (_wrapped(line) for line in _idle_lines(report))
     if report.loader is not None:
         lines.append(_wrapped(loader_line(report.loader)))
@@ -80,17 +79,6 @@ def _paragraph(title: str, text: str) -> str:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _growth_lines(report: Report) -> list[str]:
-    return [_growth_line(growth) for growth in report.memory_growth]
-
-
-def _growth_line(growth: MemoryGrowth) -> str:
-    line = f"{growth.what} grows steadily, by {format_bytes(growth.bytes_per_s * 60)} a minute"
-    if growth.left_s is not None:
-        line += f"; at this pace it is full in {format_duration(growth.left_s)}"
-    return line + ". Something is kept from step to step, often a tensor with its graph: .detach() it."
 
 
 def _rank_lines(report: Report) -> list[str]:

@@ -15,16 +15,19 @@ from lightning.pytorch.loggers import CSVLogger
 from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer, sampler_threads
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.monitoring import memory_history
 from lightning_gpu_tools.reports.report import load_report
 
 
 def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **options: Any) -> Path:
-    """Train 40 steps of at least 10 ms and return the log directory."""
+    """Train 40 steps, or as many as the options say, of at least 10 ms and return the log directory."""
     logger = CSVLogger(folder)
     trainer = quiet_trainer(
         folder, **{"logger": logger, "log_every_n_steps": 20, "callbacks": [monitor, *others], **options}
     )
-    trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(40)), loader(Samples(1)))
+    trainer.fit(
+        Model(time.sleep, step_s=0.01), loader(Samples(options.get("limit_train_batches", 40))), loader(Samples(1))
+    )
     return Path(logger.log_dir)
 
 
@@ -66,6 +69,23 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
     assert printed.count("No GPU: the Trainer trains on 'cpu'") == 1
     assert max(len(line) for line in printed.splitlines() if not line.startswith("Report: ")) <= 100
     assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_that_grows_is_told_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of the run is a millisecond here."""
+    monkeypatch.setattr(memory_history, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(memory_history, "_ALARM_EVERY_S", 0.3)
+    kept = []
+
+    class Leak(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            kept.append(bytearray(b"x") * 2**21)
+
+    with pytest.warns(
+        UserWarning, match=r"The memory of the process \(RSS\) grows steadily, by .* GiB a minute"
+    ) as told:
+        train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=100)
+    assert sum("grows steadily" in str(warning.message) for warning in told) == 1
 
 
 def test_without_a_driver_all_gpus_are_none_and_it_is_said_why(driver: Driver, tmp_path: Path) -> None:
