@@ -2,11 +2,12 @@
 
     python benchmarks/step_overhead.py [--steps 4000] [--fake-gpus 8] [--output results.json]
 
-All variants train at once, each in a thread of its own, but only one of them at a time: after every 50 steps the next
+All variants train at once, each in a thread of its own, but only one of them at a time: after every 10 steps the next
 one has its turn, so that what the machine does besides hits all alike. Of each turn the first steps, which find the
-caches cold, are left out. With GPUs, and nvitop installed, its collector is a variant, too. The threads that sample the
-GPUs run beside all variants; what they take is told by itself. On a machine with GPUs the model trains on the first
-one. With --fake-gpus the GPUs are those of the tests' fake driver, which is Python and not C and so takes far longer.
+caches cold, are left out; five turns, with one point of logging among them, are one measurement. With GPUs, and nvitop
+installed, its collector is a variant, too. The threads that sample the GPUs run beside all variants; what they take is
+told by itself. On a machine with GPUs the model trains on the first one. With --fake-gpus the GPUs are those of the
+tests' fake driver, which is Python and not C and so takes far longer.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report import load_report
 
 WARM_UP = 200
-TURN, COLD = 50, 5  # steps of a turn, and how many of them are left out
+TURN, COLD, TURNS = 10, 2, 5  # steps of a turn, how many of them are left out, and turns of a measurement
 
 
 class Relay:
@@ -60,21 +61,19 @@ class Relay:
 
 
 class Model(LightningModule):
-    """A step of about a millisecond, and how long those of each turn took on the wall and of the thread's CPU time."""
+    """A step of about a millisecond, and how long those of each measurement took, by the wall and of CPU time."""
 
     def __init__(self, relay: Relay, place: int) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
         self.relay, self.place = relay, place
         self.steps = 0
-        self.began = (0.0, 0.0)
-        self.turns_us: list[tuple[float, float]] = []
+        self.began = self.spent = (0.0, 0.0)
+        self.measured_us: list[tuple[float, float]] = []
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if self.steps % TURN == 0:
-            if self.steps > WARM_UP:
-                wall_s, cpu_s = time.perf_counter() - self.began[0], time.thread_time() - self.began[1]
-                self.turns_us.append((wall_s / (TURN - COLD) * 1e6, cpu_s / (TURN - COLD) * 1e6))
+            self.end_turn()
             if self.steps:
                 self.relay.pass_on(self.place)
             self.relay.batons[self.place].acquire()
@@ -84,6 +83,15 @@ class Model(LightningModule):
         loss = self.layers(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
+
+    def end_turn(self) -> None:
+        (wall_s, cpu_s), (began_s, cpu_began_s) = self.spent, self.began
+        self.spent = wall_s + time.perf_counter() - began_s, cpu_s + time.thread_time() - cpu_began_s
+        if self.steps % (TURN * TURNS) == 0:
+            if self.steps > WARM_UP:
+                us = 1e6 / (TURNS * (TURN - COLD))
+                self.measured_us.append((self.spent[0] * us, self.spent[1] * us))
+            self.spent = (0.0, 0.0)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-6)
@@ -156,13 +164,13 @@ def train(relay: Relay, place: int, variant: Variant, steps: int, folder: str) -
     return model
 
 
-def turns_us(variants: Sequence[Variant], steps: int) -> list[list[tuple[float, float]]]:
-    """Train all variants in turn and return, for each turn of each, the mean wall and CPU time of a step in us."""
+def measure(variants: Sequence[Variant], steps: int) -> list[list[tuple[float, float]]]:
+    """Train all variants in turn; return the mean wall and CPU time of a step in us for each measurement of each."""
     relay = Relay(len(variants))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(variants)) as pool:
         jobs = [pool.submit(train, relay, place, variant, steps, folder) for place, variant in enumerate(variants)]
         relay.start()
-        return [job.result().turns_us for job in jobs]
+        return [job.result().measured_us for job in jobs]
 
 
 def own_count_us(steps: int) -> tuple[float, float | None]:
@@ -208,15 +216,15 @@ def main() -> None:
     if importlib.util.find_spec("nvitop") is not None and (args.fake_gpus or torch.cuda.is_available()):
         VARIANTS["nvitop's collector"] = (50, lambda: [NvitopCollector()])
 
-    seen = dict(zip(VARIANTS, turns_us(list(VARIANTS.values()), args.steps), strict=True))
+    seen = dict(zip(VARIANTS, measure(list(VARIANTS.values()), args.steps), strict=True))
     own_us, thread_us = own_count_us(args.steps)
     console = Console(width=110)
     for kind, title in enumerate(("wall time", "CPU time of the training thread")):
         table = Table("variant", "us a step (median)", "beyond two empty callbacks (median, 95 %)", title=title)
-        for name, turns in seen.items():
-            beyond = [a[kind] - b[kind] for a, b in zip(turns, seen["two empty callbacks"], strict=False)]
+        for name, measured in seen.items():
+            beyond = [a[kind] - b[kind] for a, b in zip(measured, seen["two empty callbacks"], strict=False)]
             low, high = interval(beyond)
-            own = median(turn[kind] for turn in turns)
+            own = median(one[kind] for one in measured)
             table.add_row(name, f"{own:.0f}", f"{median(beyond):+.0f} ({low:+.0f} to {high:+.0f})")
         console.print(table)
     console.print(f"By their own count, monitor and advisor add {own_us:.1f} us to a step.")
@@ -230,7 +238,7 @@ def main() -> None:
             "fake_gpus": args.fake_gpus,
             "own_count_us": own_us,
             "sampling_thread_us": thread_us,
-            "turns_us_wall_cpu": seen,
+            "measured_us_wall_cpu": seen,
         }
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -108,7 +108,7 @@ ADAPTERS = {
     "monitoring.run_recorder",
     "monitoring.step_clock",
     "monitoring.step_profiler",
-    "monitoring.timed_hooks",
+    "monitoring.timed_actions",
     "monitoring.worker_watch",
     "monitoring.wrappers",
     "strategies",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +32,7 @@ from lightning_gpu_tools.monitoring.phases import (
     VALIDATION,
 )
 from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
-from lightning_gpu_tools.monitoring.timed_hooks import time_hooks
+from lightning_gpu_tools.monitoring.timed_actions import action_context, time_actions, time_loggers
 from lightning_gpu_tools.monitoring.wrappers import Wrappers, after, before
 from lightning_gpu_tools.readings import StepBlock
 
@@ -74,6 +75,7 @@ class StepClock:
             self._watch.account, (DATA_LOADING, EPOCH_START, MONITORING)
         )
         self._around_fetch = self._watch.current
+        self._fetch = ""
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._gpu: GpuTimeline | None = None
         self._users = 0
@@ -179,10 +181,10 @@ class StepClock:
         scratch._data_loading, scratch._epoch_start = watch.account(DATA_LOADING), watch.account(EPOCH_START)
 
         def one_step() -> None:
-            scratch._begin_fetch()
-            scratch._end_fetch()
+            scratch._begin_fetch(self._fetch)
+            scratch._end_fetch(self._fetch)
 
-        return max(0.0, pair_s * self._watch.pairs + seconds_per_call(one_step) * self.steps)
+        return max(0.0, pair_s * self._watch.entered + seconds_per_call(one_step) * self.steps)
 
     def _end_run(self) -> None:
         if self._running:  # else it was the end of a trial run
@@ -202,8 +204,6 @@ class StepClock:
         self._wrap(epoch_loop, "on_run_start", before(self._begin_epoch))
         self._wrap(epoch_loop, "run", self._timed(TRAINER))
         self._wrap(trainer.fit_loop, "on_advance_end", self._timed(TRAINER))
-        self._wrap(epoch_loop.automatic_optimization, "run", self._timed(TRAINING_STEP))
-        self._wrap(epoch_loop.manual_optimization, "run", self._timed(TRAINING_STEP))
         if trains_on_gpu(trainer):
             self._gpu = GpuTimeline(self._clock, self._spent, self.as_own_work)
             self._wrap(epoch_loop.automatic_optimization, "run", self._gpu.around)
@@ -211,31 +211,39 @@ class StepClock:
         if trainer.world_size > 1:  # to tell a rank that is slow itself from those that wait for it
             self._wrap(trainer.strategy, "training_step", self._measure_forward)
         self._wrap(epoch_loop.val_loop, "run", self._timed(VALIDATION))
-        self._wrap(trainer.strategy, "batch_to_device", self._timed(HOST_TO_DEVICE_COPY, except_in=VALIDATION))
-        self._time_the_fetch(trainer)
         self._wrap(trainer, "save_checkpoint", self._timed(CHECKPOINT))
-        time_hooks(trainer, self._wrappers, self._timed)
+        self._fetch = f"[{type(epoch_loop).__name__}].train_dataloader_next"
+        time_actions(
+            trainer,
+            self._wrappers,
+            context=lambda action: self._context(action, trainer),
+            begin=self._begin_fetch,
+            end=self._end_fetch,
+        )
+        time_loggers(trainer, self._wrappers, self._watch)
 
-    def _time_the_fetch(self, trainer: Trainer) -> None:
+    def _context(self, action: str, trainer: Trainer) -> AbstractContextManager[str]:
+        """Return what times one of the Trainer's actions; asked once for each."""
+        if action.endswith(".on_train_batch_end") and not self.steps:  # no fetch came before the first step's end
+            self._time_the_fetch_otherwise(trainer)
+        return action_context(action, trainer, self._watch)
+
+    def _time_the_fetch_otherwise(self, trainer: Trainer) -> None:
+        # From where a step begins to where its batch is prepared for the device: the Trainer's own work counts in, and
+        # a loader whose batches the model fetches by itself (dataloader_iter) is not seen. The first step has gone by.
+        self._wrappers.missing.append(self._fetch)
+        self.steps, self._first_of_epoch = 1, False
         loop = trainer.fit_loop.epoch_loop
-        missing = [name for name in ("_on_before_fetch", "_on_after_fetch") if not hasattr(loop, name)]
-        if not missing:
-            self._wrap(loop, "_on_before_fetch", before(self._begin_fetch))
-            self._wrap(loop, "_on_after_fetch", after(self._end_fetch))
-            return
-        # From where a step begins to where its batch goes to the device: the Trainer's own work counts in, and a loader
-        # whose batches the model fetches by itself (dataloader_iter) is not seen.
-        self._wrappers.missing += [f"{type(loop).__name__}.{name}" for name in missing]
-        self._wrap(loop, "advance", before(self._begin_fetch))
-        self._wrap(trainer.strategy, "batch_to_device", before(self._end_open_fetch))
+        self._wrap(loop, "advance", before(lambda: self._begin_fetch(self._fetch)))
+        self._wrap(trainer.precision_plugin, "convert_input", before(self._end_open_fetch))
 
     def _end_open_fetch(self) -> None:
         if self._watch.current in (self._data_loading, self._epoch_start):  # not in validation
-            self._end_fetch()
+            self._end_fetch(self._fetch)
 
-    def _timed(self, phase: str, *, except_in: str = "") -> Callable[[_Function], _Function]:
+    def _timed(self, phase: str) -> Callable[[_Function], _Function]:
         def wrapper(function: _Function) -> _Function:
-            timed = self._watch.timed(phase, function, except_in)
+            timed = self._watch.timed(phase, function)
             return self._with_edges(timed) if phase in (VALIDATION, CHECKPOINT) else timed
 
         return wrapper
@@ -268,7 +276,9 @@ class StepClock:
 
     # The next two run in every step, so they do themselves what `Stopwatch.switch` does.
 
-    def _begin_fetch(self) -> None:
+    def _begin_fetch(self, action: str) -> None:
+        if action != self._fetch:
+            return
         watch, now_s = self._watch, self._clock()
         around = self._around_fetch = watch.current
         around.seconds += now_s - watch.since_s
@@ -282,7 +292,9 @@ class StepClock:
         if now_s >= self.timeline.due_s:
             self.timeline.cut(now_s, self.seconds)
 
-    def _end_fetch(self) -> None:
+    def _end_fetch(self, action: str) -> None:
+        if action != self._fetch:
+            return
         watch, now_s = self._watch, self._clock()
         fetch_s = self.last_fetch_s = now_s - watch.since_s
         watch.current.seconds += fetch_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -43,17 +44,18 @@ class Stopwatch:
     Attributes:
         current: What time is booked on now.
         since_s: Up to when it is booked.
-        pairs: How often a phase was entered and left by a function of :meth:`timed`.
+        entered: How often a context of :meth:`booked` was entered.
     """
 
-    __slots__ = ("_accounts", "_clock", "current", "pairs", "since_s")
+    __slots__ = ("_accounts", "_around", "_clock", "current", "entered", "since_s")
 
     def __init__(self, base: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._accounts: dict[str, Account] = {}
         self._clock = clock
+        self._around: list[Account] = []
         self.current = self.account(base)
         self.since_s = 0.0
-        self.pairs = 0
+        self.entered = 0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -75,29 +77,55 @@ class Stopwatch:
         self.since_s, self.current = now_s, account
         return before
 
-    def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
-        """Return the function with its time booked on ``phase``, except where it is called in phase ``except_in``."""
-        account, clock = self.account(phase), self._clock
+    def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
+        """Return a context, to be used again and again, in which time is booked on a phase.
 
-        # Twice the body of `switch`: between the kernels of a training, every call that is not made counts. The phase
-        # around this one waits in a local variable, so a function that raises leaves no phase behind.
+        Args:
+            phase: Which one.
+            action: What ``with`` is to give.
+            except_in: A phase in which this one does not count.
+        """
+        return _Booked(self, self.account(phase), action, self.account(except_in) if except_in else None)
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time booked on a phase."""
+        booked = self.booked(phase)
+
         def timed(*args: Any, **kwargs: Any) -> Any:
-            now_s, before = clock(), self.current
-            before.seconds += now_s - self.since_s
-            self.since_s, self.current = now_s, account
-            self.pairs += 1
-            try:
+            with booked:
                 return function(*args, **kwargs)
-            finally:
-                now_s = clock()
-                self.current.seconds += now_s - self.since_s
-                self.since_s, self.current = now_s, before
 
-        def timed_elsewhere(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if self.current is excepted else timed(*args, **kwargs)
+        return timed
 
-        excepted = self.account(except_in) if except_in else None
-        return timed_elsewhere if except_in else timed
+
+class _Booked(AbstractContextManager[str]):
+    """See :meth:`Stopwatch.booked`."""
+
+    __slots__ = ("_account", "_action", "_clock", "_except_in", "_watch")
+
+    def __init__(self, watch: Stopwatch, account: Account, action: str, except_in: Account | None) -> None:
+        self._watch, self._clock = watch, watch._clock
+        self._account = account
+        self._action = action
+        self._except_in = except_in
+
+    # Both do themselves what `Stopwatch.switch` does: between the kernels of a training, every call that is not made
+    # counts.
+
+    def __enter__(self) -> str:
+        watch, now_s = self._watch, self._clock()
+        around = watch.current
+        watch._around.append(around)
+        watch.entered += 1
+        if around is not self._except_in:
+            around.seconds += now_s - watch.since_s
+            watch.since_s, watch.current = now_s, self._account
+        return self._action
+
+    def __exit__(self, *error: object) -> None:
+        watch, now_s = self._watch, self._clock()
+        watch.current.seconds += now_s - watch.since_s
+        watch.since_s, watch.current = now_s, watch._around.pop()
 
 
 def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: int = 5) -> float:

@@ -1,16 +1,14 @@
 """The phases of real trainings, timed by a clock that moves only when the test's code spends time."""
 
-import copy
-import inspect
-import pickle
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from trainings import (
     Boom,
     HandClock,
@@ -42,7 +40,10 @@ def time() -> HandClock:
     return HandClock()
 
 
-def test_every_second_is_booked_where_it_was_spent(time: HandClock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("profiler", [None, SimpleProfiler, AdvancedProfiler])
+def test_every_second_is_booked_where_it_was_spent(
+    time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
+) -> None:
     watch = Watch(time)
     trainer = quiet_trainer(
         tmp_path,
@@ -50,6 +51,7 @@ def test_every_second_is_booked_where_it_was_spent(time: HandClock, tmp_path: Pa
         log_every_n_steps=1,
         limit_train_batches=10,
         callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), watch, Slow(time)],
+        profiler=None if profiler is None else profiler(),
     )
     trainer.fit(
         Model(time.spend, step_s=2.0, validation_s=4.0),
@@ -69,6 +71,41 @@ def test_every_second_is_booked_where_it_was_spent(time: HandClock, tmp_path: Pa
         "logging/SpendingLogger": 10 * 0.5 + 0.5,  # and once for the validation's metrics
     }
     assert clock.wall_s == sum(clock.seconds.values())
+    assert wrapped(trainer, watch) == []
+
+
+def test_the_users_profiler_sees_all_that_it_would_have_seen(time: HandClock, tmp_path: Path) -> None:
+    class Profiled(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            with self.trainer.profiler.profile("mine") as name:  # type: ignore[attr-defined]
+                assert name == "mine"
+                return super().training_step(batch, batch_idx)
+
+    def actions(*callbacks: Callback) -> dict[str, int]:
+        profiler = SimpleProfiler()
+        trainer = quiet_trainer(tmp_path, callbacks=[*callbacks, Slow(time)], profiler=profiler)
+        trainer.fit(Profiled(time.spend), loader(Samples(6)), loader(Samples(4)))
+        return {name: len(durations) for name, durations in profiler.recorded_durations.items() if "Watch" not in name}
+
+    timed, alone = actions(Watch(time)), actions()
+    assert timed == alone
+    assert timed["mine"] == 6
+
+
+def test_an_action_of_the_users_gets_its_name_and_costs_no_memory(time: HandClock, tmp_path: Path) -> None:
+    class Numbered(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            for i in range(100):
+                with self.trainer.profiler.profile(f"{batch_idx} {i}") as name:  # type: ignore[attr-defined]
+                    assert name == f"{batch_idx} {i}"
+            table = self.trainer.profiler.profile.__self__  # type: ignore[attr-defined]
+            self.known = len(table)
+            return super().training_step(batch, batch_idx)
+
+    watch, model = Watch(time), Numbered(time.spend, step_s=1.0)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(model, loader(Samples(50)))
+    assert model.known == 1000
+    assert watch.clock.seconds["training_step"] == 50.0
 
 
 class Slow(Callback):
@@ -171,7 +208,15 @@ def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time
 def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
     """Return what still stands on instances that a class should provide."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    owners = [trainer, trainer.strategy, trainer.fit_loop, epoch_loop, epoch_loop.val_loop, *callbacks]
+    owners = [
+        trainer,
+        trainer.strategy,
+        trainer.profiler,
+        trainer.fit_loop,
+        epoch_loop,
+        epoch_loop.val_loop,
+        *callbacks,
+    ]  # type: ignore[attr-defined]
     owners += [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
     return [
         name
@@ -221,11 +266,10 @@ def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own
 def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandClock, tmp_path: Path) -> None:
     watch = Watch(time)
     trainer = quiet_trainer(tmp_path, callbacks=[watch])
-    trainer.strategy.batch_to_device = None  # type: ignore[assignment, method-assign]
-    clock = StepClock(trainer, time)
-    clock._start(trainer)
-    clock.stop()
-    assert clock.unseen == ["SingleDeviceStrategy.batch_to_device"]
+    trainer.fit_loop.epoch_loop.val_loop.run = None  # type: ignore[assignment, method-assign]
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
+    assert watch.clock.unseen == ["_EvaluationLoop.run"]
+    assert watch.clock.seconds == {"epoch_start": 1.0, "data_loading": 3.0, "training_step": 8.0}
 
 
 class Hooked(Model):
@@ -246,52 +290,22 @@ def test_a_hook_of_the_model_is_booked_by_its_name(time: HandClock, tmp_path: Pa
     assert not {"on_train_batch_start", "on_after_backward"} & vars(model).keys()
 
 
-def test_a_model_can_be_copied_and_pickled_while_its_hooks_are_timed(time: HandClock, tmp_path: Path) -> None:
-    class Copy(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            if trainer.global_step == 3:
-                trainer_of, pl_module._trainer = pl_module._trainer, None  # a Trainer cannot be copied
-                self.copies = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
-                pl_module._trainer = trainer_of
-
-    copies = Copy()
-    quiet_trainer(tmp_path, callbacks=[Watch(time), copies]).fit(Pickled(), loader(Samples(8)))
-    for one in copies.copies:
-        one.on_train_batch_start(None, 0)
-        assert one.started == [one] * 4  # the first three batches, and this one: by the copy itself, not the original
-
-
-class Pickled(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[Any] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.started.append(self)
-
-
 def test_where_the_fetch_has_another_name_the_public_hooks_tell_the_wait(
     time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A future Lightning that has renamed what the fetch is timed by."""
-    for name in ("_on_before_fetch", "_on_after_fetch"):
-        function = getattr(_TrainingEpochLoop, name)
-        monkeypatch.setattr(_TrainingEpochLoop, f"{name}_renamed", function, raising=False)
-        monkeypatch.delattr(_TrainingEpochLoop, name)
-    source = inspect.getsource(_TrainingEpochLoop.on_run_start).replace("_on_before_fetch", "_on_before_fetch_renamed")
-    source = textwrap.dedent(source.replace("_on_after_fetch", "_on_after_fetch_renamed").replace("@override\n", ""))
-    namespace = dict(vars(inspect.getmodule(_TrainingEpochLoop)))
-    exec(source, namespace)
-    monkeypatch.setattr(_TrainingEpochLoop, "on_run_start", namespace["on_run_start"])
+    """A future Lightning that calls the fetch something else."""
+    monkeypatch.setattr(_TrainingEpochLoop, "_on_before_fetch", lambda loop: loop.trainer.profiler.start("renamed"))
+    monkeypatch.setattr(_TrainingEpochLoop, "_on_after_fetch", lambda loop: loop.trainer.profiler.stop("renamed"))
     watch = Watch(time)
     trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2, val_check_interval=5, num_sanity_val_steps=0)
     trainer.fit(
         Model(time.spend, step_s=2.0, validation_s=1.0), loader(Samples(50, time.spend, 3.0)), loader(Samples(2))
     )
-    assert watch.clock.unseen == ["_TrainingEpochLoop._on_before_fetch", "_TrainingEpochLoop._on_after_fetch"]
+    assert watch.clock.unseen == ["[_TrainingEpochLoop].train_dataloader_next"]
     assert watch.clock.steps == 100
     assert watch.clock.seconds["data_loading"] == 98 * 3.0
-    assert watch.clock.seconds["epoch_start"] == 2 * 3.0
+    assert watch.clock.seconds["epoch_start"] == 3.0
+    assert watch.clock.seconds["trainer"] == 3.0  # by the end of the first step it is known that its fetch went unseen
     assert watch.clock.seconds["training_step"] == 100 * 2.0
     assert watch.clock.seconds["validation"] == 20 * 2 * 1.0
     assert {(b.wall_s - b.paused_s, b.data_loading_s) for b in watch.clock.blocks} == {(50.0, 30.0)}
@@ -308,6 +322,24 @@ def test_handing_a_batch_to_validation_is_validation(time: HandClock, tmp_path: 
     trainer.fit(Transferring(time.spend, validation_s=1.0), loader(Samples(6)), loader(Samples(4)))
     assert watch.clock.seconds["host_to_device_copy"] == 6 * 0.5
     assert watch.clock.seconds["validation"] == 4 * (1.0 + 0.5)
+
+
+def test_what_a_datamodule_does_to_a_batch_is_booked_by_its_name(time: HandClock, tmp_path: Path) -> None:
+    class Augmenting(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(Samples(6))
+
+        def val_dataloader(self) -> Any:
+            return loader(Samples(4))
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            time.spend(0.5)
+            return batch
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
+    trainer.fit(Model(time.spend), Augmenting())
+    assert watch.clock.seconds == {"callback/Augmenting.on_after_batch_transfer": 6 * 0.5, "validation": 4 * 0.5}
 
 
 def test_measuring_its_own_cost_books_nothing(time: HandClock, tmp_path: Path) -> None:

@@ -1,8 +1,14 @@
-"""The timeline of phases: nothing is lost, and it stays small."""
+"""Every instant is booked once, whatever happens; the timeline of phases loses nothing, and it stays small."""
+
+import contextlib
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainings import Boom, HandClock
 
-from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline
+from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch
 
 
 def test_spans_add_up_to_the_run_and_are_few_however_long_it_is() -> None:
@@ -37,3 +43,40 @@ def test_what_begins_has_an_edge_of_its_own() -> None:
         (80, {"validation": 30}),
         (90, {"training_step": 10}),
     ]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Any:
+    """Return what a thread does, one after the other: seconds that go by, phases with such a list inside, errors."""
+    inside = st.deferred(trees)
+    phase = st.tuples(st.sampled_from("abc"), inside)
+    return draw(st.lists(st.one_of(st.integers(1, 1000), phase, st.just(Boom)), max_size=5))
+
+
+@given(trees())
+def test_phases_add_up_and_end_where_they_began_whatever_is_raised_inside(tree: Any) -> None:
+    time, booked = HandClock(), dict.fromkeys("abc", 0.0)
+    watch = Stopwatch("outside", time)
+    contexts = {phase: watch.booked(phase, except_in="c" if phase == "b" else "") for phase in "abc"}
+    booked["outside"] = 0.0
+    watch.start()
+    began_s = time()
+
+    def act(tree: Any, phase: str) -> None:
+        for part in tree:
+            if part is Boom:
+                raise Boom
+            if isinstance(part, int):
+                time.spend(part)
+                booked[phase] += part
+            else:
+                inner, rest = part
+                with contextlib.suppress(Boom), contexts[inner]:
+                    act(rest, phase if (inner, phase) == ("b", "c") else inner)
+                assert watch.current.phase == phase
+
+    with contextlib.suppress(Boom):
+        act(tree, "outside")
+    watch.switch(watch.current)
+    assert watch.seconds == pytest.approx({phase: seconds for phase, seconds in booked.items() if seconds}, abs=1e-6)
+    assert sum(watch.seconds.values()) == pytest.approx(time() - began_s)
