@@ -238,9 +238,12 @@ def main() -> None:
             "fake_gpus": args.fake_gpus,
             "own_count_us": own_us,
             "sampling_thread_us": thread_us,
-            "measured_us_wall_cpu": seen,
+            "measured_us": {
+                name: {kind: [round(one[i], 1) for one in measured] for i, kind in enumerate(("wall", "cpu"))}
+                for name, measured in seen.items()
+            },
         }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

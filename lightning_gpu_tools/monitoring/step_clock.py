@@ -306,8 +306,9 @@ class StepClock:
 
     def _look(self, now_s: float) -> None:
         """Add up the steady steps since the last look; this step begins now."""
+        totals = self._totals(now_s)
         if self._looked_from is not None:
-            passed = self._totals(now_s) - self._looked_from
+            passed = totals - self._looked_from
             self._open += replace(passed, data_loading_cpu_s=self._fetch_cpu_share * passed.data_loading_s)
             self._looked_from = None
             if self._open.steps >= self._steps_per_block:
@@ -319,7 +320,7 @@ class StepClock:
         elif self.steps <= self.warm_up_steps:
             self._next_look = self.warm_up_steps + 1
         else:
-            self._looked_from = self._totals(now_s)
+            self._looked_from = totals
             self._next_look = self.steps + _LOOK_EVERY - self._open.steps % _LOOK_EVERY
             self._fetch_cpu_since_s = time.thread_time()
 
