@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 from pathlib import Path
 
 import psutil
@@ -36,7 +38,12 @@ def read_host_budget(
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
         if limit and used and limit[0] != "max":
-            memory_bytes.append(max(0, int(limit[0]) - int(used[0])))
+            # Without what the kernel gives back on demand: the kubelet's working set,
+            # https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
+            words = _words(folder / "memory.stat")
+            usage = dict(zip(words[::2], words[1::2], strict=False))
+            cached = usage.get("total_inactive_file") or usage.get("inactive_file", "0")  # of v1, which has both; of v2
+            memory_bytes.append(max(0, int(limit[0]) - max(0, int(used[0]) - int(cached))))
     return HostBudget(
         cores=min(cores),
         memory_available_bytes=min(memory_bytes),
@@ -63,8 +70,14 @@ def children_cpu_s() -> float:
 
 
 def idle_cpu_s() -> float:
-    """Return the CPU seconds for which the cores of this process's affinity mask have stood idle since the boot."""
-    per_core = psutil.cpu_times(percpu=True)
+    """Return the CPU seconds for which the cores of this process's affinity mask have stood idle since the boot.
+
+    It is 0 where the system does not tell (``/proc`` mounted with ``subset=pid``).
+    """
+    try:
+        per_core = psutil.cpu_times(percpu=True)
+    except OSError:
+        return 0.0
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(per_core))
     # Waiting for a disk leaves a core to others, too.
     return sum(per_core[core].idle + getattr(per_core[core], "iowait", 0.0) for core in mine if core < len(per_core))
@@ -125,3 +138,12 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:  # the file of the other version of cgroups, or a root cgroup, which has no limits
         return []
+
+
+def processor_name() -> str:
+    """Return the name of the CPU; where the system does not tell it, that of its architecture."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # no Linux
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
