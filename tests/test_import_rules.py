@@ -77,6 +77,7 @@ ADAPTERS = {
     "accelerator",
     "callbacks.gpu_utilization_advisor",
     "callbacks.gpu_utilization_monitor",
+    "callbacks.never_stop_training",
     "callbacks.num_workers_finder",
     "checkpoint_io",
     "checkpoints.compare",

@@ -12,6 +12,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.inside_step import wants_profile
 from lightning_gpu_tools.advice.run_measurements import ProfiledSteps, RunMeasurements
+from lightning_gpu_tools.callbacks.never_stop_training import never_stops_training
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.monitoring.measurements import batch_bytes
@@ -73,17 +74,23 @@ class GPUUtilizationAdvisor(Callback):
         self._next_look = 0
         self._warned = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), **dict.fromkeys(("_clock", "_recorder", "_exchange", "_profiler"))}
+
     @property
     def diagnosis(self) -> Diagnosis | None:
         """What the measurements say: of the fit that runs, or of the last one; ``None`` before the first."""
         return self._diagnose() if self._recorder is not None else self._diagnosis
 
     @override
+    @never_stops_training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and not is_disabled():
+            self._give_up(trainer)  # a fit whose end it was not told of
             self._clock = StepClock.attach(trainer)
 
     @override
+    @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is None:
             return
@@ -96,6 +103,7 @@ class GPUUtilizationAdvisor(Callback):
         self._warned = False
 
     @override
+    @never_stops_training
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -115,7 +123,7 @@ class GPUUtilizationAdvisor(Callback):
         if sum(block.wall_s for block in self._clock.blocks) < self.min_seconds:  # spares judging what is too short
             self._next_look = later
             return
-        self._tell()
+        self._tell(next_turn=False)  # each rank looks when it likes
         measured = self._recorder.measurements()
         diagnosis = self._diagnose(measured)
         if diagnosis.verdict == "too_short":
@@ -135,22 +143,25 @@ class GPUUtilizationAdvisor(Callback):
         if self._recorder is not None:
             self._recorder.profile = profile
 
-    def _tell(self) -> None:
-        """Tell the other ranks how fast this one is."""
+    def _tell(self, *, next_turn: bool) -> None:
+        """Tell the other ranks how fast this one is; a turn is what all of them take at the same moment."""
         if self._exchange is not None and self._recorder is not None and self._exchange.ranks > 1:
-            self._turn += 1
+            self._turn += next_turn
             self._exchange.tell(self._turn, own_step=self._recorder.own_step())
 
     @override
+    @never_stops_training
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell()
+        self._tell(next_turn=True)
 
     @override
+    @never_stops_training
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recorder is not None:
             self._recorder.enter("validation")
 
     @override
+    @never_stops_training
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recorder is not None:
             self._recorder.enter("training")
@@ -163,6 +174,7 @@ class GPUUtilizationAdvisor(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._finish(trainer, patience_s=PATIENCE_S)
 
+    @never_stops_training
     def _finish(self, trainer: Trainer, patience_s: float) -> None:
         if self._clock is None:
             return
@@ -170,14 +182,21 @@ class GPUUtilizationAdvisor(Callback):
             self._profiler.close()
         self._clock.stop()
         if self._exchange is not None and self._clock.ran:
-            self._tell()
+            self._tell(next_turn=True)
             if trainer.is_global_zero:
                 self._exchange.read(self._turn, patience_s)
         self._diagnosis = self.diagnosis
-        if self._recorder is not None:
-            self._recorder.close()
-        self._clock.detach(trainer)
+        self._give_up(trainer)
+
+    def _give_up(self, trainer: Trainer) -> None:
+        clock, recorder, profiler = self._clock, self._recorder, self._profiler
         self._clock = self._recorder = self._exchange = self._profiler = None
+        if profiler is not None:
+            profiler.close()
+        if recorder is not None:
+            recorder.close()
+        if clock is not None:
+            clock.detach(trainer)
 
     def _diagnose(self, measured: RunMeasurements | None = None) -> Diagnosis:
         assert self._recorder is not None

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_gpu_tools.callbacks.never_stop_training import never_stops_training
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.monitoring.fit_watch import FitWatch
@@ -53,7 +54,8 @@ class GPUUtilizationMonitor(Callback):
 
     At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, and where
     the wall time went, and writes the same as ``gpu_report.json`` and, with the extra ``plot``, ``gpu_report.png`` into
-    the Trainer's log directory. Without a GPU the report holds the host's part.
+    the Trainer's log directory. Without a GPU the report holds the host's part. Where the directory cannot be written,
+    that is said when the fit begins, and the report is printed only. No fault of the monitor stops the training.
 
     Args:
         interval_s: Seconds between two looks at the driver's buffer, which holds several seconds.
@@ -65,7 +67,7 @@ class GPUUtilizationMonitor(Callback):
         prog_bar: Whether to show the running utilization on the progress bar, as ``gpu_busy``.
 
     Raises:
-        ValueError: An argument is out of its range, or, when the fit starts, the log directory cannot be written.
+        ValueError: An argument is out of its range.
 
     Example::
 
@@ -93,21 +95,26 @@ class GPUUtilizationMonitor(Callback):
         self._fits = 0
         self._clock: StepClock | None = None
         self._run: FitWatch | None = None
-        self._folder = ""
+        self._folder: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_clock": None, "_run": None}
 
     @override
+    @never_stops_training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or is_disabled():
             return
+        self._give_up(trainer)  # a fit whose end it was not told of
         self._fits += 1
         if self.report:
             # Asking for the folder is a collective call, so every rank does it.
-            self._folder = trainer.log_dir or trainer.default_root_dir
-            if trainer.is_global_zero:
-                _check_writable(self._folder)
+            folder = trainer.log_dir or trainer.default_root_dir
+            self._folder = folder if not trainer.is_global_zero or _is_writable(folder) else None
         self._clock = StepClock.attach(trainer)
 
     @override
+    @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is None:
             return
@@ -130,6 +137,7 @@ class GPUUtilizationMonitor(Callback):
             run.show_on_progress_bar()
 
     @override
+    @never_stops_training
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -146,16 +154,19 @@ class GPUUtilizationMonitor(Callback):
             self._clock.as_own_work(run.log, step)
 
     @override
+    @never_stops_training
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.enter("validation")
 
     @override
+    @never_stops_training
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.enter("training")
 
     @override
+    @never_stops_training
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.exchange_epoch()
@@ -178,7 +189,7 @@ class GPUUtilizationMonitor(Callback):
             if run is not None and clock.ran:
                 run.tell(at_end=True)
                 if self.report and trainer.is_global_zero:
-                    _write_report(_confirmed(run.report(outcome, patience_s), self._folder), self._folder)
+                    _publish(run.report(outcome, patience_s), self._folder)
         except Exception as error:  # noqa: BLE001 - the training itself has gone well; a fault of ours must not undo it
             rank_zero_warn(f"There is no report of this training, because of a fault in it: {error!r}")
         finally:
@@ -186,16 +197,36 @@ class GPUUtilizationMonitor(Callback):
                 run.close()
             clock.detach(trainer)
 
+    def _give_up(self, trainer: Trainer) -> None:
+        clock, self._clock = self._clock, None
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+        if clock is not None:
+            clock.detach(trainer)
+
+
+def _publish(report: Report, folder: str | None) -> None:
+    """Print the report, and write it into the folder if there is one."""
+    if folder is not None:
+        report = _confirmed(report, folder)
+    print(f"\n{render_text(report)}")  # noqa: T201 - the report is for the person at the terminal
+    if folder is not None:
+        _write(report, folder)
+
 
 def _confirmed(report: Report, folder: str) -> Report:
     """Return the report with what following the advice of the run before has brought."""
-    earlier = earlier_report(folder)
-    confirmation = None if earlier is None else confirm(report, earlier)
+    try:
+        earlier = earlier_report(folder)
+        confirmation = None if earlier is None else confirm(report, earlier)
+    except Exception as error:  # noqa: BLE001 - anybody may have written the old one; it must not cost the new one
+        rank_zero_warn(f"The report of the run before, in {folder!r} or beside it, cannot be compared with: {error!r}")
+        return report
     return report if confirmation is None else dataclasses.replace(report, confirmation=str(confirmation))
 
 
-def _write_report(report: Report, folder: str) -> None:
-    print(f"\n{render_text(report)}")  # noqa: T201 - the report is for the person at the terminal
+def _write(report: Report, folder: str) -> None:
     try:
         written = [save_report(report, folder)]
         if importlib.util.find_spec("matplotlib") is not None:
@@ -210,13 +241,15 @@ def _write_report(report: Report, folder: str) -> None:
             print(f"Verify a change: lightning-gpu-tools report NEW --against {written[0]}")  # noqa: T201
 
 
-def _check_writable(folder: str) -> None:
-    """Find out before training, not after it, that the report cannot be written."""
+def _is_writable(folder: str) -> bool:
+    """Find out before training, not after it, whether the report can be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(
-            f"The report would go to {folder!r}, which cannot be written: {error}. Give the Trainer another "
-            "default_root_dir or logger, or set GPUUtilizationMonitor(report=False)."
-        ) from error
+        rank_zero_warn(
+            f"The report of this training will be printed, but not written to {folder!r}: {error}. To have it as a "
+            "file, give the Trainer another default_root_dir or logger."
+        )
+        return False
+    return True

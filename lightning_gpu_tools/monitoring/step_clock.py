@@ -32,7 +32,7 @@ from lightning_gpu_tools.monitoring.phases import (
     VALIDATION,
 )
 from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
-from lightning_gpu_tools.monitoring.timed_actions import action_context, time_actions, time_loggers
+from lightning_gpu_tools.monitoring.timed_actions import action_context, is_ours, time_actions, time_loggers
 from lightning_gpu_tools.monitoring.wrappers import Wrappers, after, before
 from lightning_gpu_tools.readings import StepBlock
 
@@ -56,6 +56,7 @@ class StepClock:
 
     Attributes:
         steps: Training steps begun.
+        epochs: Epochs begun.
         warm_up_steps: How many steps at the beginning are not steady: at least 20, and twice as many as a loader has
             batches ready when training begins. Set it before the steps have gone by.
         timeline: What the run was spent on, span by span.
@@ -64,7 +65,7 @@ class StepClock:
     """
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.steps = 0
+        self.steps = self.epochs = 0
         self.last_fetch_s = 0.0
         self.warm_up_steps = WARM_UP_STEPS
         self.timeline = PhaseTimeline()
@@ -92,12 +93,15 @@ class StepClock:
         self._wrappers = Wrappers()
         self._wrap = self._wrappers.put
         self._wrap(trainer.fit_loop, "on_run_start", before(lambda: self._start(trainer)))
-        self._wrap(trainer.fit_loop, "on_run_end", after(self._end_run))
+        self._wrap(trainer.fit_loop, "on_run_end", after(lambda: self._end_run(trainer)))
 
     @classmethod
     def attach(cls, trainer: Trainer) -> StepClock:
-        """Return the clock of ``trainer``'s present fit, the same one for everybody who asks."""
+        """Return the clock of ``trainer``'s fit that is about to begin, the same one for everybody who asks."""
         clock = _clocks.get(trainer)
+        if clock is not None and clock.ran:  # of an earlier fit, which somebody did not live to see the end of
+            clock.stop()
+            clock = None
         if clock is None:
             clock = _clocks[trainer] = cls(trainer)
         clock._users += 1
@@ -186,14 +190,22 @@ class StepClock:
 
         return max(0.0, pair_s * self._watch.entered + seconds_per_call(one_step) * self.steps)
 
-    def _end_run(self) -> None:
-        if self._running:  # else it was the end of a trial run
-            self.stop()
+    def _end_run(self, trainer: Trainer) -> None:
+        if not self._running or self._is_trial(trainer):
+            return
+        self.stop()
+        for callback in self._callbacks:  # Lightning tells nothing more to one of ours that was taken out meanwhile
+            if is_ours(callback) and callback not in trainer.callbacks:  # type: ignore[attr-defined]
+                callback.teardown(trainer, trainer.lightning_module, "fit")
+
+    def _is_trial(self, trainer: Trainer) -> bool:
+        """Return whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        return bool(self._callbacks) and not any(callback in callbacks for callback in self._callbacks)
 
     def _start(self, trainer: Trainer) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if self._callbacks and not any(callback in callbacks for callback in self._callbacks):
-            return  # a trial run of a tuner (BatchSizeFinder, LearningRateFinder), which takes the callbacks out
+        if self._running or self._is_trial(trainer):
+            return
         self._running = True
         self._watch.start()
         self._started = self._watch.since_s
@@ -271,6 +283,7 @@ class StepClock:
         return measured
 
     def _begin_epoch(self) -> None:
+        self.epochs += 1
         self._first_of_epoch = True
         self._next_look = 0
 

@@ -8,13 +8,14 @@ slower than one that is not. A profiler of the user's goes on as before, within 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_gpu_tools.monitoring.phases import (
     CALLBACK,
@@ -25,7 +26,7 @@ from lightning_gpu_tools.monitoring.phases import (
     VALIDATION,
 )
 from lightning_gpu_tools.monitoring.stopwatch import Stopwatch
-from lightning_gpu_tools.monitoring.wrappers import Wrappers
+from lightning_gpu_tools.monitoring.wrappers import StandIn, Wrappers
 
 # Those of validation but the last are part of the phase "validation".
 _TIMED_HOOKS = frozenset(
@@ -58,10 +59,24 @@ class _Contexts(dict[str, _Context]):
         self._make = make
 
     def __missing__(self, action: str) -> _Context:
-        context = self._make(action)
+        try:
+            context = self._make(action)
+        except Exception:  # noqa: BLE001 - a callback that is unlike any other: it is not timed, and training goes on
+            context = nullcontext(action)
         if len(self) < _MOST_CONTEXTS:
             self[action] = context
         return context
+
+
+class _Profile(StandIn):
+    """In the place of ``PassThroughProfiler.profile``, which does nothing but at a price."""
+
+    def __init__(self, profiler: Profiler, contexts: _Contexts) -> None:
+        super().__init__(profiler, "profile")
+        self.contexts = contexts
+
+    def __call__(self, action_name: str) -> _Context:
+        return self.contexts[action_name]
 
 
 def time_actions(
@@ -83,28 +98,29 @@ def time_actions(
     """
     profiler, contexts = trainer.profiler, _Contexts(context)  # type: ignore[attr-defined]
     if type(profiler) is PassThroughProfiler:
-        wrappers.put(profiler, "profile", lambda profile: contexts.__getitem__)
-        wrappers.put(profiler, "start", lambda start: begin)
-        wrappers.put(profiler, "stop", lambda stop: end)
+        wrappers.put(profiler, "profile", lambda profile: _Profile(profiler, contexts))
     else:
         wrappers.put(profiler, "profile", lambda profile: _around(profile, contexts))
-        wrappers.put(profiler, "start", lambda start: _one_then_other(begin, start))
-        wrappers.put(profiler, "stop", lambda stop: _one_then_other(stop, end))
+    wrappers.put(profiler, "start", lambda start: _one_then_other(begin, start))
+    wrappers.put(profiler, "stop", lambda stop: _one_then_other(stop, end))
+
+
+# The parameters of these are called as in Lightning, so that they can be given by name.
 
 
 def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]) -> Callable[[str], _Context]:
     @contextmanager
-    def both(action: str) -> Iterator[Any]:
-        with contexts[action], profile(action) as given:
+    def both(action_name: str) -> Iterator[Any]:
+        with contexts[action_name], profile(action_name) as given:
             yield given
 
     return both
 
 
 def _one_then_other(one: Callable[[str], None], other: Callable[[str], None]) -> Callable[[str], None]:
-    def both(action: str) -> None:
-        one(action)
-        other(action)
+    def both(action_name: str) -> None:
+        one(action_name)
+        other(action_name)
 
     return both
 
@@ -134,6 +150,11 @@ def action_context(action: str, trainer: Trainer, watch: Stopwatch) -> _Context:
     return watch.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
 
 
+def is_ours(callback: Callback) -> bool:
+    """Return whether the callback is one of this package."""
+    return type(callback).__module__.startswith("lightning_gpu_tools.")
+
+
 def _owner_and_hook(action: str) -> tuple[str, str]:
     owner, bracket, name = action.partition("]")
     return (owner[1:], name.rpartition(".")[2]) if bracket else ("", action)
@@ -141,10 +162,10 @@ def _owner_and_hook(action: str) -> tuple[str, str]:
 
 def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:
     for callback in callbacks if hook in _TIMED_HOOKS else ():
-        overridden = getattr(type(callback), hook) is not getattr(Callback, hook)
+        overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
         # LambdaCallback has its hooks on the instance.
         if (overridden or hook in vars(callback)) and action == f"[Callback]{callback.state_key}.{hook}":
-            if not type(callback).__module__.startswith("lightning_gpu_tools."):
+            if not is_ours(callback):
                 return f"{CALLBACK}/{type(callback).__name__}"
             # Ours does nearly always nothing there; what it does now and then is booked by `StepClock.as_own_work`.
             return None if hook == "on_train_batch_end" else MONITORING
@@ -159,8 +180,16 @@ def _users_phase(owner: LightningModule | LightningDataModule | None, base: type
 
 
 def time_loggers(trainer: Trainer, wrappers: Wrappers, watch: Stopwatch) -> None:
-    """Book what loggers take, each under its name, which no action covers."""
+    """Book what loggers take in the training thread, each under its name, which no action covers."""
     for logger in trainer.loggers:
         for method in ("log_metrics", "save"):
-            phase = f"{LOGGING}/{type(logger).__name__}"
-            wrappers.put(logger, method, partial(watch.timed, phase))
+            wrappers.put(logger, method, partial(_timed_here, watch, f"{LOGGING}/{type(logger).__name__}"))
+
+
+def _timed_here(watch: Stopwatch, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    thread, timed = threading.get_ident(), watch.timed(phase, function)
+
+    def timed_here(*args: Any, **kwargs: Any) -> Any:
+        return (timed if threading.get_ident() == thread else function)(*args, **kwargs)
+
+    return timed_here

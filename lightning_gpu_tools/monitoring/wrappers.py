@@ -9,6 +9,34 @@ from typing import Any
 _Function = Callable[..., Any]
 
 
+class StandIn:
+    """Stands on an object in the place of one of its methods; a copy or a pickle of the object has the method again.
+
+    Args:
+        owner: The object.
+        name: Of the method.
+    """
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the method is to do."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[_Function, tuple[object, str]]:
+        return getattr, (self._owner, self._name)
+
+
+class _Wrapped(StandIn):
+    def __init__(self, owner: object, name: str, function: _Function) -> None:
+        super().__init__(owner, name)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
 class Wrappers:
     """The wrappers that somebody has put on.
 
@@ -21,7 +49,7 @@ class Wrappers:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
-        """Replace a method of this object alone by what the wrapper makes of it."""
+        """Replace a method of this object alone by what the wrapper makes of it: a function, or a :class:`StandIn`."""
         function = getattr(owner, name, None)
         if function is None:
             self.missing.append(f"{type(owner).__name__}.{name}")
@@ -32,7 +60,8 @@ class Wrappers:
         else:
             # Whoever has wrapped it since may have taken it off altogether.
             self._undo.append(functools.partial(vars(owner).pop, name, None))
-        setattr(owner, name, wrapper(function))
+        wrapped = wrapper(function)
+        setattr(owner, name, wrapped if isinstance(wrapped, StandIn) else _Wrapped(owner, name, wrapped))
 
     def undo(self) -> None:
         """Take all of them off, the last one first; nothing happens the second time."""

@@ -27,9 +27,35 @@ if __name__ == "__main__":
 """
 
 
-def run_script(run_python: Run, tmp_path: Path, *arguments: str, **env: str) -> "CompletedProcess[str]":
+ONE_RANK_LOOKS_AND_THE_OTHER_DOES_NOT = """
+import os, sys, time
+from pathlib import Path
+from trainings import Model, Samples, loader, quiet_trainer
+from lightning_gpu_tools import GPUUtilizationAdvisor
+from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
+
+class Waiting(RankExchange):
+    def read(self, turn, patience_s=0.0):
+        facts = super().read(turn, patience_s)
+        if patience_s:
+            print("waited in vain for", self.missed)
+        return facts
+
+if __name__ == "__main__":
+    import lightning_gpu_tools.callbacks.gpu_utilization_advisor as module
+    module.RankExchange = Waiting
+    advisor = GPUUtilizationAdvisor(min_seconds=1e9 if os.environ.get("LOCAL_RANK") == "1" else 0.1, min_steps=20)
+    trainer = quiet_trainer(Path(sys.argv[1]), callbacks=[advisor], devices=2, strategy="ddp")
+    trainer.fit(Model(time.sleep, step_s=0.005), loader(Samples(200)))
+    print(f"rank {trainer.global_rank} says {advisor.diagnosis.verdict}")
+"""
+
+
+def run_script(
+    run_python: Run, tmp_path: Path, *arguments: str, source: str = SCRIPT, **env: str
+) -> "CompletedProcess[str]":
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(source)
     result = run_python(
         str(script), str(tmp_path), *arguments, env={"PYTHONPATH": str(Path(__file__).parents[1]), **env}
     )
@@ -44,6 +70,13 @@ def test_rank_zero_reports_and_warns_once_for_all(run_python: Run, tmp_path: Pat
     assert result.stderr.count("Waiting for data takes") == 1
     (report,) = tmp_path.rglob("gpu_report.json")
     assert json.loads(report.read_text())["settings"]["world_size"] == 2
+
+
+def test_rank_zero_waits_in_vain_for_nobody_though_each_looks_when_it_likes(run_python: Run, tmp_path: Path) -> None:
+    result = run_script(run_python, tmp_path, source=ONE_RANK_LOOKS_AND_THE_OTHER_DOES_NOT)
+    assert "rank 0 says healthy" in result.stdout
+    assert "rank 1 says too_short" in result.stdout
+    assert "waited in vain for []" in result.stdout
 
 
 def test_it_works_in_spawned_processes(run_python: Run, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_without_apply_it_is_measured_and_the_users_settings_come_back(tmp_path:
 
 
 def test_a_loader_that_feeds_the_step_is_left_as_it_is(tmp_path: Path) -> None:
-    watch, _ = train(tmp_path, [found := finder()], lambda: shuffled(Samples(60), num_workers=1), 0.05)
+    watch, _ = train(tmp_path, [found := finder()], lambda: shuffled(Samples(60), num_workers=1), 0.1)
     assert found.result is not None
     assert found.result.settings == found.result.users
     assert "no settings can make it 5 % faster" in found.result.reason

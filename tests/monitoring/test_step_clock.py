@@ -1,12 +1,13 @@
 """The phases of real trainings, timed by a clock that moves only when the test's code spends time."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from trainings import (
@@ -74,6 +75,54 @@ def test_every_second_is_booked_where_it_was_spent(
     assert wrapped(trainer, watch) == []
 
 
+@pytest.mark.parametrize("profiler", [None, SimpleProfiler])
+def test_an_action_may_be_given_by_its_parameters_name(
+    time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
+) -> None:
+    class Named(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            profiler = self.trainer.profiler  # type: ignore[attr-defined]
+            profiler.start(action_name="started")
+            profiler.stop(action_name="started")
+            with profiler.profile(action_name="mine"):
+                return super().training_step(batch, batch_idx)
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], profiler=None if profiler is None else profiler())
+    trainer.fit(Named(time.spend, step_s=1.0), loader(Samples(6)))
+    assert watch.clock.seconds == {"training_step": 6.0}
+
+
+def test_a_callback_that_only_looks_like_one_is_timed_like_one(time: HandClock, tmp_path: Path) -> None:
+    class Proxy:
+        def __init__(self, callback: Callback) -> None:
+            self.callback = callback
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.callback, name)
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch])
+    trainer.callbacks += [Proxy(Slow(time))]  # type: ignore[attr-defined]
+    trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
+    assert watch.clock.seconds == {"training_step": 6.0, "callback/Proxy": 6 * 0.125}
+
+
+def test_a_logger_used_by_another_thread_takes_no_time_of_the_training(time: HandClock, tmp_path: Path) -> None:
+    logger = SpendingLogger(tmp_path, time.spend, 0.5)
+
+    class Background(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            thread = threading.Thread(target=logger.log_metrics, args=({"cpu": 1.0},))
+            thread.start()
+            thread.join()
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, Background()], logger=logger, log_every_n_steps=100)
+    trainer.fit(Model(), loader(Samples(6)))
+    assert watch.clock.seconds == {"callback/Background": 6 * 0.5}
+
+
 def test_the_users_profiler_sees_all_that_it_would_have_seen(time: HandClock, tmp_path: Path) -> None:
     class Profiled(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -98,8 +147,7 @@ def test_an_action_of_the_users_gets_its_name_and_costs_no_memory(time: HandCloc
             for i in range(100):
                 with self.trainer.profiler.profile(f"{batch_idx} {i}") as name:  # type: ignore[attr-defined]
                     assert name == f"{batch_idx} {i}"
-            table = self.trainer.profiler.profile.__self__  # type: ignore[attr-defined]
-            self.known = len(table)
+            self.known = len(self.trainer.profiler.profile.contexts)  # type: ignore[attr-defined]
             return super().training_step(batch, batch_idx)
 
     watch, model = Watch(time), Numbered(time.spend, step_s=1.0)
@@ -261,6 +309,49 @@ def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own
     assert first is also_first
     assert second is also_second
     assert (first.steps, second.steps) == (3, 4)
+
+
+def test_a_trial_in_the_middle_of_a_fit_is_part_of_what_made_it(time: HandClock, tmp_path: Path) -> None:
+    """As in the recipe of Lightning's documentation, which looks for a learning rate at some epochs."""
+
+    class FineTune(LearningRateFinder):
+        def on_fit_start(self, *args: Any) -> None:
+            """Not at the beginning."""
+
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                self.lr_find(trainer, pl_module)
+
+    class Tuned(Model):
+        lr = 0.1
+
+    watch, model = Watch(time), Tuned(time.spend, step_s=1.0)
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[FineTune(num_training_steps=4, update_attr=False), watch], max_epochs=3
+    )
+    trainer.fit(model, loader(Samples(10)))
+    assert watch.clock.wall_s == time() - 1000.0 == sum(watch.clock.seconds.values())
+    assert watch.clock.wall_s >= 30.0
+    assert wrapped(trainer, watch) == []
+
+
+def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandClock, tmp_path: Path) -> None:
+    class Attached(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            self.clock = StepClock.attach(trainer)
+
+    attached = Attached()
+    trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])
+    with pytest.raises(Boom):
+        trainer.fit(Model(), loader(Samples(9)))
+    first = attached.clock
+    trainer.callbacks.pop()  # type: ignore[attr-defined]
+    trainer.fit(Model(), loader(Samples(9)))
+    assert first.steps == 5
+    assert attached.clock is not first
+    assert attached.clock.steps == 9
+    assert attached.clock.wall_s == pytest.approx(sum(attached.clock.seconds.values()))
+    assert wrapped(trainer, attached) == []
 
 
 def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandClock, tmp_path: Path) -> None:
