@@ -18,9 +18,10 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.gpu_readings import GpuReading
+from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.monitoring import sampler
 from lightning_gpu_tools.monitoring.gpu_watch import GpuWatch
-from lightning_gpu_tools.monitoring.measurements import train_loader_settings
+from lightning_gpu_tools.monitoring.measurements import train_loader, train_loader_settings
 from lightning_gpu_tools.monitoring.memory_history import MemoryHistory
 from lightning_gpu_tools.monitoring.phases import MONITORING
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
@@ -223,14 +224,17 @@ def _finders_result(trainer: Trainer) -> LoaderSummary | None:
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    loader = train_loader_settings(trainer)
+    loader, settings = train_loader(trainer), train_loader_settings(trainer)
     return {
+        "model": type(trainer.lightning_module).__qualname__,
+        "dataset": None if loader is None else type(loader.dataset).__qualname__,
+        "cpu": f"{processor_name()}, {read_host_budget().cores:g} cores",
         "accelerator": type(trainer.accelerator).__name__,
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
         "precision": trainer.precision,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        **({} if loader is None else dataclasses.asdict(loader)),
+        **({} if settings is None else dataclasses.asdict(settings)),
         "torch": torch.__version__,
         "lightning": importlib.metadata.version("lightning"),
         "lightning_gpu_tools": importlib.metadata.version("lightning-gpu-tools"),

@@ -26,15 +26,18 @@ def local_ranks(trainer: Trainer) -> int:
     return max(1, trainer.world_size // max(1, trainer.num_nodes))
 
 
-def train_loader_settings(trainer: Trainer) -> LoaderSettings | None:
-    """Return the settings of the training DataLoader, ``None`` if there is none or it is another kind of loader.
+def train_loader(trainer: Trainer) -> DataLoader[Any] | None:
+    """Return the training DataLoader, ``None`` if there is none or it is another kind of loader.
 
     Of several loaders it is the first one that is a ``torch.utils.data.DataLoader``.
     """
-    for loader in _flat(trainer.train_dataloader):
-        if isinstance(loader, DataLoader):
-            return settings_of(loader)
-    return None
+    return next((loader for loader in _flat(trainer.train_dataloader) if isinstance(loader, DataLoader)), None)
+
+
+def train_loader_settings(trainer: Trainer) -> LoaderSettings | None:
+    """Return the settings of :func:`train_loader`."""
+    loader = train_loader(trainer)
+    return None if loader is None else settings_of(loader)
 
 
 def _flat(loaders: Any) -> Iterable[Any]:

@@ -14,6 +14,7 @@ from lightning_gpu_tools.reports.report import Report
 
 # What must be alike so that a difference in speed is one of the program, by its name in Report.settings.
 _MUST_MATCH = {
+    "cpu": "CPU",
     "gpu": "GPU",
     "accelerator": "accelerator",
     "world_size": "world size",

@@ -15,6 +15,8 @@ from lightning_gpu_tools.reports.text import PHASE_LABELS
 
 # What advice changes, by its name in Report.settings; all else must be alike.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
+# Runs that differ here are of other programs: nothing was followed.
+_SAME_PROGRAM = ("model", "dataset")
 # These are not part of a steady step, so that the whole run is what they slow down.
 _OUTSIDE_STEADY_STEPS = ("validation", "checkpoint", "epoch_start")
 # A choice: the thing that took time is taken for changed if it takes less than half as long.
@@ -72,7 +74,7 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         new: The run in question.
         old: A run with advice.
     """
-    if not old.diagnosis.findings:
+    if not old.diagnosis.findings or any(new.settings.get(name) != old.settings.get(name) for name in _SAME_PROGRAM):
         return None
     advised = [change for change in compare(new, old).changes if change.setting in _ADVISED]
     aligned = {**old.settings, **{change.setting: change.new for change in advised}}

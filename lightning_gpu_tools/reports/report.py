@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding, Verdict
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
@@ -194,6 +194,7 @@ def from_json(text: str, source: str = "the text") -> Report:
                 f"{source} was written by a newer version of lightning_gpu_tools (schema {version}, this one reads up "
                 f"to {SCHEMA_VERSION}): upgrade the package to read it."
             )
+        _check(data)
         diagnosis = data.pop("diagnosis")
         findings = tuple(
             _made(Finding, {**finding, "ceiling": math.inf if finding["ceiling"] is None else finding["ceiling"]})
@@ -212,6 +213,20 @@ def from_json(text: str, source: str = "the text") -> Report:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ReportError(f"{source} is not a report of lightning_gpu_tools ({FILE_NAME}): {error}") from error
 
+
+def _check(data: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if what every reader of a report relies on is something else."""
+    for name, kind in _TYPES.items():
+        if not isinstance(data[name], kind):
+            raise TypeError(f"{name} is {data[name]!r}")
+    for seconds in (*data["phase_s"].values(), *data.get("step_s_blocks", ())):
+        if not isinstance(seconds, (int, float)):
+            raise TypeError(f"a number of seconds is {seconds!r}")
+    if data["diagnosis"]["verdict"] not in get_args(Verdict):
+        raise ValueError(f"the verdict is {data['diagnosis']['verdict']!r}")
+
+
+_TYPES = {"outcome": str, "steps": int, "wall_s": (int, float), "phase_s": dict, "settings": dict, "diagnosis": dict}
 
 _T = TypeVar("_T")
 

@@ -59,6 +59,9 @@ def test_a_larger_batch_is_compared_by_samples() -> None:
     "new",
     [
         with_settings(report(5), num_workers=4, accelerator="CUDAAccelerator"),  # not comparable
+        with_settings(report(5), num_workers=4, cpu="another one"),
+        with_settings(report(5), num_workers=4, model="Another"),  # another program, not this one with a change
+        with_settings(report(5), num_workers=4, dataset="Other"),
         report(5),  # nothing that was advised has changed
         with_settings(dataclasses.replace(report(5), step_s_blocks=()), num_workers=4),  # too short
     ],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,10 @@ def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str,
     assert max(map(len, render_text(report).splitlines())) <= 100
 
 
+def with_field(name: str, value: Any) -> str:
+    return json.dumps({**json.loads(to_json(REPORT)), name: value})
+
+
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
     path = save_report(REPORT, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "gpu_report.json"
@@ -145,6 +150,10 @@ def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
         ('{"schema_version": 99}', "newer version"),
         (to_json(REPORT)[:-40], "is not a report"),
         (to_json(REPORT).replace('"steps"', '"stairs"'), "is not a report"),
+        (with_field("settings", None), "settings is None"),
+        (with_field("phase_s", {"training_step": None}), "a number of seconds is None"),
+        (with_field("step_s_blocks", [None]), "a number of seconds is None"),
+        (with_field("diagnosis", {"verdict": "odd"}), "the verdict is 'odd'"),
     ],
 )
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message: str) -> None:
