@@ -22,6 +22,8 @@ from lightning_gpu_tools.quantities import format_duration
 
 # A choice: who has more than this to change begins with the first.
 _MOST_FINDINGS = 4
+# A choice: from so many epochs on the time that starting them takes is no accident of the first one.
+_MANY_EPOCHS = 5
 # A choice: idle time that no cause accounts for is named from this share of the wall time on.
 _MUCH_UNEXPLAINED = 0.15
 
@@ -44,15 +46,20 @@ def diagnose(
     """
     steady = sum(block.steps for block in run.blocks)
     steady_s = sum(block.wall_s for block in run.blocks)
-    if steady < max(1, min_steps) or steady_s < min_seconds:
+    if steady >= max(1, min_steps) and steady_s >= min_seconds:
+        verdict, findings = _judge(run, min_utilization_percent)
+    else:
+        findings = _epoch_starts(run) if run.steps >= min_steps and run.wall_s >= min_seconds else ()
+        verdict = "low" if findings else "too_short"
+    if verdict == "too_short":
         return Diagnosis(
-            verdict="too_short",
+            verdict=verdict,
             why=f"{steady} steady steps in {format_duration(steady_s)} were seen; to judge, at least {min_steps} steps "
-            f"and {format_duration(min_seconds)} are needed.",
+            f"and {format_duration(min_seconds)} are needed. The first steps of the run and the first one of each "
+            "epoch are not steady.",
             next_step="Train longer, or set min_steps and min_seconds of GPUUtilizationAdvisor lower.",
             utilization_percent=run.utilization_percent,
         )
-    verdict, findings = _judge(run, min_utilization_percent)
     return Diagnosis(
         verdict=verdict,
         findings=findings,
@@ -62,6 +69,13 @@ def diagnose(
         gpu_idle_percent=_idle_percent(run),
         gpu_idle_residual_percent=100 * run.idle_residual,
     )
+
+
+def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
+    """Return what can be said where hardly any step is a steady one, because epochs are so short."""
+    if run.epochs < _MANY_EPOCHS:
+        return ()
+    return _worth_saying(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
 
 
 def _judge(run: RunMeasurements, min_utilization_percent: float) -> tuple[Verdict, tuple[Finding, ...]]:

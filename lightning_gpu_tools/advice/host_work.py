@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.findings import Cause, Finding, counted
 from lightning_gpu_tools.advice.run_measurements import COPY, VALIDATION, RunMeasurements
+from lightning_gpu_tools.readings import LoaderSettings
 
 # A choice: validation is asked for by the user, so it is named only beyond a quarter of the wall time. After each
 # epoch, on a fifth as many samples as there are to train on and without a backward pass, it takes some 7 %.
@@ -19,8 +20,9 @@ _ADVICE: dict[Cause, str] = {
     "logging": "Log less often: Trainer(log_every_n_steps={rarely}); {name} writes while training waits.",
     "checkpoint": "Save {times} times less often (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...)), or "
     "save in the background with AsyncCheckpointIO(PortableCheckpointIO()).",
-    "epoch_start": "Make epochs longer, or keep the loader's workers between them (persistent_workers=True).",
+    "epoch_start": "Make epochs longer{keep_workers}.",
 }
+_KEEP_WORKERS = ", or keep the loader's workers between them (persistent_workers=True)"
 # Called this many times less often, the cause takes 2 % of the time; what a gain must exceed to be worth a word.
 _REST_SHARE = 0.02
 
@@ -37,12 +39,14 @@ def host_work(run: RunMeasurements) -> list[Finding]:
                 if name:
                     evidence["name"] = name
                 times = _times_less(share)
+                rarely = _round_up(times * max(1, run.log_every_n_steps))
+                keep_workers = _KEEP_WORKERS if _ends_its_workers(run.loader) else ""
                 found.append(
                     counted(
                         known,
                         share,
                         evidence=evidence,
-                        advice=advice.format(name=name, times=times, rarely=_round_up(times)),
+                        advice=advice.format(name=name, times=times, rarely=rarely, keep_workers=keep_workers),
                     )
                 )
     return [*found, *_validation(run), *_copy_on_the_host(run)]
@@ -56,9 +60,13 @@ def _times_less(share: float) -> int:
     return max(2, round(per_work * (1 - _REST_SHARE) / _REST_SHARE + 0.5))
 
 
-def _round_up(times: int) -> int:
+def _round_up(steps: int) -> int:
     """Return a round number of steps for ``log_every_n_steps``, at least Lightning's own default of 50."""
-    return max(50, -(-times // 50) * 50)
+    return max(50, -(-steps // 50) * 50)
+
+
+def _ends_its_workers(loader: LoaderSettings | None) -> bool:
+    return loader is not None and loader.num_workers > 0 and not loader.persistent_workers
 
 
 def _validation(run: RunMeasurements) -> list[Finding]:

@@ -155,6 +155,7 @@ class RunMeasurements:
     Attributes:
         wall_s: Wall time of training so far.
         steps: Training steps so far.
+        epochs: Epochs begun so far.
         phase_s: Wall time by phase; the phases add up to ``wall_s``.
         blocks: The steady steps in blocks.
         host: What the host grants the process.
@@ -173,6 +174,7 @@ class RunMeasurements:
         ranks: How fast each rank is; empty with one.
         precision: The Trainer's, as ``"32-true"``.
         matmul_precision: ``torch.get_float32_matmul_precision()``.
+        log_every_n_steps: The Trainer's.
         left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
             tensors)"``.
     """
@@ -182,6 +184,7 @@ class RunMeasurements:
     phase_s: Mapping[str, float]
     blocks: Sequence[StepBlock]
     host: HostBudget
+    epochs: int = 1
     on_gpu: bool = False
     utilization_percent: float | None = None
     validation_utilization_percent: float | None = None
@@ -196,6 +199,7 @@ class RunMeasurements:
     ranks: tuple[RankStep, ...] = ()
     precision: str | None = None
     matmul_precision: str | None = None
+    log_every_n_steps: int = 50
     left_on_cpu: tuple[str, ...] = ()
 
     @property

@@ -157,6 +157,7 @@ class RunRecorder:
         return RunMeasurements(
             wall_s=clock.wall_s,
             steps=max(1, clock.steps),
+            epochs=max(1, clock.epochs),
             phase_s=dict(clock.seconds),
             blocks=tuple(clock.blocks),
             host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),
@@ -176,6 +177,7 @@ class RunRecorder:
             ranks=_ranks(self._exchange.read(0)),
             precision=str(trainer.precision),
             matmul_precision=torch.get_float32_matmul_precision(),
+            log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
             left_on_cpu=left_on_cpu(trainer.lightning_module) if self._on_gpu else (),
         )
 

@@ -389,11 +389,27 @@ def test_validation_is_a_cause_beyond_a_quarter_and_only_if_the_gpu_idles(
     assert causes == (["validation"] if named else [])
 
 
-def test_a_rule_that_says_less_often_says_how_often() -> None:
+@pytest.mark.parametrize(
+    ("log_every_n_steps", "advised"),
+    [(1, 200), (10, 2000), (50, 9850)],  # 20 ms every 200 steps are 2 % of 5.1 ms a step
+)
+def test_a_rule_that_says_less_often_says_how_often(log_every_n_steps: int, advised: int) -> None:
     run = dataclasses.replace(
-        gpu_run({"logging/WandbLogger": 20, "training_step": 5}), on_gpu=False, utilization_percent=None
+        gpu_run({"logging/WandbLogger": 20, "training_step": 5}, log_every_n_steps=log_every_n_steps),
+        on_gpu=False,
+        utilization_percent=None,
     )
-    assert "log_every_n_steps=200" in first(run).advice  # 20 ms every 200 steps are 2 % of 5.1 ms a step
+    assert f"log_every_n_steps={advised})" in first(run).advice
+
+
+@pytest.mark.parametrize(("workers", "persistent", "advised"), [(0, False, False), (2, True, False), (2, False, True)])
+def test_workers_are_to_be_kept_only_where_there_are_some_that_end(
+    workers: int, persistent: bool, advised: bool
+) -> None:
+    loader = dataclasses.replace(LOADER, num_workers=workers, persistent_workers=persistent)
+    finding = first(gpu_run({"epoch_start": 20, "training_step": 5}, utilization_percent=20.0, loader=loader))
+    assert finding.cause == "epoch_start"
+    assert ("persistent_workers=True" in finding.advice) is advised
 
 
 def test_slow_transfer_hooks_are_found_without_a_gpu() -> None:

@@ -230,3 +230,12 @@ def test_the_laws_of_every_diagnosis(
     if settled(blocks) != blocks or settled(later_first.blocks) != later_first.blocks:
         return  # what counts as warm-up depends on the order
     assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict
+
+
+def test_epochs_too_short_for_a_steady_step_are_told_as_what_they_are() -> None:
+    starting = run([], {"epoch_start": 30.0, "training_step": 5.0}, wall_s=35.0, steps=100, epochs=50)
+    found = diagnose(starting)
+    assert found.verdict == "low"
+    assert [finding.cause for finding in found.findings] == ["epoch_start"]
+    assert diagnose(dataclasses.replace(starting, epochs=2)).verdict == "too_short"
+    assert diagnose(dataclasses.replace(starting, wall_s=9.0)).verdict == "too_short"
