@@ -22,8 +22,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     ranks of torchrun and SLURM, and the next ``Trainer`` in the same script. If ``CUDA_VISIBLE_DEVICES`` already has
     exactly as many GPUs as ``devices`` asks for, as under a scheduler, they are used as they are.
 
-    ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify; a list: those, if they
-    qualify.
+    ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify, or, where
+    ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list: those, if they qualify.
 
     Args:
         min_free: Memory that each GPU must have free, such as ``"8GiB"`` or bytes; see
@@ -75,7 +75,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     @classmethod
     @override
     def auto_device_count(cls) -> int:
-        """Return how many of the visible GPUs qualify."""
+        """Return how many devices ``"auto"`` means."""
         return placement.how_many(cls._request)
 
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: ``"8GiB"``, ``"500MB"``, ``"90s"``, ``"10m"``, and back."""
+"""What people write and read: ``"8GiB"``, ``"500MB"``, ``"90s"``, ``"10m"``, and the names that others have chosen."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _BYTES_PER_UNIT = {
     "tib": 2**40,
 }
 _SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_BYTES = 2**64  # NVML counts bytes in 64 bits
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -30,19 +31,16 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         name: What the caller calls this argument; used in the error.
 
     Raises:
-        ValueError: ``size`` is negative or not a size.
+        ValueError: ``size`` is negative, beyond any memory, or not a size.
     """
+    size_bytes: float = math.nan
     if isinstance(size, int) and not isinstance(size, bool):
-        number, factor = float(size), 1
-        if size >= 0:
-            return size
-    else:
-        match = _QUANTITY.fullmatch(size) if isinstance(size, str) else None
-        factor = _BYTES_PER_UNIT.get(match[2].lower() or "b", 0) if match else 0
-        number = float(match[1]) if match else math.nan
-    if not factor or not number >= 0:
+        size_bytes = size
+    elif isinstance(size, str) and (match := _QUANTITY.fullmatch(size)):
+        size_bytes = float(match[1]) * _BYTES_PER_UNIT.get(match[2].lower() or "b", math.nan)
+    if not 0 <= size_bytes < _MOST_BYTES:
         raise ValueError(f'{name} must be a number of bytes or a size like "8GiB" or "500MB", got {size!r}.')
-    return round(number * factor)
+    return round(size_bytes)
 
 
 def parse_duration(duration: float | str, name: str = "duration") -> float:
@@ -78,11 +76,16 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_duration(duration_s: float) -> str:
     """Return a duration in the unit a reader expects, for example ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
-    if duration_s < 0.001:
+    if duration_s < 0.0009995:  # not "1000 us"
         return f"{duration_s * 1e6:.0f} us"
-    if duration_s < 1:
+    if duration_s < 0.9995:
         return f"{duration_s * 1e3:.3g} ms"
     if duration_s < 100:
         return f"{duration_s:.3g} s"
     minutes = round(duration_s / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def printable(text: object) -> str:
+    """Return text of others so that it can be shown: their control characters could do things to a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in str(text)[:64])

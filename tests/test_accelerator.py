@@ -159,6 +159,14 @@ def test_after_cuda_has_started_gpus_are_picked_by_number(driver: Driver) -> Non
     assert cpu_as_cuda.device_numbers(trainer(2)) == [2, 3]
 
 
+def test_all_stays_what_the_job_has_though_it_uses_it(driver: Driver) -> None:
+    cpu_as_cuda.start()
+    assert cpu_as_cuda.device_numbers(trainer("auto", min_free="15GiB")) == [1, 2, 3]
+    with driver.change():
+        driver.gpus[1].memory_free = driver.gpus[3].memory_free = 0
+    assert cpu_as_cuda.device_numbers(trainer("auto", min_free="15GiB")) == [1, 2, 3]
+
+
 def test_after_cuda_has_started_numbers_count_what_cuda_shows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
     cpu_as_cuda.start()
@@ -394,11 +402,53 @@ def test_ranks_that_torchrun_restarts_choose_again_and_agree(
     assert live_claims(claims_dir) == []
 
 
-def test_every_node_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
-    path = script(PLACE + MEET)
+def free_port() -> int:
     with socket.socket() as probe:  # a fixed one may be another test run's on the same machine
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def test_a_new_torchrun_leaves_alone_what_the_ranks_of_a_killed_one_still_have(
+    driver: Driver, script: Callable[[str], str]
+) -> None:
+    command = [*TORCHRUN, f"--master-port={free_port()}", script(PLACE + "sys.stdin.read()")]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as killed:
+        assert killed.stdout is not None
+        old = told(killed.stdout.readline() + killed.stdout.readline(), driver)
+        killed.kill()
+        killed.wait()
+        with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as started:
+            new = told(started.communicate()[0], driver)
+        assert killed.communicate()[0] == ""  # the end of their input ends the ranks that were left
+    assert (old, new) == ({"built": {0: [3, 2], 1: [3, 2]}}, {"built": {0: [1, 0], 1: [1, 0]}})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_launchers_of_two_users_share_no_choice_whatever_they_call_their_jobs(
+    driver: Driver, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    for folder in (*tmp_path.parents[:2], tmp_path):
+        folder.chmod(0o777 if folder == tmp_path else 0o755)
+    (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
+    # What it would import only then may lie where this user must not look.
+    become = "import os, sys, psutil, lightning_gpu_tools.nvml, lightning_gpu_tools.selection.placement\n"
+    path = script(become + "os.setuid(int(sys.argv[1]))" + PLACE + "sys.stdin.read()")
+    launcher = {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500", "RANK": "0"}
+    names = {"USER", "LOGNAME", "LNAME", "USERNAME"}  # as in a container that was given just a number
+    environment = {name: value for name, value in os.environ.items() if name not in names} | launcher
+    jobs = []
+    for user in ("4711", "0"):
+        job = subprocess.Popen([sys.executable, path, user], env=environment, stdin=-1, stdout=-1, text=True)
+        assert job.stdout is not None
+        jobs.append((job, job.stdout.readline()))
+    for job, _ in jobs:
+        job.communicate()
+    assert [told(line, driver) for _, line in jobs] == [{"built": {0: [3, 2]}}, {"built": {0: [1, 0]}}]
+
+
+def test_every_node_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
+    path = script(PLACE + MEET)
+    port = free_port()
     nodes = [
         subprocess.Popen(
             [*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}", path],
@@ -461,3 +511,28 @@ def test_tasks_of_slurm_agree_and_the_claim_lives_until_the_last_has_ended(
         task.kill()
         task.communicate()
     assert live_claims(claims_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "devices", "expected"), [("train", "auto", [[3, 2], [3, 2]]), ("bash", "1", [[3], [2]])]
+)
+def test_tasks_of_slurm_count_alike_and_jobs_in_one_shell_of_slurm_are_several(
+    driver: Driver, script: Callable[[str], str], job: str, devices: str, expected: list[list[int]]
+) -> None:
+    path = script("""
+import os, sys
+from lightning_gpu_tools.selection.placement import how_many, place
+from lightning_gpu_tools.selection.picking import Request
+request = Request.parse(min_free="5GiB", exclusive=True)
+place(how_many(request) if sys.argv[1] == "auto" else int(sys.argv[1]), request, list)
+print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+sys.stdin.read()
+""")
+    lines, tasks = [], []
+    for task in range(2):
+        environment = slurm(task, SLURM_JOB_NAME=job)
+        tasks.append(subprocess.Popen([sys.executable, path, devices], env=environment, stdin=-1, stdout=-1, text=True))
+        lines.append(tasks[task].stdout.readline())  # type: ignore[union-attr]
+    for one in tasks:
+        one.communicate()
+    assert [positions(driver, line.strip().split(",")) for line in lines] == expected

@@ -65,6 +65,24 @@ def test_version_1_of_cgroups_is_read_too(cgroup) -> None:
     assert budget.memory_available_bytes == 4096
 
 
+@pytest.mark.parametrize(
+    ("membership", "limit", "usage", "stat"),
+    [
+        ("0::/\n", "memory.max", "memory.current", "inactive_file"),
+        ("5:memory:/\n", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_cached_files_are_memory_that_can_be_had(cgroup, membership: str, limit: str, usage: str, stat: str) -> None:
+    own = "inactive_file 1\n" if stat.startswith("total") else ""  # v1 has it without and with that of the children
+    files = {
+        limit: f"{2**20}\n",
+        usage: f"{2**20 - 1}\n",
+        str(Path(limit).with_name("memory.stat")): f"anon 5\n{own}{stat} 4096\nactive_file 7\n",
+    }
+    assert read_host_budget(**cgroup(membership, files)).memory_available_bytes == 4097
+
+
 @pytest.mark.parametrize("files", [{}, {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"}])
 def test_without_a_quota_the_affinity_mask_counts(cgroup, files: dict[str, str]) -> None:
     budget = read_host_budget(local_ranks=4, **cgroup("0::/\n", files))

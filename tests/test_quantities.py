@@ -24,7 +24,10 @@ def test_sizes_are_read_in_iec_and_si_units(text: int | str, size_bytes: int) ->
     assert parse_bytes(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["8 bananas", "", "-1GiB", -1, "GiB", "1e3", True, None, 1.5, "8GiB free"])
+@pytest.mark.parametrize(
+    "text",
+    ["8 bananas", "", "-1GiB", -1, "GiB", "1e3", True, None, 1.5, "8GiB free", 2**64, "9" * 400, "9" * 300 + "TiB"],
+)
 def test_a_size_that_is_none_is_refused_with_the_value_and_an_example(text: object) -> None:
     with pytest.raises(ValueError, match="min_free must be") as caught:
         parse_bytes(text, "min_free")  # type: ignore[arg-type]
@@ -54,7 +57,15 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
 
 @pytest.mark.parametrize(
     ("duration_s", "text"),
-    [(12e-6, "12 us"), (0.0042, "4.2 ms"), (38.0, "38 s"), (600.0, "10 min"), (7500.0, "2 h 05 min")],
+    [
+        (12e-6, "12 us"),
+        (0.0009997, "1 ms"),
+        (0.0042, "4.2 ms"),
+        (0.9997, "1 s"),
+        (38.0, "38 s"),
+        (600.0, "10 min"),
+        (7500.0, "2 h 05 min"),
+    ],
 )
 def test_durations_are_written_in_the_unit_a_reader_expects(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text

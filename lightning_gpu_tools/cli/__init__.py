@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,11 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `>&-`; no claim's file must get its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every sign
     parser = argparse.ArgumentParser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",

@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it."""
-    os.environ.pop("LIGHTNING_GPU_TOOLS", None)  # it has the callbacks already
+    for name in ("LIGHTNING_GPU_TOOLS", "LIGHTNING_GPU_TOOLS_DISABLE"):  # it adds the callbacks itself, and shows them
+        os.environ.pop(name, None)
     import torch
 
     from lightning_gpu_tools.demo import run_demo

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 
 from lightning_gpu_tools.cli import options
@@ -18,14 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
         "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
-        "be run or found."
+        "be run or found. Claims are files in /tmp/lightning-gpu-tools, or in the folder that "
+        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR names; containers see each other's where all mount that folder."
     )
     options.add_requirements(parser)
     parser.add_argument(
         "--advise",
         action="store_true",
-        help="have every Lightning Trainer in it say how busy the GPUs are and why; without an option on which GPUs, "
-        "none are claimed",
+        help="have every Lightning Trainer in it say how busy the GPUs are and why; without any other option no GPUs "
+        "are claimed",
     )
     parser.add_argument(
         "--bind-numa", action="store_true", help="keep the command on the CPU cores near its GPUs (Linux)"
@@ -41,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("which command? Put it last, after --")
     if args.advise:
         os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
-    asked = args.count or args.min_free is not None or args.max_utilization is not None or args.exclusive
+    values = (args.count, args.min_free, args.max_utilization, args.wait)
+    asked = args.exclusive or args.bind_numa or any(value is not None for value in values)
     if asked or not args.advise:
         selection = options.select(args, claim=True)
         selection.apply()
@@ -50,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
             from lightning_gpu_tools.selection.affinity import bind_to_gpus
 
             bind_to_gpus(selection.uuids)
-        print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the command may not need anybody to
+            print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)
     return _execute(command)
 
 
@@ -60,6 +65,8 @@ def _execute(command: list[str]) -> int:
             import subprocess
 
             return subprocess.call(command)
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what is ignored stays so in the command
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)
     except FileNotFoundError:
         print(f"lightning-gpu-tools: {command[0]}: command not found", file=sys.stderr)

@@ -18,6 +18,7 @@ from lightning_gpu_tools.monitoring.utilization import mean_percent
 from lightning_gpu_tools.nvml.calls import ask, newest, utilization_samples
 from lightning_gpu_tools.nvml.messages import why_unavailable, why_unreadable
 from lightning_gpu_tools.nvml.session import identify, session
+from lightning_gpu_tools.quantities import printable
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
@@ -184,7 +185,7 @@ def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> G
 
         with contextlib.suppress(psutil.Error):  # ended in the meantime, or hidden from this user
             process = psutil.Process(pid)
-            user, name = process.username(), process.name()
+            user, name = process.username(), printable(process.name())
     return GpuProcess(pid=pid, memory_used_bytes=memory_used_bytes, user=user, name=name, graphics_only=graphics_only)
 
 

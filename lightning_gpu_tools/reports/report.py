@@ -124,8 +124,8 @@ class Report:
         ranks: How fast each rank is, as far as they could be heard; empty with one rank.
         memory_growth: Memory that grew steadily.
         loader: What NumWorkersFinder found; ``None`` without one, and if it had not finished.
-        settings: What two runs must have in common to be compared: CPU, accelerator, precision, batch size, loader, ...;
-            model and dataset tell whether one is the other with a change.
+        settings: What two runs must have in common to be compared: CPU, accelerator, precision, batch size, loader,
+            ...; model and dataset tell whether one is the other with a change.
     """
 
     outcome: str

@@ -29,10 +29,8 @@ _LARGEST_RECORD_BYTES = 64 * 1024
 # fs.protected_regular (Linux): opening an existing file of someone else with O_CREAT fails in a folder like this one.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ADVICE = (
-    "Its owner or an administrator can `chmod 1777` the folder and `chmod 666` the files in it; or set "
-    "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to another folder, the same for all users of the machine."
-)
+_ELSEWHERE = "set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to another folder, the same for all users of the machine."
+_ADVICE = f"Its owner or an administrator can `chmod 1777` the folder and `chmod 666` the files in it; or {_ELSEWHERE}"
 
 
 class HeldFile(NamedTuple):
@@ -90,6 +88,22 @@ class Folder:
             return FoundFile(is_held=is_held, content=content, owner_id=os.fstat(descriptor).st_uid)
         finally:
             os.close(descriptor)
+
+    def holders(self, name: str) -> set[int]:
+        """Return the processes that have locked a file themselves, not those that were handed the lock.
+
+        Empty where the kernel does not list them, or under another device number, as for a subvolume of btrfs.
+
+        Raises:
+            OSError: The file is gone.
+        """
+        found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        try:
+            with open("/proc/locks") as locks:
+                return {int(words[-4]) for words in map(str.split, locks) if words[-3] == file}
+        except OSError:  # no Linux
+            return set()
 
     def create(self, name: str, content: bytes) -> HeldFile:
         """Write a new file that every user can read, and hold it.
@@ -163,9 +177,16 @@ def locked_folder(path: str, *, create: bool) -> Iterator[Folder | None]:
 def _open_folder(path: str, create: bool) -> int | None:
     made = False
     if create:
-        with contextlib.suppress(FileExistsError):
+        try:
             os.makedirs(path, mode=0o1777)
             made = True
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ClaimsError(
+                f"The folder for claims, {path}, cannot be created: {error.strerror}. An administrator may be able to, "
+                f"with `mkdir -m 1777`; or {_ELSEWHERE}"
+            ) from error
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

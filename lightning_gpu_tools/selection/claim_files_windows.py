@@ -65,6 +65,10 @@ class Folder:
         lock.release()
         return FoundFile(is_held=False, content=b"")
 
+    def holders(self, name: str) -> set[int]:
+        """Return nothing: who has locked a file cannot be asked."""
+        return set()
+
     def create(self, name: str, content: bytes) -> HeldFile:
         """Write a new file, and hold it."""
         lock = self._lock(name)
@@ -93,7 +97,13 @@ class Folder:
 def locked_folder(path: str, *, create: bool) -> Iterator[Folder | None]:
     """Have the folder to oneself for the duration of the block, as in ``claim_files``."""
     if create:
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise ClaimsError(
+                f"The folder for claims, {path}, cannot be created: {error.strerror}. Set "
+                f"LIGHTNING_GPU_TOOLS_CLAIMS_DIR to one that this user can create."
+            ) from error
     elif not os.path.isdir(path):
         yield None
         return

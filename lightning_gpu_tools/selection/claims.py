@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpu_readings import GpuClaim, GpuWaiter
+from lightning_gpu_tools.quantities import parse_bytes, printable
 
 # What only Windows needs is imported there: it would be a tenth of the time of a pick.
 if sys.platform == "win32":
@@ -28,13 +29,14 @@ if sys.platform == "win32":
 
     from lightning_gpu_tools.selection.claim_files_windows import Folder, HeldFile, locked_folder
 
-    _own_name, _hostname, _temporary_directory = getpass.getuser, socket.gethostname, tempfile.gettempdir
+    own_name, _hostname, _temporary_directory = getpass.getuser, socket.gethostname, tempfile.gettempdir
 else:
     import pwd
 
     from lightning_gpu_tools.selection.claim_files import Folder, HeldFile, locked_folder
 
-    def _own_name() -> str:
+    def own_name() -> str:
+        """Return what the claims of this process have as their ``user``."""
         return _user_name(os.getuid())
 
     def _hostname() -> str:
@@ -116,7 +118,8 @@ class Ledger:
             with self._naming(name):
                 claim = _parse_claim(record, name.removesuffix(".claim"), owner_id)
                 if claim.kind == "memory" and process_ids and record.get("pid_namespace") == _pid_namespace():
-                    claim = claim._replace(process_ids=_descendants(claim, process_ids))
+                    holders = self._existing_folder().holders(name) or {claim.pid}
+                    claim = claim._replace(process_ids=_descendants(holders, process_ids))
                 found.append(claim)
         return tuple(sorted(found, key=lambda claim: (claim.since_s, claim.job)))
 
@@ -151,7 +154,7 @@ class Ledger:
             kind=kind,
             memory_bytes=memory_bytes,
             pid=os.getpid(),
-            user=_own_name(),
+            user=own_name(),
             hostname=_hostname(),
             since_s=time.time(),
             group=group,
@@ -175,7 +178,7 @@ class Ledger:
             uuids=tuple(uuids),
             requested=count,
             pid=os.getpid(),
-            user=_own_name(),
+            user=own_name(),
             since_s=time.time(),
         )
         return self._create(waiter.name, ".waiter", waiter)
@@ -208,11 +211,11 @@ class Ledger:
         """Name a file that makes no sense and go on: somebody else's mistake must not keep anybody from the GPUs."""
         try:
             yield
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
             import logging  # takes a twentieth of the time of a pick
 
             _log = logging.getLogger(__name__)
-            _log.warning("%s cannot be read and is ignored: %r", os.path.join(self._path, name), error)
+            _log.warning("%s cannot be read and is ignored: %.300r", os.path.join(self._path, name), error)
 
     def _create(self, name: str, ending: str, content: GpuClaim | GpuWaiter) -> Held:
         record = {field: getattr(content, field) for field in content._fields if field != "process_ids"}
@@ -233,21 +236,19 @@ class Ledger:
 
 def _parse_claim(record: dict[str, Any], job: str, owner_id: int | None) -> GpuClaim:
     """Turn a record into a claim; fields that a newer version may have added are ignored."""
-    kind, memory_bytes, group = record["kind"], record["memory_bytes"], record.get("group")
+    kind, group = record["kind"], record.get("group")
     if kind not in ("memory", "whole", "exclusive"):
         raise ValueError(f"kind is {kind!r:.80}")
-    if not (memory_bytes is None if kind != "memory" else isinstance(memory_bytes, int) and memory_bytes >= 0):
-        raise ValueError(f"memory_bytes is {memory_bytes!r:.80}")
     if not (group is None or isinstance(group, str)):
         raise ValueError(f"group is {group!r:.80}")
     return GpuClaim(
         job=job,
         uuids=_uuids(record),
         kind=kind,
-        memory_bytes=memory_bytes,
+        memory_bytes=parse_bytes(record["memory_bytes"], "memory_bytes") if kind == "memory" else None,
         pid=int(record["pid"]),
         user=_user(record, owner_id),
-        hostname=_printable(record["hostname"]),
+        hostname=printable(record["hostname"]),
         since_s=_seconds(record),
         group=group,
     )
@@ -278,14 +279,9 @@ def _seconds(record: dict[str, Any]) -> float:
     return since_s
 
 
-def _printable(text: object) -> str:
-    """Return text of others so that it can be shown: their control characters could do things to a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in str(text)[:64])
-
-
 def _user(record: dict[str, Any], owner_id: int | None) -> str:
     """Return whose file it is. What the record says counts only where files have no owners."""
-    return _printable(record["user"]) if owner_id is None else _user_name(owner_id)
+    return printable(record["user"]) if owner_id is None else _user_name(owner_id)
 
 
 def _user_name(user_id: int) -> str:
@@ -303,18 +299,13 @@ def _pid_namespace() -> str | None:
         return None
 
 
-def _descendants(claim: GpuClaim, process_ids: Collection[int]) -> frozenset[int]:
-    """Return which processes are the holder of a claim or come from it."""
+def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
+    """Return which processes are among the holders of a claim or come from one of them."""
     import psutil  # a fifth of the time of a pick, and only needed where memory is claimed
 
-    try:
-        if psutil.Process(claim.pid).create_time() > claim.since_s + 1:  # its clock has steps of 10 ms
-            return frozenset()  # the number has gone to another process
-    except psutil.Error:
-        return frozenset()
     found = set()
     for pid in process_ids:
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or hidden
-            if claim.pid in (pid, *(parent.pid for parent in psutil.Process(pid).parents())):
+            if not {pid, *(parent.pid for parent in psutil.Process(pid).parents())}.isdisjoint(holders):
                 found.add(pid)
     return frozenset(found)

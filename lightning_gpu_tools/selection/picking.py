@@ -120,6 +120,10 @@ def select_gpus(
     Only GPUs inside the inherited ``CUDA_VISIBLE_DEVICES`` are looked at. Claims are a promise among those who use this
     package; they keep nobody else away.
 
+    In a script that Lightning's DDP starts once more for each rank, the ranks find what the first one has claimed and
+    applied, and get the same GPUs. Under torchrun and SLURM each rank picks for itself; there
+    :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` and the strategies choose once for all of them.
+
     Args:
         count: How many. Fewer are never given.
         min_free: Memory that each must have free, beyond what live claims still mean to use: ``"8GiB"`` or bytes. That
@@ -127,7 +131,7 @@ def select_gpus(
         max_utilization: Highest utilization in percent that each may have.
         exclusive: Whether nobody else may be on them, and nobody else may claim them meanwhile.
         wait: For how long to wait for them, ``"10m"`` or seconds. Those who wait are served in the order in which they
-            came. ``None``: do not wait.
+            came: for who came before, as many GPUs are kept as they asked for. ``None``: do not wait.
         claim: Whether to claim them at all; the claims of others count in any case.
 
     Raises:
@@ -259,9 +263,9 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     gpus, visible = _read(request.among, brief=brief)
     process_ids = {process.pid for gpu in _with_instances(gpus) for process in gpu.processes or ()}
     live = ledger.claims(process_ids)
-    for other in live:
-        if request.group is not None and other.group == request.group:
-            return _take_over(other, gpus, ledger.join(other))
+    for other in reversed(live):
+        if _is_choice_of_job(other, request) and set(other.uuids) <= {gpu.uuid for gpu in visible}:
+            return _take_over(other, visible, ledger.join(other))
     others = [other for other in live if other.job not in own_jobs()]
     ranking = rank_gpus(visible, others, request.requirements, {os.getpid()}, ahead)
     if len(ranking.candidates) < request.requirements.count:
@@ -276,6 +280,18 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
         kind, memory_bytes = _what_to_claim(request)
         held = ledger.take([str(one.gpu.uuid) for one in chosen], kind, memory_bytes, request.group)
     return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
+
+
+def _is_choice_of_job(claim: GpuClaim, request: Request) -> bool:
+    """Return whether another process of this job has made the choice already, and this process only has to follow.
+
+    To choose anew could give another order, or nothing: meanwhile the job itself uses these GPUs.
+    """
+    if request.group is not None and claim.group == request.group:
+        return claim.user == claims.own_name()  # anybody can write any name of a group
+    # Lightning's DDP starts its other ranks by running the script again, so that they ask what the first one has asked.
+    is_rank = "LOCAL_RANK" in os.environ
+    return is_rank and claim.job in own_jobs() and len(claim.uuids) == request.requirements.count
 
 
 def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tuple[Candidate, ...]:
@@ -347,6 +363,6 @@ def _what_to_claim(request: Request) -> tuple[Literal["memory", "whole", "exclus
     return "whole", None
 
 
-def _take_over(claim: GpuClaim, gpus: Sequence[GpuReading], held: claims.Held) -> GpuSelection:
-    by_uuid = {gpu.uuid: gpu for gpu in _with_instances(gpus)}
+def _take_over(claim: GpuClaim, visible: Sequence[GpuReading], held: claims.Held) -> GpuSelection:
+    by_uuid = {gpu.uuid: gpu for gpu in visible}
     return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)

@@ -7,7 +7,6 @@ together with it. So they agree without talking to each other, and the claim liv
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import secrets
@@ -50,10 +49,10 @@ def place(
     uuids = cuda_uuids() if started else [str(gpu.uuid) for gpu in picking.visible()]
     if not isinstance(devices, int):
         return _check(list(devices), uuids, request)
-    for claim in _own_claims():
-        if devices in (-1, len(claim.uuids)) and set(claim.uuids) <= set(uuids):
-            _join(claim)
-            return _use(list(claim.uuids), uuids, started)
+    own = _own_choice(devices, uuids)
+    if own:
+        _join(own)
+        return _use(list(own.uuids), uuids, started)
     count = how_many(request) if devices == -1 else devices
     group = _launcher_group(devices)
     if _is_granted(count, uuids) or (group and _is_masked() and len(uuids) < count):
@@ -74,16 +73,20 @@ def place(
 
 
 def how_many(request: picking.Request) -> int:
-    """Return how many GPUs "all" are: what the environment or the launcher says, else all visible that qualify.
+    """Return how many GPUs "all" are: those the job has, what the mask or the launcher says, else all that qualify.
 
     At least 1: to ask for one where none qualifies is what brings the reasons to light.
     """
     gpus = picking.visible()
+    own = _own_choice(-1, [str(gpu.uuid) for gpu in gpus])
+    if own:
+        return len(own.uuids)
     divided = any(str(gpu.uuid).startswith("MIG-") for gpu in gpus)
     if _is_masked() and gpus and not divided:
         return len(gpus)
-    if _launcher_group(-1) and "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
+    if ranks and _launcher_group(-1):
+        return int(ranks)
     with claims.open_ledger(claims.directory(), create=False) as ledger:
         others = [claim for claim in ledger.claims() if claim.job not in picking.own_jobs()]
     # Several, because MIG instances do not qualify then: they cannot be combined.
@@ -98,12 +101,19 @@ def _launcher_group(devices: int) -> str | None:
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         names = ["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"]
-    elif int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ:
+        # <folder of this start>/<rank>/error.json: an earlier start may have left ranks behind, with all else the same.
+        start = os.path.dirname(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")))
+    elif (
+        int(os.environ.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_STEP_ID" in os.environ
+        and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")  # to Lightning, too, a shell for any jobs
+    ):
         names = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"]
+        start = ""
     else:
         return None
-    # The host's name, because containers that share the claims may use the same port; the user's, likewise.
-    values = [socket.gethostname(), getpass.getuser(), *(os.environ.get(name, "") for name in names)]
+    # The host's name, because containers that share the claims may use the same port.
+    values = [socket.gethostname(), start, *(os.environ.get(name, "") for name in names)]
     return " ".join([*values, f"devices={devices}"])
 
 
@@ -125,6 +135,12 @@ def _own_claims() -> list[GpuClaim]:
         return []
     with claims.open_ledger(claims.directory(), create=False) as ledger:
         return [claim for claim in reversed(ledger.claims()) if claim.job in jobs]
+
+
+def _own_choice(devices: int, uuids: Sequence[str]) -> GpuClaim | None:
+    """Return the latest own claim on that many of the visible GPUs, ``-1`` for any number."""
+    fitting = (claim for claim in _own_claims() if set(claim.uuids) <= set(uuids))
+    return next((claim for claim in fitting if devices in (-1, len(claim.uuids))), None)
 
 
 def _join(claim: GpuClaim) -> None:

@@ -100,9 +100,11 @@ def rank_gpus(
         claims: Live claims of other jobs.
         requirements: What the job asks for.
         own_process_ids: Processes that belong to the job itself and so do not stand in its way.
-        ahead: Who has waited longer. What they could use is kept for them.
+        ahead: Who has waited longer, the longest first. Of what this job and they could use, the best are kept for
+            them, as many as they wait for.
     """
-    candidates, rejections = [], []
+    candidates: list[Candidate] = []
+    rejections: list[Rejection] = []
     for gpu in gpus:
         claims_here = [claim for claim in claims if gpu.uuid in claim.uuids]
         candidate = Candidate(
@@ -117,19 +119,19 @@ def rank_gpus(
                 for process in gpu.processes
                 if process.pid not in own_process_ids and not process.graphics_only  # a desktop computes nothing
             ]
-        reasons = list(_objections(candidate, others, claims_here, requirements))
-        reasons += [
-            f"kept for {waiter.user} (pid {waiter.pid}), who has waited longer"
-            for waiter in ahead
-            if gpu.uuid in waiter.uuids and not reasons
-        ][:1]
+        reasons = "; ".join(_objections(candidate, others, claims_here, requirements))
         if reasons:
-            rejections.append(Rejection(gpu=gpu, reason="; ".join(reasons)))
+            rejections.append(Rejection(gpu=gpu, reason=reasons))
         else:
             candidates.append(candidate)
-    return Ranking(
-        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.order)), rejections=tuple(rejections)
-    )
+    candidates.sort(key=lambda candidate: candidate.order)
+    for waiter in ahead:
+        kept = [candidate for candidate in candidates if candidate.gpu.uuid in waiter.uuids][: waiter.requested]
+        candidates = [candidate for candidate in candidates if candidate not in kept]
+        reason = f"kept for {waiter.user} (pid {waiter.pid}), who has waited longer"
+        rejections += [Rejection(gpu=candidate.gpu, reason=reason) for candidate in kept]
+    rejections.sort(key=lambda rejection: gpus.index(rejection.gpu))
+    return Ranking(candidates=tuple(candidates), rejections=tuple(rejections))
 
 
 def attainable(gpus: Sequence[GpuReading], requirements: Requirements) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ RunCli = Callable[..., "CompletedProcess[str]"]
 
 
 def test_it_finds_the_slow_loader_and_shows_what_the_advice_has_brought(run_cli: RunCli, tmp_path: Path) -> None:
-    result = run_cli("demo", "--folder", str(tmp_path))
+    result = run_cli("demo", "--folder", str(tmp_path), env={"LIGHTNING_GPU_TOOLS_DISABLE": "1"})
     assert result.returncode == 0, result.stderr
     verdicts = re.findall(r"^Verdict: (\w+)", result.stdout, re.MULTILINE)
     assert verdicts[0] == "LOW"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -84,6 +85,7 @@ def test_without_a_usable_driver_there_is_no_output_and_exit_code_4(
         (["-n", "0"], "must be an integer of at least 1, got '0'"),
         (["-n", "-1"], "must be an integer of at least 1, got '-1'"),
         (["-n", "two"], "must be an integer of at least 1, got 'two'"),
+        (["--min-free", "9" * 400], "got '9999"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
         (["--max-utilization", "101"], "between 0 and 100, got '101'"),
         (["--max-utilization", "nan"], "between 0 and 100, got 'nan'"),
@@ -99,6 +101,19 @@ def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
     assert (answer.returncode, answer.stdout) == (2, "")
     assert words in answer.stderr
     assert driver.calls() == []
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["-n", "2"], 3), (["-n", "two"], 2)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_closed_stream_changes_no_exit_code_and_nothing_goes_elsewhere(
+    driver: Driver, arguments: list[str], code: int, closed: str
+) -> None:
+    driver.gpus = [gpu()]
+    command = [sys.executable, "-m", "lightning_gpu_tools", "pick", *arguments]
+    answer = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], capture_output=True, text=True)
+    assert answer.returncode == code
+    assert bool(answer.stdout) is (closed == "2>&-" and code == 0)
+    assert bool(answer.stderr) is (closed == ">&-" and code != 0)
 
 
 def test_it_stays_inside_the_mask_and_gives_uuids(driver: Driver, run_cli: RunCli) -> None:

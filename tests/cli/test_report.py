@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
 from sample_report import REPORT
 
 from lightning_gpu_tools.reports.report import save_report
@@ -72,3 +73,11 @@ def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path:
         "sys.exit(job.stderr.read().decode())"
     )
     assert run_python("-c", code, str(tmp_path)).stderr.strip() == ""
+
+
+@pytest.mark.parametrize("form", ["text", "markdown"])
+def test_a_terminal_that_cannot_show_every_sign_gets_the_rest(run_cli: RunCli, tmp_path: Path, form: str) -> None:
+    save_report(REPORT, tmp_path)
+    result = run_cli("report", str(tmp_path), "--format", form, env={"PYTHONIOENCODING": "ascii"})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "LOW" in result.stdout

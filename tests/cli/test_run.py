@@ -129,6 +129,38 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
+@pytest.mark.parametrize("option", [["--wait", "1s"], ["--bind-numa"], ["--min-free", "0"]], ids=" ".join)
+def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli, option: list[str]) -> None:
+    driver.gpus = [gpu()]
+    answer = run_cli("run", "--advise", *option, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    assert answer.stdout.split() == [driver.gpus[0].uuid]
+
+
+def test_no_signal_is_ignored_in_the_command_that_was_not_before(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu()]
+    command = ["grep", "SigIgn", "/proc/self/status"]
+    plain = subprocess.run(command, capture_output=True, text=True)
+    assert run_cli("run", "--", *command).stdout == plain.stdout
+
+
+def test_nobody_has_to_read_what_was_picked(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    answer = run_cli("run", "--", "echo", "started", capture_output=False, stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    assert (answer.returncode, answer.stdout) == (0, "started\n")
+
+
+def test_what_the_command_writes_to_a_closed_stream_does_not_go_to_the_claim(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    job = f"echo words >&2; cat {claims_dir}/*.claim"
+    answer = subprocess.run(
+        ["sh", "-c", '"$@" 2>&-', "sh", *RUN, "--", "sh", "-c", job], capture_output=True, text=True
+    )
+    assert json.loads(answer.stdout)["uuids"] == [driver.gpus[0].uuid]
+
+
 UNEDITED_SCRIPT = """
 import sys
 from lightning.pytorch import Trainer

@@ -188,6 +188,21 @@ def test_a_visible_process_has_a_user_and_a_name(driver):
     assert found.name == psutil.Process().name()
 
 
+@pytest.mark.skipif(not nvml.pids_are_ours(), reason="inside a PID namespace the driver's numbers name nobody")
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a训练模型进程", "a训练模型??"), ("\x1b[2J\x07", "?[2J?")],
+    ids=["cut-in-a-character", "escapes"],
+)
+def test_a_name_that_would_harm_a_terminal_is_made_harmless(driver, name, shown):
+    code = "import ctypes, sys; ctypes.CDLL(None).prctl(15, sys.argv[1].encode()); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, name], stdin=-1, stdout=-1, text=True) as child:
+        child.stdout.readline()
+        (reading,) = read(driver, gpu(processes=[process(child.pid)]))
+        child.kill()
+    assert reading.processes[0].name == shown
+
+
 def test_a_process_that_is_gone_or_hidden_has_a_pid_only(driver, run_python):
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()  # its number is free again

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.selection import claim_files_windows, claims
+from lightning_gpu_tools.selection import claim_files, claim_files_windows, claims
 from lightning_gpu_tools.selection.claims import directory, open_ledger
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -197,15 +196,18 @@ GOOD = {"uuids": ["GPU-a"], "kind": "memory", "memory_bytes": 1, "pid": 1, "host
         pytest.param("{}", id="no-fields"),
         pytest.param("[" * 50_000, id="nested-too-deep"),
         *(
-            pytest.param(json.dumps({**GOOD, field: value}), id=f"{field}-{value}")
+            pytest.param(json.dumps({**GOOD, field: value}), id=f"{field}-{value!s:.9}")
             for field, value in [
                 ("uuids", "GPU-a"),
                 ("uuids", [1]),
                 ("kind", "mine"),
                 ("memory_bytes", -1),
                 ("memory_bytes", None),
+                ("memory_bytes", 10**400),
                 ("pid", "x"),
+                ("pid", math.inf),
                 ("since_s", math.nan),
+                ("since_s", 10**400),
                 ("group", 1),
             ]
         ),
@@ -239,15 +241,14 @@ def test_a_record_of_a_newer_version_is_understood(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("since_s", "namespace", "told"),
-    [(None, None, True), (1.0, None, False), (None, "pid:[1]", False)],
-    ids=["same-process", "number-given-to-another", "number-in-another-container"],
+    ("pid", "namespace", "told"),
+    [(None, None, True), (1, None, True), (None, "pid:[1]", False)],
+    ids=["holder", "joined", "number-in-another-container"],
 )
-def test_memory_is_only_told_of_the_very_process_that_claimed(
-    path: Path, since_s: float | None, namespace: str | None, told: bool
+def test_memory_is_told_of_processes_that_hold_the_claim_here(
+    path: Path, pid: int | None, namespace: str | None, told: bool
 ) -> None:
-    record = {**GOOD, "pid": os.getpid(), "since_s": since_s or time.time()}
-    record["pid_namespace"] = namespace or os.readlink("/proc/self/ns/pid")
+    record = {**GOOD, "pid": pid or os.getpid(), "pid_namespace": namespace or os.readlink("/proc/self/ns/pid")}
     path.mkdir()
     (path / "lock").touch()
     claim = path / "00000000deadbeef.claim"
@@ -256,6 +257,34 @@ def test_memory_is_only_told_of_the_very_process_that_claimed(
         fcntl.flock(file, fcntl.LOCK_SH)
         with open_ledger(path) as ledger:
             assert ledger.claims([os.getpid()])[0].process_ids == (frozenset({os.getpid()}) if told else frozenset())
+
+
+JOIN = """
+import sys
+from lightning_gpu_tools.selection.claims import open_ledger
+with open_ledger(sys.argv[1]) as ledger:
+    joined = ledger.join(ledger.claims()[0])
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_in_use_is_told_by_all_who_hold_the_claim_also_when_its_maker_has_ended(path: Path) -> None:
+    def told() -> frozenset[int]:
+        with open_ledger(path) as ledger:
+            return ledger.claims([maker.pid, sibling.pid, os.getpid()])[0].process_ids
+
+    with (
+        holder(path) as maker,
+        subprocess.Popen([sys.executable, "-c", JOIN, str(path)], stdin=-1, stdout=-1, text=True) as sibling,
+    ):
+        assert sibling.stdout is not None
+        assert sibling.stdout.readline() == "joined\n"
+        assert told() == {maker.pid, sibling.pid}
+        maker.kill()
+        maker.wait()
+        assert told() == {sibling.pid}
+        sibling.kill()
 
 
 def test_files_that_are_not_ours_are_left_alone(path: Path) -> None:
@@ -323,6 +352,16 @@ def test_a_folder_that_this_user_cannot_write_to_is_refused(path: Path) -> None:
     assert answer.returncode == 1
     assert "ClaimsError" in answer.stderr
     assert "chmod 1777" in answer.stderr
+
+
+def test_a_folder_that_cannot_be_created_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for locked_folder in (claim_files.locked_folder, claim_files_windows.locked_folder):
+        with (
+            pytest.raises(ClaimsError, match=r"file/claims, cannot be created: .*LIGHTNING_GPU_TOOLS_CLAIMS_DIR"),
+            locked_folder(str(tmp_path / "file" / "claims"), create=True),
+        ):
+            pass
 
 
 def test_a_lock_that_was_exchanged_meanwhile_excludes_nobody_and_is_not_used(path: Path) -> None:
@@ -436,8 +475,9 @@ def test_on_windows_a_claim_ends_with_its_process_and_leaves_no_file(path: Path)
     assert holders(path) == []
     with holder(path, "as-on-windows") as process:
         with open_ledger(path) as ledger:
-            (claim,) = ledger.claims()
-            assert (claim.pid, claim.user, claim.memory_bytes) == (process.pid, claims._own_name(), 5)
+            (claim,) = ledger.claims([process.pid])
+            assert (claim.pid, claim.user, claim.memory_bytes) == (process.pid, claims.own_name(), 5)
+            assert claim.process_ids == {process.pid}
             joined = ledger.join(claim)
         joined.release()  # which is not this process's to end
         assert holders(path) == [process.pid]

@@ -280,6 +280,31 @@ def test_apply_shows_this_process_and_its_children_the_gpus(driver: Driver) -> N
     assert output.split() == uuids(driver, 2, 1)
 
 
+RANK = """
+import os, subprocess, sys
+from lightning_gpu_tools import select_gpus
+select_gpus(2, **eval(sys.argv[1])).apply()
+print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+if "LOCAL_RANK" not in os.environ:  # the first rank; Lightning's DDP starts the others like this
+    sys.stdin.readline()
+    subprocess.run([sys.executable, *sys.orig_argv[1:]], env={**os.environ, "LOCAL_RANK": "1"})
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"min_free": "60GiB"}, {"exclusive": True}])
+def test_ranks_of_ddp_get_what_the_first_one_has_applied_though_it_uses_them(
+    driver: Driver, claims_dir: Path, options: dict[str, object]
+) -> None:
+    driver.gpus = [gpu(), gpu(), gpu(memory_free="70GiB")]
+    with subprocess.Popen([sys.executable, "-c", RANK, repr(options)], stdin=-1, stdout=-1, text=True) as job:
+        assert job.stdout is not None
+        first = job.stdout.readline()
+        with driver.change():
+            driver.gpus[1].memory_free = "50GiB"
+            driver.gpus[1].processes = [process(job.pid, memory="30GiB")]
+        assert (first, job.communicate("\n")[0]) == (",".join(uuids(driver, 1, 0)) + "\n", first)
+
+
 def test_apply_after_cuda_has_started_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.gpus = [gpu()]
     selection = select_gpus()
@@ -404,6 +429,16 @@ def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: 
         assert indices(select_gpus(min_free="1GiB", claim=False)) == [0]  # who does not wait is not in the queue
         job.send_signal(signal.SIGCONT)
         assert job.communicate()[0] == "a\n"
+
+
+def test_a_small_request_gets_past_one_that_waits_for_more_where_there_is_room(
+    driver: Driver, claims_dir: Path
+) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", processes=[process(4711)]) for gib in (20, 40, 30)]
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        assert indices(select_gpus(2, min_free="5GiB", wait=60)) == [2, 0]  # the best one is kept
+        job.kill()
 
 
 def test_ctrl_c_while_waiting_leaves_nothing(driver: Driver, claims_dir: Path) -> None:

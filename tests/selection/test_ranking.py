@@ -166,6 +166,18 @@ def test_what_someone_waits_for_is_kept_for_them() -> None:
     assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
 
 
+def test_as_many_as_each_waits_for_are_kept_the_best_of_what_they_could_use() -> None:
+    gpus = [gpu(index, free=(10 + index) * GIB) for index in range(5)]
+    waiters = [
+        GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name, since_s=0.0)
+        for name, uuids, requested in (("a", ("GPU-0", "GPU-1", "GPU-3"), 1), ("b", ("GPU-3", "GPU-4", "GPU-1"), 2))
+    ]
+    ranking = rank_gpus(gpus, (), Requirements(), ahead=waiters)
+    assert order(ranking) == [2, 0]
+    kept = [(rejection.gpu.index, rejection.reason.split()[2]) for rejection in ranking.rejections]
+    assert kept == [(1, "b"), (3, "a"), (4, "b")]
+
+
 def test_what_would_do_once_others_have_left() -> None:
     full = gpu(0, free=0, utilization=99, processes=(GpuProcess(pid=7),), compute_mode="exclusive_process")
     lost, small, silent = gpu(1, error="lost"), gpu(2, memory_total_bytes=4 * GIB), gpu(3, utilization=None)
