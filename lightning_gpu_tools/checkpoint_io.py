@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_gpu_tools.checkpoints.atomic_file import remove
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
@@ -26,21 +27,23 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
+from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.state_dicts import (
     find_state_dicts,
     own_all_but_weights,
     own_what_modules_keep,
+    rename_optimizers,
     same_tensors,
     shapes_of,
 )
 from lightning_gpu_tools.checkpoints.torch_files import (
     read_checkpoint,
-    remove_checkpoint,
     verify_checkpoint,
     write_checkpoint,
 )
+from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -79,6 +82,15 @@ class PortableCheckpointIO(CheckpointIO):
         return plugin
 
     def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
+        base: Any = inner
+        while hasattr(base, "checkpoint_io"):  # AsyncCheckpointIO and other wrappers of Lightning
+            base = base.checkpoint_io
+        if base is None and inner is not None:
+            kind = type(inner).__name__
+            raise ValueError(
+                f"{kind}() as the inner plugin has nothing inside that writes files. Nest them the other way round: "
+                f"{kind}(PortableCheckpointIO())."
+            )
         self.inner = inner
         self.verify = verify
         self._trainer: Callable[[], Trainer | None] = _nobody
@@ -86,7 +98,8 @@ class PortableCheckpointIO(CheckpointIO):
     def attach(self, trainer: Trainer) -> None:
         """Take keys from the model of this trainer, as it is whenever a checkpoint is saved or loaded.
 
-        Lightning's entry point calls this for every Trainer that has the plugin. The trainer is not kept alive.
+        A callback from Lightning's entry point calls this for every Trainer that has the plugin, when a run begins and
+        whenever more than weights is saved. The trainer is not kept alive.
         """
         self._trainer = weakref.ref(trainer)
 
@@ -96,6 +109,9 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             TypeError: ``storage_options`` are given and no inner plugin takes them.
             OSError: The file system refuses; an older file at ``path`` is as it was.
+
+        Warns:
+            UserWarning: The keys keep what wrappers added to them, and why.
         """
         portable = self._make_portable(checkpoint)
         if self.inner is not None:
@@ -147,7 +163,7 @@ class PortableCheckpointIO(CheckpointIO):
         if self.inner is not None:
             self.inner.remove_checkpoint(path)
         else:
-            remove_checkpoint(path)
+            remove(path)
 
     def teardown(self) -> None:
         """Let the inner plugin finish what it has begun."""
@@ -171,8 +187,13 @@ class PortableCheckpointIO(CheckpointIO):
             try:
                 _clean(portable, model, wrappers)
             except KeyCollisionError as error:
-                # The training goes on; the file is what Lightning alone would have written.
-                warnings.warn(f"The checkpoint keeps its wrapped keys: {error}", stacklevel=2)
+                _warn_of_kept_keys(str(error))
+        elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
+            _warn_of_kept_keys(
+                "LIGHTNING_GPU_TOOLS_DISABLE keeps PortableCheckpointIO from knowing the model."
+                if is_disabled()
+                else "no Trainer that lives and has begun a run uses this PortableCheckpointIO."
+            )
         portable[MANIFEST] = {
             "version": _MANIFEST_VERSION,
             "wrappers": wrappers,
@@ -212,14 +233,22 @@ class PortableCheckpointIO(CheckpointIO):
             rank_zero_info(f"{path}: {plan.describe()}.")
         if plan.dropped_root and plan.unused:
             rank_zero_warn(f'{path}: only what is in "{plan.dropped_root}" is loaded, not {list_groups(plan.unused)}.')
-        return _renamed(checkpoint, plan, state)
+        return _renamed(checkpoint, plan, state, model.strict_loading)
 
 
 class TrainerIntroduction(Callback):
-    """Hands the trainer to its plugin, before anything is loaded and after every process has its own trainer."""
+    """Hands the trainer to its plugin, in the process that loads and saves."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the plugin among those that wrap each other."""
+        """Introduce them before anything is loaded."""
+        self._introduce(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Introduce them again: the plugin may serve another Trainer since."""
+        self._introduce(trainer)
+
+    def _introduce(self, trainer: Trainer) -> None:
+        # Plugins may wrap each other.
         plugin: Any = trainer.strategy.checkpoint_io
         while plugin is not None:
             if isinstance(plugin, PortableCheckpointIO):
@@ -234,6 +263,11 @@ def introductions() -> list[Callback]:
 
 
 _plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
+
+
+def _warn_of_kept_keys(reason: str) -> None:
+    # The training goes on; the file is what Lightning alone would have written.
+    warnings.warn(f"The checkpoint keeps its keys as they are, also those of wrappers: {reason}", stacklevel=4)
 
 
 def _nobody() -> None:
@@ -255,42 +289,20 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping
                 cleaned._metadata = type(cleaned)(versions)  # type: ignore[attr-defined]
             checkpoint[name] = cleaned
         if name == "state_dict" and "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = _rename_optimizers(checkpoint["optimizer_states"], plan)
+            checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
 
 
-def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     renamed = dict(checkpoint)
     for name in MODEL_STATES:
         if name in checkpoint:
             # What has no place or another shape stays in, so that strict loading says so in Lightning's way.
-            odd = (*plan.unexpected, *(key for key, _, _ in plan.mismatched))
-            weights = plan.apply(checkpoint[name], keep=odd)
+            weights = plan.apply(checkpoint[name], keep=plan.left_over(strict=strict))
             weights.update((key, state[key]) for key in plan.kept)
             renamed[name] = weights
     if "optimizer_states" in checkpoint:
-        renamed["optimizer_states"] = _rename_optimizers(checkpoint["optimizer_states"], plan)
+        renamed["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
     return renamed
-
-
-def _rename_optimizers(states: Any, plan: RenamePlan) -> Any:
-    """Rename the parameters in optimizer states that go by name; most go by number and stay."""
-    rename = plan.rename_key()
-
-    def renamed(name: Any) -> Any:
-        return rename(name) if isinstance(name, str) else name
-
-    def one(state: Any) -> Any:
-        if not isinstance(state, Mapping) or not any(isinstance(name, str) for name in state.get("state", ())):
-            return state
-        return {
-            **state,
-            "state": {renamed(name): value for name, value in state["state"].items()},
-            "param_groups": [
-                {**group, "params": [renamed(name) for name in group["params"]]} for group in state["param_groups"]
-            ],
-        }
-
-    return [one(state) for state in states] if isinstance(states, list) else states
 
 
 def _may_still_change(model: LightningModule) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,9 +16,11 @@ from torch import nn
 from lightning_gpu_tools.checkpoints.content import describe_content, name_file
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.model_keys import read_model
+from lightning_gpu_tools.checkpoints.key_tree import PathSet, is_copied_into, without_private_segments
+from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    all_state_dicts,
     find_state_dicts,
     own_all_but_weights,
     own_what_modules_keep,
@@ -97,7 +99,8 @@ def load_weights(
         weights_only: Whether to refuse files that hold more than plain data. If false, opening the file may run code.
 
     Raises:
-        CheckpointMismatchError: The checkpoint does not fit; the model is as it was.
+        CheckpointMismatchError: The checkpoint does not fit; the model is as it was unless the message says that it may
+            be partly loaded, as where hooks of the model translate keys and leave some without a weight.
         AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
         BrokenCheckpointError: The file is no checkpoint, or damaged.
@@ -111,8 +114,8 @@ def load_weights(
     content = read_checkpoint(path, weights_only=weights_only)
     with _naming(path, type(model)):
         entry, weights, plan = _choose(model, content, root, strict)
-        _load(model, weights, plan, strict)
-    return _report(str(path), entry, plan)
+        plan, loaded = _load(model, weights, plan, strict)
+    return _report(str(path), entry, plan, loaded)
 
 
 @contextlib.contextmanager
@@ -127,7 +130,7 @@ def _naming(path: str | os.PathLike[str], model_class: type) -> Iterator[None]:
 def _choose(
     model: nn.Module, content: Any, root: str | None, strict: bool
 ) -> tuple[str, Mapping[str, Any], RenamePlan]:
-    entries = find_state_dicts(content)
+    entries = all_state_dicts(content)
     if not entries:
         raise BrokenCheckpointError(f"it holds no weights but {describe_content(content)}.")
     named = [entry for entry in entries if root and f"{root.rstrip('.')}.".startswith(f"{entry}.")]
@@ -137,7 +140,7 @@ def _choose(
         return entry, entries[entry], _plan(model, entries[entry], rest or None, strict)
     plans: dict[str, RenamePlan] = {}
     refusals = []
-    for entry, weights in entries.items():
+    for entry, weights in find_state_dicts(content).items():
         try:
             plans[entry] = _plan(model, weights, root, strict)
         except (CheckpointMismatchError, KeyCollisionError) as error:  # noqa: PERF203 - a handful of entries
@@ -162,38 +165,160 @@ def _plan(model: nn.Module, weights: Mapping[str, Any], root: str | None, strict
     return plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensors(weights))
 
 
-def _load(model: nn.Module, weights: Mapping[str, Any], plan: RenamePlan, strict: bool) -> None:
-    state = model.state_dict(keep_vars=True)
-    renamed = plan.apply(weights, keep=plan.unexpected if strict else ())
+def _load(
+    model: nn.Module, weights: Mapping[str, Any], plan: RenamePlan, strict: bool
+) -> tuple[RenamePlan, tuple[str, ...]]:
+    """Load the weights; return the plan as it came out, and the model keys that got theirs."""
+    keys, state = read_model(model)
+    _refuse_what_torch_cannot_copy(weights, plan, keys, state)
+    offered = plan.left_over(strict=strict)
+    renamed = plan.apply(weights, keep=offered)
     for key in plan.kept:
         renamed[key] = state[key]
-    keys, _ = read_model(model)
     own_what_modules_keep(renamed, keys)
-    # On the meta device there is nothing to copy into: the model takes over tensors of its own.
-    assign = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
-    if assign:
-        metadata = getattr(renamed, "_metadata", None)
-        renamed = copy.deepcopy(renamed)
-        renamed._metadata = metadata  # type: ignore[attr-defined]
+    with _fitting_each_weight(model, strict) as left_out:
+        try:
+            found = model.load_state_dict(renamed, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointMismatchError(
+                f"{error}\n  Torch found this while it was loading, so the model may be partly loaded. "
+                "Load a checkpoint that fits, or build the model anew."
+            ) from error
+    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say
+        return plan, (*plan.renames.values(), *plan.tied)
+    return _came_out(model, keys, plan, offered, found, left_out)
+
+
+def _refuse_what_torch_cannot_copy(
+    weights: Mapping[str, Any], plan: RenamePlan, keys: ModelKeys, state: Mapping[str, Any]
+) -> None:
+    converted = PathSet(keys.self_loading)
+    refused = [
+        f"{old} ({_kind(weights[old])} instead of {_kind(state[new])})"
+        for old, new in plan.renames.items()
+        if shape_of(state[new]) is not None and new not in converted and not _can_copy(weights[old], state[new])
+    ]
+    if refused:
+        more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
+        raise CheckpointMismatchError(
+            f"Torch cannot copy {', '.join(refused[:4])}{more}. Nothing was changed. Store them as the model has them, "
+            "or take them out of the file and load it with strict=False."
+        )
+
+
+def _can_copy(value: Any, target: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is target.layout
+        and value.is_nested == target.is_nested
+        and value.is_quantized <= target.is_quantized
+        and (hasattr(target, "device_mesh") or not _is_one_part(value))
+    )
+
+
+def _is_one_part(value: Any) -> bool:
+    """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
+    if not hasattr(value, "device_mesh") or value.device_mesh.size() == 1:
+        return False
+    return not torch.distributed.is_initialized()
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
+
+
+@contextlib.contextmanager
+def _fitting_each_weight(model: nn.Module, strict: bool) -> Iterator[list[str]]:
+    """While a state is loaded, make each weight what its parameter is, between the module's own hooks and the copying.
+
+    Here and not before, because hooks may change names and shapes, and because one module's weights at a time need no
+    second copy of the model. Yields the model keys whose weights are left out for their shape, if not ``strict``.
+    """
+    left_out: list[str] = []
+    made: dict[int, torch.Tensor] = {}
+
+    def fit(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        buffers = ((name, module._buffers[name]) for name in persistent)
+        for name, target in (*module._parameters.items(), *buffers):
+            key = prefix + name
+            value = state_dict.get(key)
+            if target is None or not isinstance(value, torch.Tensor):
+                continue
+            if not strict and not is_copied_into(shape_of(value), shape_of(target)):
+                left_out.append(key)
+                del state_dict[key]
+                continue
+            value = state_dict[key] = _sharded_like(value, target)
+            if target.is_meta and not value.is_meta:  # there is nothing to copy into
+                if id(target) not in made:
+                    made[id(target)] = _materialized(target, value.device)
+                setattr(module, name, made[id(target)])
+
+    # A ScriptModule takes no hooks, and is never on the meta device nor sharded.
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    handles = [module.register_load_state_dict_pre_hook(fit) for module in modules]  # type: ignore[no-untyped-call]
     try:
-        model.load_state_dict(renamed, strict=strict, assign=assign)
-    except RuntimeError as error:
-        raise CheckpointMismatchError(str(error)) from error
-    if assign:
-        _tie(model, keys)
+        yield left_out
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _tie(model: nn.Module, keys: ModelKeys) -> None:
-    """Make one parameter again of those that assigning has separated."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for key, leader in keys.tied.items():
-        if key in parameters and leader in parameters:
-            path, _, name = key.rpartition(".")
-            model.get_submodule(path).register_parameter(name, parameters[leader])
+def _sharded_like(value: Any, target: Any) -> torch.Tensor:
+    is_sharded, wants_sharded = hasattr(value, "device_mesh"), hasattr(target, "device_mesh")
+    if wants_sharded and not is_sharded:
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every process has read the file, so each takes its part without asking the others.
+        return distribute_tensor(value.detach(), target.device_mesh, target.placements, src_data_rank=None)
+    return value.full_tensor() if is_sharded and not wants_sharded else value  # type: ignore[no-any-return]
 
 
-def _report(path: str, entry: str, plan: RenamePlan) -> LoadReport:
-    words = [f"{Path(path).name}: loaded {len(plan.renames)} weights"]
+def _materialized(target: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(target, device=device, requires_grad=False)
+    return nn.Parameter(empty, target.requires_grad) if isinstance(target, nn.Parameter) else empty
+
+
+def _came_out(
+    model: nn.Module,
+    keys: ModelKeys,
+    plan: RenamePlan,
+    offered: Mapping[str, str],
+    found: Any,
+    left_out: Sequence[str],
+) -> tuple[RenamePlan, tuple[str, ...]]:
+    """Return the plan with what torch says is missing and unexpected, and the model keys that got their weight."""
+    # Torch names modules that the model's hooks leave out of its keys.
+    bare = without_private_segments
+    shown = {bare(key): key for key in keys.shapes}
+    misfits, homeless = {bare(name) for name in left_out}, {bare(name) for name in found.unexpected_keys}
+    clashes = misfits & {bare(offered[key]) for key in plan.clashes if key in offered}
+    missing = [bare(name) for name in found.missing_keys if bare(name) not in clashes]
+    invented = homeless - {bare(name) for name in offered.values()}  # by hooks
+    outcome = dataclasses.replace(
+        plan,
+        missing=tuple(shown.get(name, name) for name in missing),
+        unexpected=(
+            *(key for key in plan.unexpected if key not in offered or bare(offered[key]) in homeless),
+            *(name for name in found.unexpected_keys if bare(name) in invented),
+        ),
+        mismatched=tuple(
+            clash for clash in plan.mismatched if clash[0] not in offered or bare(offered[clash[0]]) in clashes
+        ),
+    )
+    without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
+    # A state_dict of the model's own may leave out what torch loads all the same.
+    live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
+    names = dict.fromkeys((*keys.shapes, *(name for name in offered.values() if name in live)))
+    return outcome, tuple(name for name in names if bare(name) not in without)
+
+
+def _report(path: str, entry: str, plan: RenamePlan, loaded: tuple[str, ...]) -> LoadReport:
+    words = [f"{Path(path).name}: loaded {len(loaded) - len(plan.tied)} weights"]
     if plan.describe():
         words.append(plan.describe())
     if plan.tied:
@@ -205,7 +330,7 @@ def _report(path: str, entry: str, plan: RenamePlan) -> LoadReport:
     return LoadReport(
         path=path,
         entry=entry,
-        loaded=(*plan.renames.values(), *plan.tied),
+        loaded=loaded,
         renamed={old: new for old, new in plan.renames.items() if old != new},
         root=plan.dropped_root or plan.added_root,
         kept=plan.kept,
@@ -260,7 +385,7 @@ def load_from_checkpoint(
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
     with _naming(path, model_class), contextlib.suppress(*may_wait):
         _, weights, plan = _choose(model, checkpoint, root, strict)
-        checkpoint["state_dict"] = plan.apply(weights, keep=plan.unexpected)
+        checkpoint["state_dict"] = plan.apply(weights, keep=plan.left_over(strict=strict))
         root = None
     model.on_load_checkpoint(checkpoint)
     with _naming(path, model_class):

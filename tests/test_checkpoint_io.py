@@ -492,9 +492,68 @@ def test_a_save_with_two_keys_of_one_name_keeps_lightnings_keys(tmp_path: Path) 
     run.fit(Lit())
     checkpoint = run._checkpoint_connector.dump_checkpoint()
     checkpoint["state_dict"] = OrderedDict({"net.w": torch.ones(1), "net._orig_mod.w": torch.zeros(1)})
-    with pytest.warns(UserWarning, match=r"keeps its wrapped keys.*net\._orig_mod\.w"):
+    with pytest.warns(UserWarning, match=r"keeps its keys as they are.*net\._orig_mod\.w"):
         run.strategy.checkpoint_io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
     assert list(torch.load(tmp_path / "a.ckpt")["state_dict"]) == ["net.w", "net._orig_mod.w"]
+
+
+def test_one_plugin_in_two_trainers_takes_the_names_from_the_one_that_saves(tmp_path: Path) -> None:
+    class Holder(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.module = net
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.module(batch)  # type: ignore[no-any-return]
+
+    plugin, source = PortableCheckpointIO(), Lit()
+    source.net = Holder(source.net)  # its child `module` is no wrapper's
+    one, two = trainer(tmp_path, plugin), trainer(tmp_path, plugin)
+    one.fit(source)
+    two.fit(Lit("DataParallel"))
+    one.save_checkpoint(tmp_path / "a.ckpt")
+    source.load_state_dict(torch.load(tmp_path / "a.ckpt")["state_dict"])
+    two.save_checkpoint(tmp_path / "b.ckpt")
+    assert "net.0.weight" in torch.load(tmp_path / "b.ckpt")["state_dict"]
+
+
+def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
+    run = trainer(tmp_path)
+    run.fit(Lit("DataParallel"))
+    with pytest.warns(
+        UserWarning, match="keeps its keys as they are, also those of wrappers: LIGHTNING_GPU_TOOLS_DISABLE keeps"
+    ):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+    monkeypatch.delenv("LIGHTNING_GPU_TOOLS_DISABLE")
+    with pytest.warns(UserWarning, match="keeps its keys as they are, also those of wrappers: no Trainer"):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_plugin_that_writes_nothing_is_refused_as_the_inner_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the other way round: AsyncCheckpointIO\(PortableCheckpointIO\(\)\)"):
+        PortableCheckpointIO(AsyncCheckpointIO())
+    plugin = PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO()))
+    run = trainer(tmp_path, plugin)
+    run.fit(Lit("DataParallel"))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]
+
+
+def test_overrides_without_torchs_optional_arguments_work_in_a_trainer(tmp_path: Path) -> None:
+    class Short(Lit):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return dict(super().state_dict())
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            return super().load_state_dict(state_dict, strict)
+
+    run, source, target = trainer(tmp_path), Short("DataParallel"), Short(seed=1)
+    run.fit(source)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    trainer(tmp_path).test(target, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert same(source, target)
 
 
 # -- several processes ---------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ import functools
 import http.server
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from torch import nn
@@ -166,6 +169,131 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert "other shape: 1.weight, 1.bias" in str(report)
 
 
+class Resized(nn.Module):
+    """Takes its positions from a file with more or fewer of them, as vision transformers do."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(positions, 2))
+        self.register_load_state_dict_pre_hook(self.resize)
+
+    @staticmethod
+    def resize(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}pos" in state_dict:
+            state_dict[f"{prefix}pos"] = state_dict[f"{prefix}pos"][:1].expand(module.pos.shape)
+
+
+class Translating(nn.Module):
+    """Parts whose hooks translate names and shapes; its head is of its own size."""
+
+    def __init__(self, weight_norm: Callable[[nn.Module], nn.Module], positions: int, classes: int) -> None:
+        super().__init__()
+        self.conv, self.patches = weight_norm(nn.Conv1d(2, 2, 3)), nn.DataParallel(Resized(positions))
+        self.out, self.head = nn.Linear(2, 2), weight_norm(nn.Linear(2, classes))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_the_models_hooks_translate_is_loaded_and_no_loss_in_the_report(strict: bool, tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning):
+        source = Translating(nn.utils.weight_norm, 3, classes=4)
+    torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
+    target = Translating(parametrizations.weight_norm, 5, classes=4)
+    report = load_weights(target, tmp_path / "a.pt", strict=strict)
+    assert torch.allclose(target.conv.weight, source.conv.weight)
+    assert torch.equal(target.patches.module.pos, source.patches.module.pos[:1].expand(5, 2))
+    assert (report.missing, report.unexpected, report.mismatched) == ((), (), ())
+    assert report.loaded == tuple(target.state_dict())
+    assert str(report) == 'a.pt: loaded 9 weights; removed "module." from 4 keys'
+
+
+def test_another_shape_below_hooks_that_do_not_change_it_is_left_out_if_not_strict(tmp_path: Path) -> None:
+    source = Translating(parametrizations.weight_norm, 3, classes=4)
+    target = Translating(parametrizations.weight_norm, 3, classes=7)
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    before = target.head.weight.clone()
+    report = load_weights(target, tmp_path / "a.pt", strict=False)
+    assert torch.allclose(target.conv.weight, source.conv.weight)
+    assert torch.equal(target.head.weight, before)
+    own = ("head.bias", "head.parametrizations.weight.original0", "head.parametrizations.weight.original1")
+    assert tuple(key for key, _, _ in report.mismatched) == own
+    assert set(report.loaded) == target.state_dict().keys() - {*own}
+    assert report.missing == ()
+    with pytest.raises(CheckpointMismatchError, match=r"size mismatch for head(.|\n)*the model may be partly loaded"):
+        load_weights(target, tmp_path / "a.pt")
+
+
+KEYS = sorted(Translating(parametrizations.weight_norm, 3, classes=4).state_dict())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    absent=st.sets(st.sampled_from(KEYS), max_size=3),
+    resized=st.sets(st.sampled_from(KEYS), max_size=3),
+    foreign=st.sets(st.sampled_from(["x", "module.x", "conv.x", "module.conv.x", "head.x.y"])),
+    wrapped=st.booleans(),
+)
+def test_the_report_of_a_partial_load_is_true(
+    tmp_path_factory: pytest.TempPathFactory, absent: set[str], resized: set[str], foreign: set[str], wrapped: bool
+) -> None:
+    source, target = (Translating(parametrizations.weight_norm, positions, classes=4) for positions in (3, 5))
+    fill(source, 1)
+    fill(target, 2)
+    before = copy.deepcopy(target.state_dict())
+    stored = {key: value for key, value in source.state_dict().items() if key not in absent}
+    stored |= {key: torch.ones(9, 9, 9) for key in resized if key in stored and "pos" not in key}
+    prefix = "module." * wrapped
+    path = tmp_path_factory.getbasetemp() / "partial.pt"
+    torch.save({f"{prefix}{key}": value for key, value in stored.items()} | dict.fromkeys(foreign, torch.ones(1)), path)
+    report = load_weights(target, path, strict=False)
+    misfits = {key.removeprefix(prefix) for key, _, _ in report.mismatched}
+    assert {*report.loaded, *report.missing, *misfits} == {*before}
+    assert len(report.loaded) + len(report.missing) + len(misfits) == len(before)
+    assert set(report.missing) == absent
+    assert {*report.unexpected, *report.unused} == foreign
+    for key, value in target.state_dict().items():
+        if key in report.loaded:
+            assert torch.equal(value, stored[key][:1].expand(value.shape) if key.endswith("pos") else stored[key])
+        else:
+            assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.eye(3).to_sparse(), 1.5, torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)]
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_torch_cannot_copy_is_refused_before_anything_is_copied(odd: Any, strict: bool, tmp_path: Path) -> None:
+    source, target = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+    torch.save({**source.state_dict(), "1.weight": odd}, tmp_path / "a.pt")
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(
+        CheckpointMismatchError, match=r"cannot copy 1\.weight \(a .* instead of a strided tensor\). Nothing"
+    ):
+        load_weights(target, tmp_path / "a.pt", strict=strict)
+    assert all(torch.equal(before[key], value) for key, value in target.state_dict().items())
+
+
+def test_what_only_torch_finds_out_is_not_called_harmless(tmp_path: Path) -> None:
+    target = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    target.register_load_state_dict_pre_hook(lambda *_: None)  # it might have made up the missing one
+    weights = target.state_dict()
+    del weights["1.weight"]
+    torch.save(weights, tmp_path / "a.pt")
+    with pytest.raises(
+        CheckpointMismatchError, match=r"Missing.*1\.weight(.|\n)*the model may be partly loaded"
+    ) as caught:
+        load_weights(target, tmp_path / "a.pt")
+    assert "Nothing was changed" not in str(caught.value)
+
+
+def test_any_entry_can_be_asked_for_also_beside_a_state_dict(tmp_path: Path) -> None:
+    one, two, target = (nn.Linear(2, 2) for _ in range(3))
+    torch.save({"state_dict": one.state_dict(), "state_dict_ema": two.state_dict()}, tmp_path / "a.pt")
+    for root, expected in ((None, one), ("state_dict_ema", two), ("state_dict", one)):
+        load_weights(target, tmp_path / "a.pt", root=root)
+        assert torch.equal(target.weight, expected.weight)
+    assert torch.equal(load_from_checkpoint(Lit, tmp_path / "a.pt", root="state_dict_ema").net.weight, two.weight)
+
+
 def test_two_sets_of_weights_need_a_word(tmp_path: Path) -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     torch.save({"model": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}},
@@ -243,6 +371,64 @@ def test_what_fsdp_and_ddp_wrap_loads_into_the_bare_net_and_back(tmp_path: Path)
             assert contents(back) == contents(bare)
 
 
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("meta", [True, False])
+def test_sharded_parameters_and_plain_files_load_into_each_other(meta: bool, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def partly_sharded() -> nn.Module:
+        with torch.device("meta" if meta else "cpu"):
+            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(net[1], mesh=init_device_mesh("cpu", (1,)))
+        return net
+
+    source, sharded, again = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), partly_sharded(), partly_sharded()
+    back = copy.deepcopy(source)
+    fill(back, 1)
+    torch.save(source.state_dict(), tmp_path / "plain.pt")
+    load_weights(sharded, tmp_path / "plain.pt")
+    torch.save(nn.DataParallel(sharded).state_dict(), tmp_path / "sharded.pt")
+    for target in (back, again):
+        load_weights(target, tmp_path / "sharded.pt")
+    assert contents(back) == contents(source)
+    assert [p.full_tensor().tolist() for p in again[1].parameters()] == contents(source[1])
+    assert torch.equal(again(torch.ones(1, 2)), source(torch.ones(1, 2)))
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from lightning_gpu_tools import load_weights
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+net, back = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+load_weights(net, f"{folder}/plain.pt")
+torch.save(net.state_dict(), f"{folder}/{rank}.pt")
+load_weights(back, f"{folder}/{rank}.pt")
+whole = torch.load(f"{folder}/plain.pt")
+assert all(torch.equal(value, whole[key]) for key, value in back.state_dict().items())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_load_their_parts_and_one_alone_is_told_that_it_has_one(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).state_dict(), tmp_path / "plain.pt")
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda rank: run_python("-c", PROGRAM, str(rank), str(tmp_path)), range(2)))
+    assert [answer.returncode for answer in answers] == [0, 0], answers[0].stderr
+    alone = "import sys, torch; from lightning_gpu_tools import load_weights\n"
+    alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
+    answer = run_python("-c", alone, str(tmp_path / "0.pt"))
+    assert "Torch cannot copy 0.weight (a part of a strided tensor instead of a strided tensor)" in answer.stderr
+
+
 def test_tied_weights_load_from_a_file_that_has_one_of_them(tmp_path: Path) -> None:
     source, target = TiedTransformer(), TiedTransformer()
     weights = source.state_dict()
@@ -263,6 +449,17 @@ def test_a_model_on_the_meta_device_takes_tensors_of_its_own(tmp_path: Path) -> 
     assert target.head.weight is target.embed.weight
     (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))
     assert contents(target) == contents(source)
+
+
+def test_only_what_is_on_the_meta_device_is_replaced(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    target = nn.Sequential(nn.Linear(2, 2, device="meta", dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.float64))
+    kept = target[1].weight  # an optimizer may hold it
+    load_weights(target, tmp_path / "a.pt")
+    assert target[1].weight is kept
+    assert [parameter.dtype for parameter in target.parameters()] == [torch.bfloat16] * 2 + [torch.float64] * 2
+    assert torch.equal(target[0].weight, source[0].weight.bfloat16())
 
 
 def test_lazy_modules_get_their_shape_from_the_file(tmp_path: Path) -> None:
@@ -355,6 +552,13 @@ def url(tmp_path: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_a_signed_url_is_longer_than_a_file_name_may_be(url: str, tmp_path: Path) -> None:
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    load_weights(target, f"{url}/a.pt?X-Amz-Signature={'a' * 300}")
+    assert torch.equal(target.weight, source.weight)
 
 
 def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
@@ -497,6 +701,97 @@ def test_a_hook_may_be_what_makes_the_weights_fit(tmp_path: Path) -> None:
     source.extra = nn.Linear(5, 1)
     model = load_from_checkpoint(Grows, save_lit(source, tmp_path / "a.ckpt"))
     assert torch.equal(model.extra.weight, source.extra.weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_hook_that_resizes_does_so_as_in_lightning(strict: bool, tmp_path: Path) -> None:
+    class Grows(Lit):
+        def __init__(self, width: int = 2) -> None:
+            super().__init__(width)
+            self.fixed = nn.Linear(1, 1)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            for key, value in checkpoint["state_dict"].items():
+                own = self.state_dict()[key].clone()
+                own[tuple(slice(size) for size in value.shape)] = value
+                checkpoint["state_dict"][key] = own
+
+    path = save_lit(Grows(), tmp_path / "a.ckpt")
+    torch.manual_seed(1)
+    theirs = Grows.load_from_checkpoint(path, width=3, strict=strict)
+    torch.manual_seed(1)
+    mine = load_from_checkpoint(Grows, path, width=3, strict=strict)
+    assert torch.equal(mine.net.weight, theirs.net.weight)
+
+
+def test_weights_that_a_filtered_state_dict_hides_are_loaded_as_in_lightning(tmp_path: Path) -> None:
+    class Filtered(Lit):
+        strict_loading = False  # type: ignore[assignment]
+
+        def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+            weights = super().state_dict(*arguments, **options)
+            return {key: value for key, value in weights.items() if "weight" not in key}
+
+    source = Lit()
+    path = save_lit(source, tmp_path / "a.ckpt")
+    assert torch.equal(load_from_checkpoint(Filtered, path).net.weight, source.net.weight)
+    report = load_weights(Filtered(), path, strict=False)
+    assert (set(report.loaded), report.missing, report.unexpected) == ({"net.bias", "net.weight"}, (), ())
+
+
+def test_overrides_without_torchs_optional_arguments_work(tmp_path: Path) -> None:
+    class Short(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = TiedTransformer()
+
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return dict(super().state_dict())
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+            super().load_state_dict(state_dict, strict)
+
+    source = Short()
+    path = save_lit(source, tmp_path / "a.ckpt")
+    assert contents(load_from_checkpoint(Short, path)) == contents(source)
+    weights = source.state_dict()
+    del weights["net.head.weight"]  # the tie shows although the override hands out copies of the parameters
+    torch.save(weights, tmp_path / "a.pt")
+    target = Short()
+    assert "net.head.weight" in load_weights(target, tmp_path / "a.pt").loaded
+    assert contents(target) == contents(source)
+
+
+def test_a_module_without_parameters_is_built(tmp_path: Path) -> None:
+    class Bare(LightningModule):
+        def __init__(self, k: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = save_lit(Bare(5), tmp_path / "a.ckpt")
+    assert load_from_checkpoint(Bare, path).hparams == Bare.load_from_checkpoint(path).hparams == {"k": 5}
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """Stands for OmegaConf's DictConfig."""
+
+
+def test_hyperparameters_come_back_in_the_class_that_they_had(tmp_path: Path) -> None:
+    content = torch.load(save_lit(OneArgument({"width": 3}), tmp_path / "a.ckpt"))
+
+    class Typed(OneArgument):
+        def __init__(self, settings: Any) -> None:
+            super().__init__(settings)
+            self.kind = type(settings)
+
+    for kind in (Config, "Namespace"):
+        write_checkpoint({**content, "hparams_type": kind}, tmp_path / "b.ckpt")
+        with torch.serialization.safe_globals([Config]):
+            mine, theirs = (load(tmp_path / "b.ckpt") for load in (
+                functools.partial(load_from_checkpoint, Typed), Typed.load_from_checkpoint))  # fmt: skip
+        assert mine.kind is theirs.kind
+        assert (mine.kind is Config) == (kind is Config)
 
 
 def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Files that are there whole or not at all: written beside their target, made durable, then put in its place."""
+"""Files at any path or URL: read as local ones, and there whole or not at all when they are written.
+
+A local file is written beside its target, made durable, then put in its place; another is uploaded when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,16 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError
 
 if sys.platform != "win32":
     import fcntl
@@ -23,6 +30,70 @@ _LEFT_OVER = re.compile(r"\.lightning-gpu-tools-([0-9a-f]{12})-[0-9a-f]{16}\.par
 # What file systems answer that cannot flush a directory (FUSE, CIFS, some network file systems); the rename is all one
 # can have there.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
+# Where an upload appears under its name only when it is complete. Elsewhere (SFTP, SMB, HDFS) it is moved there.
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
+
+
+@contextlib.contextmanager
+def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block.
+
+    Errors about the copy name ``path``: the copy is gone when the message is read.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at the URL.
+    """
+    filesystem, name = _place(path)
+    if filesystem is None:
+        with _naming(path, name):
+            yield name
+        return
+    # In a folder of its own, so that nobody takes what else is in the temporary folder for its neighbours. On Windows a
+    # mapped file cannot be removed; the temporary folder is cleaned anyway.
+    with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
+        copy = os.path.join(folder, "checkpoint")
+        try:
+            filesystem.get_file(name, copy)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.") from None
+        with _naming(path, copy):
+            yield copy
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a new file for ``path``, a local path or a URL, that is there when the block ends without an error.
+
+    Raises:
+        OSError: The file system refuses; ``filename`` is the path.
+    """
+    filesystem, name = _place(path)
+    if filesystem is None:
+        with replacing(name) as file:
+            yield file
+        return
+    with tempfile.NamedTemporaryFile(prefix="lightning-gpu-tools-") as temporary:
+        yield temporary  # type: ignore[misc]
+        temporary.flush()
+        _upload(filesystem, temporary.name, name)
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is anything at a local path or URL."""
+    filesystem, name = _place(path)
+    return os.path.exists(name) if filesystem is None else bool(filesystem.exists(name))
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a file, link or folder; nothing happens where there is none."""
+    filesystem, name = _place(path)
+    if filesystem is not None:
+        if filesystem.exists(name):
+            filesystem.rm(name, recursive=True)
+    elif os.path.isdir(name) and not os.path.islink(name):
+        shutil.rmtree(name)
+    elif os.path.lexists(name):
+        os.unlink(name)
 
 
 @contextlib.contextmanager
@@ -144,3 +215,45 @@ def _about(path: str, error: OSError) -> OSError:
     """Return the same kind of error with the path that the caller knows, not the temporary one."""
     reason = error.strerror or str(error)
     return OSError(error.errno, f"{reason}, while saving (an older file at this path is as it was)", path)
+
+
+def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """Return the file system of a URL, ``None`` for the local one, and the name in it."""
+    text = os.fspath(path)
+    if "://" not in text and "::" not in text:  # without fsspec, whose import costs more than a short look into a file
+        return None, os.path.expanduser(text)
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+    filesystem, name = url_to_fs(text)
+    return None if isinstance(filesystem, LocalFileSystem) else filesystem, name
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str], local: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        if local != os.fspath(path):
+            error.args = tuple(part.replace(local, str(path)) if isinstance(part, str) else part for part in error.args)
+        raise
+
+
+def _upload(filesystem: Any, source: str, target: str) -> None:
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    folder = filesystem._parent(target)
+    if folder:
+        filesystem.makedirs(folder, exist_ok=True)
+    try:
+        if protocols & _OBJECT_STORES:
+            filesystem.put_file(source, target)
+            return
+        part = f"{target}.{os.path.basename(source)}.part"
+        try:
+            filesystem.put_file(source, part)
+            filesystem.mv(part, target)
+        finally:
+            if filesystem.exists(part):
+                filesystem.rm(part)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror or error}, while uploading", target) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from lightning_gpu_tools.checkpoints.key_groups import group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import choose_weights
 from lightning_gpu_tools.checkpoints.summary import prose, table
@@ -72,7 +74,7 @@ def compare(first: str, second: str, progress: Callable[[int], None] = lambda _:
     differences: list[Difference] = []
     for old, new in plan.renames.items():
         differences.extend(_differences(new, one[old], two[new]))
-        progress(2 * two[new].nbytes if isinstance(two[new], torch.Tensor) else 0)
+        progress(2 * two[new].numel() * two[new].element_size() if isinstance(two[new], torch.Tensor) else 0)
     taken = set(plan.renames.values())
     return Comparison(
         renamed=plan.describe(),
@@ -84,9 +86,9 @@ def compare(first: str, second: str, progress: Callable[[int], None] = lambda _:
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-        if repr(one) != repr(two):
-            yield Difference(key=key, what="values", detail="not tensors, and different")
+    if shape_of(one) is None or shape_of(two) is None:
+        if not _same(one, two):
+            yield Difference(key=key, what="values", detail="not plain tensors, and different")
         return
     if one.shape != two.shape:
         yield Difference(key=key, what="shape", detail=f"{_shape(one)} and {_shape(two)}")
@@ -106,17 +108,36 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         )
 
 
+def _same(one: Any, two: Any) -> bool:
+    """Whether two values are the same down to the last bit, whatever they hold and however they are nested."""
+    if shape_of(one) is not None and shape_of(two) is not None:
+        return not any(_differences("", one, two))
+    if isinstance(one, Mapping) and isinstance(two, Mapping):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, torch.Tensor):  # nested
+        return _same(one.unbind(), two.unbind())
+    if isinstance(one, (set, frozenset)):
+        return bool(one == two)
+    return pickle.dumps(one) == pickle.dumps(two)  # also where there is no ==, or one that is not true of a NaN
+
+
 def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
     """Return how many values differ and by how much at most, without a second copy of both."""
     flat = [(t.dequantize() if t.is_quantized else t.to_dense()).detach().reshape(-1) for t in (one, two)]
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    whole = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in flat)
     unequal, largest = 0, 0.0
     for a, b in zip(*(torch.split(tensor, _VALUES_AT_ONCE) for tensor in flat), strict=True):
         x, y = a.to(wide), b.to(wide)
-        different = (x != y) & ~(x.isnan() & y.isnan())
+        # Beyond 2 ** 53 float64 no longer tells neighbours apart.
+        different = a.to(torch.int64) != b.to(torch.int64) if whole else (x != y) & ~(x.isnan() & y.isnan())
         if different.any():
             unequal += int(different.sum())
-            gap = float((x - y).abs()[different].max())
+            gap = max(float((x - y).abs()[different].max()), float(whole))
             largest = gap if math.isnan(gap) else max(largest, gap)
     return unequal, largest
 
@@ -124,8 +145,8 @@ def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     if one.is_quantized or not one.numel():
         return not one.numel()
-    flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, two))
-    return torch.equal(*flat)
+    plain = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, two))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
 def _shape(tensor: torch.Tensor) -> str:

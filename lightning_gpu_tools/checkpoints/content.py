@@ -15,18 +15,27 @@ MODEL_STATES = ("state_dict", "current_model_state")
 
 
 def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights in a checkpoint's content, by the name of their entry; ``""`` for the content itself.
+    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry.
 
-    A ``state_dict`` entry is meant whenever there is one. Otherwise every dictionary of tensors counts, except an
-    optimizer's state.
+    A ``state_dict`` entry is meant whenever there is one; otherwise all of them.
+    """
+    entries = all_state_dicts(content, tensor_type)
+    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else entries
+
+
+def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
+    """Return every set of weights in a checkpoint's content, by the name of its entry; ``""`` for the content itself.
+
+    That is every dictionary of tensors except an optimizer's state.
     """
     if not isinstance(content, Mapping):
         return {}
-    if is_state_dict(content.get("state_dict"), tensor_type):
-        return {"state_dict": content["state_dict"]}
     if is_state_dict(content, tensor_type):
         return {"": content}
-    return dict(_nested_state_dicts(content, "", 2, tensor_type))
+    entries = dict(_nested_state_dicts(content, "", 2, tensor_type))
+    if is_lightning_checkpoint(content):  # of a model that may have no weights at all
+        entries["state_dict"] = content["state_dict"]
+    return entries
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
+    MODEL_STATES,
     is_lightning_checkpoint,
 )
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
-from lightning_gpu_tools.checkpoints.state_dicts import choose_weights, shapes_of
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    choose_weights,
+    is_state_dict,
+    rename_optimizers,
+    same_tensors,
+    shapes_of,
+)
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 
@@ -65,9 +74,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     content = read_checkpoint(source)
     entry, weights = choose_weights(source, content, changes.entry)
     plan = _plan(source, weights, content, changes)
-    converted = plan.apply(weights)
-    if changes.dtype is not None:
-        converted.update((key, _to_dtype(value, changes.dtype)) for key, value in converted.items())
+    converted = _apply(plan, source, weights, changes)
     said = [f"{len(converted)} weights"]
     said += [
         part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
@@ -77,7 +84,15 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     elif changes.weights_only or not isinstance(content, Mapping) or not entry:
         write_checkpoint(converted, target, progress)
     else:
-        write_checkpoint(_put(content, entry, converted), target, progress)
+        rest = dict(content)
+        if is_lightning_checkpoint(content) and entry in MODEL_STATES:
+            for name in {*MODEL_STATES} - {entry}:
+                if is_state_dict(content.get(name)):
+                    other = _plan(source, content[name], content, changes)
+                    rest[name] = _apply(other, source, content[name], changes)
+            if "optimizer_states" in content:
+                rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        write_checkpoint(_put(rest, entry, converted), target, progress)
     return f"{target}: {', '.join(part for part in said if part)}"
 
 
@@ -100,13 +115,54 @@ def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Change
     )
 
 
+def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
+    """Return the weights with their new names and precision; those that are tied stay tied."""
+    converted = plan.apply(weights)
+    identity = same_tensors(converted)
+    made: dict[Hashable, Any] = {}
+    beyond_range = []
+    for key, value in converted.items():
+        same = identity.get(key, key)
+        if same not in made:
+            made[same] = _alone(_to_dtype(value, changes.dtype))
+            if _has_overflowed(value, made[same]):
+                beyond_range.append(key)
+        converted[key] = made[same]
+    if beyond_range:
+        raise CheckpointError(
+            f"{source}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} and would become "
+            "infinite. Choose a dtype with a larger range, bfloat16 or float64, or leave --dtype out."
+        )
+    return converted
+
+
+def _to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype)
+
+
+def _has_overflowed(before: Any, after: Any) -> bool:
+    if shape_of(before) is None or before.layout is not torch.strided or before.dtype == after.dtype:
+        return False
+    if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
+        return False
+    return bool((before.isfinite() & ~after.isfinite()).any())
+
+
+def _alone(value: Any) -> Any:
+    """Return a tensor without the rest of the storage that it is a part of, which torch.save would write too."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or shape_of(value) is None:
+        return value
+    if value.layout is not torch.strided or value.is_quantized:
+        return value
+    has_rest = value.untyped_storage().nbytes() > value.numel() * value.element_size()
+    return value.detach().clone() if has_rest else value
+
+
 def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
     first, _, rest = entry.partition(".")
     return {**content, first: _put(content[first], rest, weights) if rest else weights}
-
-
-def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, progress: Progress) -> None:
@@ -117,10 +173,11 @@ def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, pr
             f"{target}: safetensors holds plain tensors only, not {list_groups(unfit)}. Choose another suffix than "
             ".safetensors to keep them."
         )
-    first: dict[Any, str] = {}
+    first: dict[Hashable, str] = {}
     tied: dict[str, str] = {}
-    for key, value in weights.items():
-        leader = first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else key, key)
+    identity = same_tensors(weights)
+    for key in weights:
+        leader = first.setdefault(identity.get(key, key), key)
         if leader != key:
             tied[key] = leader
     # The largest elements first, so that each tensor begins at a multiple of its element size.
@@ -133,16 +190,16 @@ def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, pr
         header[key] = {"dtype": dtype, "shape": list(weights[key].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(target) as file:
+    with writing(target) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for key in order:
-            numbers = weights[key].detach().cpu().contiguous().reshape(-1)
+            numbers = weights[key].detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if numbers.numel():
                 progress(file.write(numbers.view(torch.uint8).numpy()))
 
 
 def _fits_safetensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _SAFETENSORS_DTYPES
+    return shape_of(value) is not None and value.layout is torch.strided and value.dtype in _SAFETENSORS_DTYPES
 
 
 def _texts(weights: Mapping[str, Any], tied: Mapping[str, str], content: Any) -> dict[str, str]:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lightning.__version__ import version as lightning_version
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
-from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.state_dicts import find_state_dicts
+from lightning_gpu_tools.checkpoints.state_dicts import all_state_dicts
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
 Module = TypeVar("Module", bound=LightningModule)
@@ -33,7 +33,7 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[
     if is_lightning_checkpoint(content):
         checkpoint: dict[str, Any] = migrate_checkpoint(dict(content))[0]
         return checkpoint
-    entries = find_state_dicts(content)
+    entries = all_state_dicts(content)
     if not entries:
         raise BrokenCheckpointError(f"{path} holds no weights but {describe_content(content)}.")
     return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
@@ -58,7 +58,9 @@ def build_module(
     whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
     if whole in parameters and whole != "kwargs":  # the class takes all of them as one argument
         kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
-        values = {whole: values if kind is None else AttributeDict(values), **arguments}
+        if kind:  # OmegaConf's class, or in old files its name
+            values = AttributeDict(values) if isinstance(kind, str) else kind(values)
+        values = {whole: values, **arguments}
     instantiator = values.pop("_instantiator", None)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters or name == "_class_path"}

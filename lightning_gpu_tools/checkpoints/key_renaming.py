@@ -207,6 +207,7 @@ class _Search:
             missing=tuple(key for key in absent if key not in self.model.optional),
             unexpected=unexpected,
             mismatched=tuple((old, self.shapes[old], self.model.shapes[new]) for old, new in clashes.items()),
+            clashes=clashes,
             unused=unused,
         )
 

@@ -183,6 +183,12 @@ def _absorb(node: Node, path: str, absorbed: dict[int, int]) -> None:
         absorbed[id(node)] = absorbed.get(id(node), 0) + 1
 
 
+def is_copied_into(have: Shape | None, want: Shape | None) -> bool:
+    """Whether torch would copy a tensor of the one shape into one of the other; ``None`` is unknown, and may fit."""
+    # torch loads a tensor of shape (1,) into one of shape (): torch 0.3 knew no zero-dimensional tensors.
+    return have == want or have is None or want is None or (have == (1,) and want == ())
+
+
 @dataclass
 class Overlap:
     """What two trees have in common.
@@ -217,9 +223,7 @@ class Overlay:
 
     def fits(self, checkpoint_key: str, model_key: str) -> bool:
         """Whether torch would copy the one tensor into the other."""
-        have, want = self._checkpoint_shapes[checkpoint_key], self._model_shapes[model_key]
-        # torch loads a tensor of shape (1,) into one of shape (): torch 0.3 knew no zero-dimensional tensors.
-        return have == want or have is None or want is None or (have == (1,) and want == ())
+        return is_copied_into(self._checkpoint_shapes[checkpoint_key], self._model_shapes[model_key])
 
     def _largest(self, checkpoint: Node, model: Node, wrappers: int, overlap: Overlap) -> None:
         if not is_wrapper(checkpoint) or wrappers >= _MAX_WRAPPERS_IN_A_ROW:

@@ -7,6 +7,7 @@ child has a name that nobody gives by hand, as ``_orig_mod``, it belongs to ``ke
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -43,7 +44,7 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
         checkpoint_keys: Keys of the checkpoint to be loaded. Files from before torch 0.4.1 have no batch counters, and
             their absence is no fault there.
     """
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    state = _live_state(model)
     old_batch_norm = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
     counters: set[str] = set()
     wrappers, self_loading = set(), set()
@@ -83,13 +84,22 @@ def module_versions(model: nn.Module) -> OrderedDict[str, dict[str, int]]:
 
 
 def shape_of(value: object) -> Shape | None:
-    """Return the shape of a tensor; ``None`` for anything else and for a tensor that has no shape yet.
+    """Return the shape of a tensor; ``None`` for anything else and for a tensor that has no shape (yet).
 
     A parameter that DeepSpeed ZeRO-3 has taken apart says its whole shape in ``ds_shape``.
     """
-    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
         return None
     return tuple(getattr(value, "ds_shape", value.shape))
+
+
+def _live_state(model: nn.Module) -> dict[str, Any]:
+    """Return ``state_dict()`` with the parameters themselves, also where its override takes no ``keep_vars``."""
+    options = inspect.signature(model.state_dict).parameters.values()
+    if any(option.name == "keep_vars" or option.kind is option.VAR_KEYWORD for option in options):
+        return model.state_dict(keep_vars=True)
+    live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return {key: live.get(key, value) for key, value in model.state_dict().items()}
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ called. Tensors come out as :class:`TensorInfo`, everything else that is not pla
 from __future__ import annotations
 
 import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -83,12 +84,23 @@ class TensorInfo:
 
 @dataclass(eq=False)
 class Opaque:
-    """An object that only running code could build; hashable, appendable and assignable, and inert in all of it."""
+    """An object that only running code could build: hashable, callable, appendable, assignable, and inert in all of it.
+
+    It may stand for a class: one inside another class is ``getattr(Outer, "Inner")`` in a pickle.
+    """
 
     made_by: Any
     arguments: tuple[Any, ...] = ()
     state: Any = None
     items: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The unpickler makes objects with cls.__new__(cls, ...); an instance's own attribute comes before the type's.
+        self.__dict__["__new__"] = _new
+
+    def __call__(self, *arguments: Any) -> Opaque:
+        """Describe the call, as a stand-in does."""
+        return Opaque(self, arguments)
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -127,6 +139,8 @@ class StructureReader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an inert stand-in; never import anything."""
+        # torch.save writes the names of Python 2, and every reader translates them.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         self.globals.add(f"{module}.{name}")
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
@@ -149,8 +163,7 @@ class _StandIn:
     def __init__(self, module: str, name: str) -> None:
         self.module = module
         self.name = name
-        # The unpickler makes objects with cls.__new__(cls, ...); an instance's own attribute comes before the type's.
-        self.__dict__["__new__"] = _new
+        self.__dict__["__new__"] = _new  # as in Opaque
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -174,7 +187,7 @@ class _StandIn:
         return Opaque(self, arguments)
 
 
-def _new(stand_in: _StandIn, *arguments: Any, **keywords: Any) -> Opaque:
+def _new(stand_in: _StandIn | Opaque, *arguments: Any, **keywords: Any) -> Opaque:
     return Opaque(stand_in, (*arguments, *keywords.values()))
 
 

@@ -24,6 +24,7 @@ class RenamePlan:
         missing: Model keys without a weight.
         unexpected: Checkpoint keys that the model has no place for.
         mismatched: (checkpoint key, its shape, shape in the model).
+        clashes: Checkpoint key -> model key for all in ``mismatched``.
         unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
     """
 
@@ -35,6 +36,7 @@ class RenamePlan:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, Shape | None, Shape | None], ...] = ()
+    clashes: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     @property
@@ -60,8 +62,9 @@ class RenamePlan:
         moved = _moved_modules(self.renames)
 
         def rename(name: str) -> str:
-            if name in self.renames:
-                return self.renames[name]
+            known = self.renames.get(name, self.clashes.get(name))
+            if known is not None:
+                return known
             path, rest = name, ""
             while path and path not in moved:
                 path, _, last = path.rpartition(".")
@@ -70,6 +73,19 @@ class RenamePlan:
             return ".".join(part for part in (moved.get(path, path), rest) if part)
 
         return rename
+
+    def left_over(self, *, strict: bool) -> dict[str, str]:
+        """Return the keys without a fitting place, and the names under which hooks of the model may find them one.
+
+        If not ``strict``, those whose name another key has are left out; otherwise ``apply`` refuses them.
+        """
+        rename = self.rename_key()
+        names = {key: rename(key) for key in (*self.unexpected, *self.clashes)}
+        if strict:
+            return names
+        first = {name: key for key, name in reversed(names.items())}
+        taken = {*self.renames.values(), *self.tied}
+        return {key: name for key, name in names.items() if name not in taken and first[name] == key}
 
     def apply(self, state_dict: Mapping[str, Any], *, keep: Iterable[str] = ()) -> OrderedDict[str, Any]:
         """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along.

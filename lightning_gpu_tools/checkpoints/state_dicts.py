@@ -13,12 +13,18 @@ from lightning_gpu_tools.checkpoints.content import MODEL_STATES, describe_conte
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 
 
 def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights in a loaded checkpoint, by the name of their entry."""
+    """Return the sets of weights that a loaded checkpoint may be loaded for, by the name of their entry."""
     return contents.find_state_dicts(content, torch.Tensor)
+
+
+def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
+    """Return every set of weights in a loaded checkpoint, by the name of their entry."""
+    return contents.all_state_dicts(content, torch.Tensor)
 
 
 def is_state_dict(value: Any) -> bool:
@@ -33,12 +39,15 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
         CheckpointMismatchError: There is no such entry, or none at all.
         AmbiguousCheckpointError: There are several and none was named.
     """
-    entries = find_state_dicts(content)
+    entries = find_state_dicts(content) if entry is None else all_state_dicts(content)
     if not entries:
         raise CheckpointMismatchError(f"{path} holds no weights but {describe_content(content)}.")
     names = ", ".join(entries)
     if entry is None and len(entries) > 1:
-        raise AmbiguousCheckpointError(f"{path} holds several sets of weights: {names}. Say which one: --entry NAME.")
+        raise AmbiguousCheckpointError(
+            f"{path} holds several sets of weights: {names}. Choose one with: lightning-gpu-tools checkpoint convert "
+            f"{path} TARGET --entry NAME"
+        )
     chosen = next(iter(entries)) if entry is None else entry
     if chosen not in entries:
         raise CheckpointMismatchError(f"{path} has no weights called {chosen!r}; it has {names or 'only one set'}.")
@@ -53,10 +62,31 @@ def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     """Return what tells whether two keys hold the very same numbers in memory."""
     return {
-        key: (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        key: (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())
         for key, value in weights.items()
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel()
+        if shape_of(value) is not None and value.layout is torch.strided and value.numel()
     }
+
+
+def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
+    """Rename the parameters in optimizer states that go by name; most go by number and stay."""
+    rename = plan.rename_key()
+
+    def renamed(name: Any) -> Any:
+        return rename(name) if isinstance(name, str) else name
+
+    def one(state: Any) -> Any:
+        if not isinstance(state, Mapping) or not any(isinstance(name, str) for name in state.get("state", ())):
+            return state
+        return {
+            **state,
+            "state": {renamed(name): value for name, value in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [renamed(name) for name in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    return [one(state) for state in states] if isinstance(states, list) else states
 
 
 def own_all_but_weights(content: Any) -> Any:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import os
-import tempfile
+import pickle
+import re
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-import fsspec  # type: ignore[import-untyped]
 import torch
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.checkpoints.atomic_file import local_copy, writing
 from lightning_gpu_tools.checkpoints.formats import Fault, broken, comes_from_contents, identify
 from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
-from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
-
-# Where an upload appears under its name only when it is complete. Elsewhere (SFTP, SMB, HDFS) it is moved there.
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
+from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
 
 
 def read_checkpoint(
@@ -45,7 +41,7 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with local_copy(path) as local, _naming(path, local):
+    with local_copy(path) as local:
         if verify:
             _verify(local)
         return _read(local, map_location, weights_only)
@@ -57,47 +53,14 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     Raises:
         BrokenCheckpointError: It is damaged.
     """
-    with local_copy(path) as local, _naming(path, local):
+    with local_copy(path) as local:
         _verify(local)
-
-
-@contextlib.contextmanager
-def _naming(path: str | os.PathLike[str], local: str) -> Iterator[None]:
-    """Name the path that the caller knows: the local copy is gone when the message is read."""
-    try:
-        yield
-    except CheckpointError as error:
-        if local != os.fspath(path):
-            error.args = tuple(part.replace(local, str(path)) if isinstance(part, str) else part for part in error.args)
-        raise
 
 
 def _verify(path: str) -> None:
     damage = find_damage(path)
     if damage is not None:
         raise broken(path, Fault(f"is damaged: {damage}", "Restore it, or use an earlier checkpoint."))
-
-
-@contextlib.contextmanager
-def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block."""
-    filesystem, name = _filesystem(path)
-    if isinstance(filesystem, LocalFileSystem):
-        yield name
-        return
-    descriptor, copy = tempfile.mkstemp(prefix="lightning-gpu-tools-", suffix=os.path.splitext(name)[1])
-    os.close(descriptor)
-    try:
-        try:
-            filesystem.get_file(name, copy)
-        except FileNotFoundError:
-            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.") from None
-        yield copy
-    finally:
-        with contextlib.suppress(
-            OSError
-        ):  # on Windows a mapped file cannot be removed; its temp folder is cleaned anyway
-            os.unlink(copy)
 
 
 def write_checkpoint(
@@ -115,29 +78,8 @@ def write_checkpoint(
     Raises:
         OSError: The file system refuses; ``filename`` is the path.
     """
-    filesystem, name = _filesystem(path)
-    if isinstance(filesystem, LocalFileSystem):
-        with replacing(name) as file:
-            _save(content, file, progress)
-        return
-    with tempfile.NamedTemporaryFile(prefix="lightning-gpu-tools-") as file:
+    with writing(path) as file:
         _save(content, file, progress)
-        file.flush()
-        _upload(filesystem, file.name, name)
-
-
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint file, link or folder; nothing happens where there is none."""
-    filesystem, name = _filesystem(path)
-    if isinstance(filesystem, LocalFileSystem) and os.path.islink(name):
-        os.unlink(name)
-    elif filesystem.exists(name):
-        filesystem.rm(name, recursive=True)
-
-
-def _filesystem(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
-    filesystem, name = url_to_fs(os.fspath(path))
-    return filesystem, name
 
 
 def _read(path: str, map_location: Any, weights_only: bool) -> Any:
@@ -150,6 +92,9 @@ def _read(path: str, map_location: Any, weights_only: bool) -> Any:
                 return torch.load(file, map_location=map_location, weights_only=weights_only)
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=format_ == "zip")
     except Exception as error:  # damaged or hostile bytes make torch raise anything
+        if "torch.distributed.tensor" in str(error) and "torch.distributed.tensor" not in sys.modules:
+            importlib.import_module("torch.distributed.tensor")  # what torch asks for, to know DTensors as plain data
+            return _read(path, map_location, weights_only)
         _explain(path, error, weights_only, map_location)
         raise
 
@@ -159,9 +104,13 @@ def _explain(path: str, error: Exception, weights_only: bool, map_location: Any)
     structure = read_structure(path)
     if weights_only:
         allowed = {f"{item.__module__}.{item.__qualname__}" for item in _allowed_classes()}
-        blocked = [name for name in beyond_plain_data(structure.globals) if name not in allowed]
+        foreign = beyond_plain_data(structure.globals)
+        blocked = [name for name in foreign if name not in allowed]
         if blocked:
             raise UnsafeCheckpointError(explain_blocked(path, blocked)) from None
+        if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
+            reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
+            raise UnsafeCheckpointError(explain_blocked(path, foreign, reason[1] if reason else "")) from None
     asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return
@@ -236,23 +185,3 @@ def _save(content: Any, file: Any, progress: Callable[[int], None]) -> None:
         if recorder.error is not None:
             raise recorder.error from None
         raise
-
-
-def _upload(filesystem: fsspec.AbstractFileSystem, source: str, target: str) -> None:
-    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
-    folder = filesystem._parent(target)
-    if folder:
-        filesystem.makedirs(folder, exist_ok=True)
-    try:
-        if protocols & _OBJECT_STORES:
-            filesystem.put_file(source, target)
-            return
-        part = f"{target}.{os.path.basename(source)}.part"
-        try:
-            filesystem.put_file(source, part)
-            filesystem.mv(part, target)
-        finally:
-            if filesystem.exists(part):
-                filesystem.rm(part)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror or error}, while uploading", target) from error

@@ -16,13 +16,14 @@ _PLAIN = re.compile(
     r"|torch\.(q?u?int\d+(x\d)?|quint\dx\d|b?float\d+\w*|float4_e2m1fn_x2|complex\d+|bool|bits\w+)"
     r"|torch\.per_(tensor|channel)_\w+"
     r"|_codecs\.encode"
-    r"|(builtins|__builtin__)\.(bytearray|set|complex)"
+    r"|builtins\.(bytearray|set|complex)"
 )
-# Building one of these stores values and does nothing else.
+# Building one of these stores values and does nothing else. Not collections.deque, which torch refuses to fill even
+# where it is allowed.
 _HARMLESS = re.compile(
     r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
-    r"|argparse\.Namespace|types\.SimpleNamespace|collections\.(deque|defaultdict)"
+    r"|argparse\.Namespace|types\.SimpleNamespace|collections\.defaultdict|functools\.partial"
     r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
     r"|numpy\.(dtype|ndarray)|numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)|numpy\.dtypes\.\w+"
     r"|torch\.nn\.modules\.\w+\.\w+"
@@ -32,10 +33,12 @@ _HARMLESS = re.compile(
     r"|lightning(\.pytorch)?\.utilities\.parsing\.AttributeDict|pytorch_lightning\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
+# What has to be left out for Python to find a name: torch.optim deletes the modules that its classes come from.
+_HIDDEN_MODULE = re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\.")
 _RUNS_CODE = re.compile(
     r"(os|posix|nt|sys|subprocess|shutil|pty|socket|runpy|importlib|ctypes|code|codeop|pickle|_pickle|marshal|webbrowser"
     r"|operator|_operator|functools|types|asyncio|multiprocessing|threading|signal|http|urllib|ftplib|smtplib|tempfile"
-    r"|timeit|pdb|bdb|cProfile|profile|trace|pip|venv|zipimport|pkgutil|inspect|builtins|__builtin__|_io|io|nturl2path"
+    r"|timeit|pdb|bdb|cProfile|profile|trace|pip|venv|zipimport|pkgutil|inspect|builtins|_io|io|nturl2path"
     r"|distutils|setuptools|requests|aiohttp|torch\.hub|torch\.jit|torch\.utils\.\w+|torch\.serialization)\.\S+"
 )
 
@@ -45,24 +48,34 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
-def explain_blocked(path: str, names: Iterable[str]) -> str:
-    """Say which names block a file, what each of them is, and which line would allow the harmless ones."""
+def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
+    """Say which names block a file, what each of them is, and which line would allow the harmless ones.
+
+    Args:
+        path: The file.
+        names: The names that were refused.
+        reason: Why torch refuses it although they were allowed.
+    """
     blocked = sorted(names)
     harmless = [name for name in blocked if _HARMLESS.fullmatch(name)]
     dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
     unknown = [name for name in blocked if name not in harmless and name not in dangerous]
     lines = [f"{path} holds more than plain data, so it was not opened. Nothing of it has run."]
+    if reason:
+        lines.append(f"torch refuses it although it was allowed: {reason}. Plain lists, dictionaries and numbers load.")
     if dangerous:
-        lines.append(f"run code when opened: {', '.join(dangerous)}. No training needs these: do not open the file.")
+        lines.append(f"can run code when opened: {', '.join(dangerous)}. Only who wrote the file can vouch for it.")
     if unknown:
         lines.append(f"unknown: {', '.join(unknown)}. Look at their source before you allow them.")
     if harmless:
         lines.append(f"only hold values: {', '.join(harmless)}.")
-    if harmless and not dangerous:
-        modules = {name.rpartition(".")[0] for name in harmless} - {"builtins"} | {"torch"}
-        allowed = ", ".join(name.removeprefix("builtins.") for name in harmless)
+    if harmless and not dangerous and (not reason or "numpy.dtype" in harmless):
+        allowed = [_HIDDEN_MODULE.sub("", name) for name in harmless]
+        if "numpy.dtype" in allowed:  # an array names only this, but torch wants to know the class of its dtype too
+            allowed.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
+        modules = {name.rpartition(".")[0] for name in allowed if re.fullmatch(r"[\w.]+\.\w+", name)} | {"torch"}
         lines.append(
             f"To allow what only holds values: import {', '.join(sorted(modules))}; "
-            f"torch.serialization.add_safe_globals([{allowed}])"
+            f"torch.serialization.add_safe_globals([{', '.join(allowed)}])"
         )
     return "\n  ".join(lines)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 
-from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.quantities import format_bytes, format_duration
 
 # Below this a file is read before anybody wonders whether something is happening.
@@ -103,24 +104,27 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoints.atomic_file import local_copy
     from lightning_gpu_tools.checkpoints.structure import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
-    with _told():
-        summary = summarize(read_structure(args.file), os.path.getsize(args.file))
+    with _told(), local_copy(args.file) as local:
+        structure = dataclasses.replace(read_structure(local), path=args.file)
+        summary = summarize(structure, os.path.getsize(local))
     _print(summary if args.json else render(summary, all_keys=args.all))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoints.atomic_file import local_copy
     from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
 
     start = time.monotonic()
-    with _told():
-        structure = read_structure(args.file)
-        size = os.path.getsize(args.file)
+    with _told(), local_copy(args.file) as local:
+        structure = read_structure(local)
+        size = os.path.getsize(local)
         with _progress("verifying", size) as advance:
-            damage = find_damage(args.file, advance)
+            damage = find_damage(local, advance)
     if damage is not None:
         raise CheckpointError(f"{args.file} is damaged: {damage}")
     checksums = structure.format == "zip"
@@ -133,8 +137,11 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    if os.path.exists(args.target) and not args.force:
-        raise CheckpointError(f"{args.target} exists. --force replaces it.")
+    from lightning_gpu_tools.checkpoints.atomic_file import exists
+
+    with _told():
+        if exists(args.target) and not args.force:
+            raise CheckpointError(f"{args.target} exists. --force replaces it.")
     import torch
 
     from lightning_gpu_tools.checkpoints.convert import Changes, convert
@@ -164,8 +171,6 @@ def _diff(args: argparse.Namespace) -> int:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
     if args.json:
-        import dataclasses
-
         _print(dataclasses.asdict(found))
         return 0 if found.is_same else 1
     _print(render(found, args.first, args.second))
@@ -195,6 +200,14 @@ def _told() -> Iterator[None]:
     """What the file system refuses is an answer here, not a crash."""
     try:
         yield
+    except UnsafeCheckpointError as error:
+        if "add_safe_globals" in str(error):
+            error.args = (
+                f"{error}\n  This command has no way to allow them. In Python, after that line, convert() in "
+                "lightning_gpu_tools.checkpoints.convert and compare() in lightning_gpu_tools.checkpoints.compare do "
+                "what convert and diff do here.",
+            )
+        raise
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

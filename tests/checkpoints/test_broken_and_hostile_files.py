@@ -1,5 +1,8 @@
 """Broken, foreign and hostile files: each gets an error in words, and nothing in them runs."""
 
+import collections
+import enum
+import functools
 import io
 import os
 import pickle
@@ -11,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -195,8 +199,7 @@ def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path:
         read_checkpoint(path)
     text = str(caught.value)
     assert "Nothing of it has run" in text
-    assert "run code when opened: posix.mkdir" in text
-    assert "do not open the file" in text
+    assert "can run code when opened: posix.mkdir. Only who wrote the file can vouch for it." in text
     assert "weights_only" not in text
     assert "add_safe_globals" not in text
     structure = read_structure(str(path))
@@ -216,15 +219,61 @@ def test_harmless_classes_are_named_with_the_line_that_allows_them(tmp_path: Pat
     assert "only hold values: pathlib.PosixPath, torch.nn.modules.loss.MSELoss." in text
     assert "unknown: " in text
     assert "test_broken_and_hostile_files.Exploit" in text
-    torch.save({"hyper_parameters": {"data": Path("a"), "loss": torch.nn.MSELoss()}}, path)
+
+
+VALUES = {
+    "path": Path("a"),
+    "loss": torch.nn.MSELoss(),
+    "number": np.float64(0.1),
+    "array": np.ones(3, dtype=np.int16),
+    "builtins": [frozenset([1]), slice(1, 2), range(3), str, list],
+    "defaultdict": collections.defaultdict(list),
+    "partial": functools.partial(torch.optim.Adam, lr=1),
+    "scheduler": torch.optim.lr_scheduler.StepLR,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_line_that_allows_what_only_holds_values_does_allow_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"hyper_parameters": VALUES[name]}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
     line = str(caught.value).rpartition("To allow what only holds values: ")[2]
+    before = torch.serialization.get_safe_globals()
     try:
-        exec(line)  # the line that the message gives, as a user would paste it
-        assert read_checkpoint(path)["hyper_parameters"]["data"] == Path("a")
+        exec(line, {})  # as a user would paste it
+        assert repr(read_checkpoint(path)["hyper_parameters"]) == repr(VALUES[name])
     finally:
         torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_what_torch_refuses_although_it_was_allowed_is_not_called_damaged(tmp_path: Path) -> None:
+    torch.save({"hyper_parameters": collections.deque([1])}, tmp_path / "last.ckpt")
+    with (
+        torch.serialization.safe_globals([collections.deque]),
+        pytest.raises(UnsafeCheckpointError, match=r"Can only append to lists.*deque") as caught,
+    ):
+        read_checkpoint(tmp_path / "last.ckpt")
+    assert "weights_only" not in str(caught.value)
+
+
+class Outer:
+    class Mode(enum.Enum):
+        FAST = 1
+
+    class Config:
+        def method(self) -> None: ...
+
+
+@pytest.mark.parametrize("value", [Outer.Mode.FAST, Outer.Config(), Outer.Config().method, Outer.Config])
+def test_what_lies_inside_a_class_is_foreign_and_not_damaged(value: object, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"w": torch.ones(2)}, "hyper_parameters": {"mode": value}}, path)
+    assert [name for name, _ in walk_tensors(read_structure(str(path)).content)] == ["state_dict.w"]
+    with pytest.raises(UnsafeCheckpointError, match=r"can run code when opened: builtins\.getattr"):
+        read_checkpoint(path)
 
 
 def test_our_list_of_plain_data_is_torchs() -> None:

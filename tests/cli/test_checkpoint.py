@@ -6,12 +6,15 @@ import struct
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lightning_gpu_tools import load_weights
@@ -246,11 +249,147 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
         assert words in err
     assert Path(tmp_path / "there.ckpt").read_text() == "mine"
     torch.save({"a": net.state_dict(), "b": net.state_dict()}, tmp_path / "two.pt")
-    assert "holds several sets of weights: a, b" in run("convert", str(tmp_path / "two.pt"), str(tmp_path / "c.pt"))[2]
+    two = str(tmp_path / "two.pt")
+    for arguments in (("convert", two, str(tmp_path / "c.pt")), ("diff", last, two)):
+        err = run(*arguments)[2]
+        assert "holds several sets of weights: a, b" in err
+        assert f"lightning-gpu-tools checkpoint convert {two} TARGET --entry NAME" in err
     torch.save(OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "extra.pt")
     code, _, err = run("convert", str(tmp_path / "extra.pt"), str(tmp_path / "c.safetensors"))
     assert "safetensors holds plain tensors only, not _extra_state" in err
     assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.fixture
+def memory_files() -> Iterator[None]:
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.usefixtures("memory_files")
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_every_action_takes_a_url(
+    name: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    url = f"memory://b/{name}"
+    monkeypatch.chdir(tmp_path)
+    assert run("convert", last, url)[0] == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    before = MemoryFileSystem.store[f"/b/{name}"].getvalue()
+    code, _, err = run("convert", last, url, "--add-root", "x")
+    assert (code, f"{url} exists. --force replaces it" in err) == (1, True)
+    assert MemoryFileSystem.store[f"/b/{name}"].getvalue() == before
+    assert run("inspect", url)[1].startswith(f"{url}: ")
+    assert json.loads(run("verify", url, "--json")[1])["path"] == url
+    assert run("diff", last, url)[0] == 0
+    assert "no checkpoint at memory://b/gone" in run("inspect", "memory://b/gone")[2]
+
+
+def test_convert_renames_all_that_goes_by_the_models_names(net: Tied, tmp_path: Path, run: Run) -> None:
+    raw, average = wrapped(net), wrapped(Tied())
+    name = "model.module._orig_mod.norm.bias"
+    optimizer = {"state": {name: {"step": 1}}, "param_groups": [{"params": [name]}]}
+    content = lightning_checkpoint(average, current_model_state=raw, optimizer_states=[optimizer])
+    write_checkpoint(content, tmp_path / "ema.ckpt")
+    source, target = str(tmp_path / "ema.ckpt"), str(tmp_path / "a.ckpt")
+    for entry in ((), ("--entry", "current_model_state")):
+        assert run("convert", source, target, "--wrapper", "model", "--force", "--dtype", "bfloat16", *entry)[0] == 0
+        stored = torch.load(target)
+        for state, expected in (("current_model_state", raw), ("state_dict", average)):
+            assert list(stored[state]) == [f"model.{key}" for key in net.state_dict()]
+            values = zip(stored[state].values(), expected.values(), strict=True)
+            assert all(torch.equal(a, b.to(a.dtype)) for a, b in values)
+        assert stored["optimizer_states"][0]["param_groups"][0]["params"] == ["model.norm.bias"]
+        assert list(stored["optimizer_states"][0]["state"]) == ["model.norm.bias"]
+    tensors = str(tmp_path / "raw.pt")
+    assert run("convert", source, tensors, "--weights", "--entry", "current_model_state")[0] == 0
+    assert torch.equal(torch.load(tensors)["model.module.norm.bias"], raw[name])
+
+
+def test_converted_weights_stay_tied_and_take_nothing_along(tmp_path: Path, run: Run) -> None:
+    big = torch.randn(100_000)
+    torch.save({"model.e": big, "model.h": big, "model.part": big[:10]}, tmp_path / "a.pt")
+    for suffix in ("pt", "safetensors"):
+        target = tmp_path / f"half.{suffix}"
+        assert run("convert", str(tmp_path / "a.pt"), str(target), "--dtype", "float16")[0] == 0
+        assert 200_000 < target.stat().st_size < 205_000
+    half = torch.load(tmp_path / "half.pt")
+    assert half["model.e"].data_ptr() == half["model.h"].data_ptr()
+    torch.save({"model.part": big[:10], "rest": big}, tmp_path / "b.pt")
+    run("convert", str(tmp_path / "b.pt"), str(tmp_path / "part.pt"), "--drop-root", "model")
+    assert torch.equal(torch.load(tmp_path / "part.pt")["part"], big[:10])
+    assert (tmp_path / "part.pt").stat().st_size < 5000
+
+
+def test_convert_refuses_a_dtype_in_which_weights_would_become_infinite(tmp_path: Path, run: Run) -> None:
+    torch.save({"norm.running_var": torch.tensor([1e5, float("inf")]), "w": torch.ones(1)}, tmp_path / "a.pt")
+    arguments = ("convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--dtype")
+    code, _, err = run(*arguments, "float16")
+    assert (code, (tmp_path / "b.pt").exists()) == (1, False)
+    assert "values of norm.running_var are beyond the range of torch.float16" in err
+    assert run(*arguments, "bfloat16")[0] == 0
+
+
+def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "a.safetensors")
+    conjugate = torch.tensor([1 + 2j]).conj()
+    torch.save({"sparse": torch.eye(3).to_sparse(), "conjugate": conjugate}, path)
+    assert run("diff", path, path)[0] == 0
+    torch.save({"a": conjugate, "b": conjugate.conj()}, path)
+    assert run("diff", path, path)[0] == 0
+    assert run("convert", path, target)[0] == 0
+    assert {key: value.tolist() for key, value in read_checkpoint(target).items()} == {"a": [1 - 2j], "b": [1 + 2j]}
+    torch.save({"nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, path)
+    assert run("diff", path, path)[0] == 0
+    assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
+
+
+def test_what_an_unsafe_file_needs_is_said_for_the_command_line(tmp_path: Path, run: Run) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "hparams": {"data": tmp_path}}, path)
+    for action, target in (("convert", str(tmp_path / "b.pt")), ("diff", path)):
+        err = run(action, path, target)[2]
+        assert "This command has no way to allow them. In Python, after that line, convert() in" in err
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_diff_tells_any_two_values_apart(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    from lightning_gpu_tools.checkpoints.compare import compare
+
+    def quantized(numbers: list[int]) -> torch.Tensor:
+        return torch.quantize_per_tensor(torch.tensor(numbers, dtype=torch.float32), 1.0, 0, torch.qint8)
+
+    # Longer than what repr() prints of a tensor, and closer than what it prints of a number.
+    spot = st.integers(0, 4095)
+    tensor = st.one_of(
+        st.builds(lambda at: torch.arange(4096) == at, spot),
+        st.builds(lambda at: torch.tensor(1 + at * 1e-6, dtype=torch.float64), spot),
+        st.builds(lambda at: torch.tensor(2**62 + at), spot),
+        st.builds(lambda at: torch.eye(4096)[at].to_sparse(), spot),
+        st.builds(lambda at: quantized([at % 100] * 2000), spot),
+    )
+    value = st.recursive(
+        st.one_of(tensor, st.integers(), st.floats(), st.text(), st.booleans(), st.none()),
+        lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+        max_leaves=4,
+    )
+    one, two = data.draw(value), data.draw(value)
+    folder = tmp_path_factory.getbasetemp()
+    for name, state in (("one", one), ("two", two)):
+        torch.save(OrderedDict(w=torch.ones(1), _extra_state=state), folder / f"{name}.pt")
+    assert compare(str(folder / "one.pt"), str(folder / "one.pt")).is_same
+    assert compare(str(folder / "one.pt"), str(folder / "two.pt")).is_same == (canonical(one) == canonical(two))
+
+
+def canonical(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        dense = value.dequantize() if value.is_quantized else value.to_dense()
+        return (str(value.dtype), tuple(value.shape), str(dense.tolist()))
+    if isinstance(value, dict):
+        return {key: canonical(item) for key, item in value.items()}
+    return [*map(canonical, value)] if isinstance(value, list) else (type(value), repr(value))
 
 
 def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
