@@ -32,7 +32,13 @@ from lightning_gpu_tools.monitoring.phases import (
     VALIDATION,
 )
 from lightning_gpu_tools.monitoring.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
-from lightning_gpu_tools.monitoring.timed_actions import action_context, is_ours, time_actions, time_loggers
+from lightning_gpu_tools.monitoring.timed_actions import (
+    RUN_STEP,
+    action_context,
+    is_ours,
+    time_actions,
+    time_loggers,
+)
 from lightning_gpu_tools.monitoring.wrappers import Wrappers, after, before
 from lightning_gpu_tools.readings import StepBlock
 
@@ -50,9 +56,9 @@ _Function = Callable[..., Any]
 class StepClock:
     """Times the phases of one fit of one Trainer; get it with :meth:`attach`, in ``Callback.setup``.
 
-    It puts wrappers on instances (the fit loop, the strategy, the loggers, the callbacks) and takes them off when the
-    fit ends. What a future Lightning has under another name cannot be timed: it stays part of the phase around it and
-    is named in ``unseen``. If that is the fetch of a batch, the wait for data is taken from the public hooks around it.
+    It listens to what the Trainer tells its profiler, puts wrappers on the loops and the loggers, and takes them off
+    when the fit ends. What a future Lightning has under another name cannot be timed: it stays part of the phase around
+    it and is named in ``unseen``. If that is the fetch of a batch, the wait for data is taken from what is around it.
 
     Attributes:
         steps: Training steps begun.
@@ -127,7 +133,8 @@ class StepClock:
     @property
     def unseen(self) -> list[str]:
         """What could not be timed."""
-        return self._wrappers.missing
+        never_came = [RUN_STEP] if self.steps and not self._watch.knows(TRAINING_STEP) else []
+        return [*self._wrappers.missing, *never_came]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -28,6 +28,8 @@ from lightning_gpu_tools.monitoring.phases import (
 from lightning_gpu_tools.monitoring.stopwatch import Stopwatch
 from lightning_gpu_tools.monitoring.wrappers import StandIn, Wrappers
 
+# Lightning's name for forward, backward and optimizer.
+RUN_STEP = "run_training_batch"
 # Those of validation but the last are part of the phase "validation".
 _TIMED_HOOKS = frozenset(
     {
@@ -134,7 +136,7 @@ def action_context(action: str, trainer: Trainer, watch: Stopwatch) -> _Context:
         watch: Where the time is booked.
     """
     owner, hook = _owner_and_hook(action)
-    if action == "run_training_batch":
+    if action == RUN_STEP:
         return watch.booked(TRAINING_STEP, action)
     if owner == "Strategy" and hook == "batch_to_device":
         return watch.booked(HOST_TO_DEVICE_COPY, action, except_in=VALIDATION)

@@ -23,6 +23,7 @@ from trainings import (
     quiet_trainer,
 )
 
+from lightning_gpu_tools.monitoring import timed_actions
 from lightning_gpu_tools.monitoring.step_clock import WARM_UP_STEPS, StepClock
 
 
@@ -361,6 +362,16 @@ def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandC
     trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
     assert watch.clock.unseen == ["_EvaluationLoop.run"]
     assert watch.clock.seconds == {"epoch_start": 1.0, "data_loading": 3.0, "training_step": 8.0}
+
+
+def test_a_training_step_of_another_name_is_named_too(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed_actions, "RUN_STEP", "an earlier name")
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=2.0), loader(Samples(4)))
+    assert watch.clock.unseen == ["run_training_batch"]
+    assert watch.clock.seconds == {"trainer": 8.0}
 
 
 class Hooked(Model):
