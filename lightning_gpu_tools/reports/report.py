@@ -227,7 +227,14 @@ def _check(data: Mapping[str, Any]) -> None:
         raise ValueError(f"the verdict is {data['diagnosis']['verdict']!r}")
 
 
-_TYPES = {"outcome": str, "steps": int, "wall_s": (int, float), "phase_s": dict, "settings": dict, "diagnosis": dict}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "outcome": str,
+    "steps": int,
+    "wall_s": (int, float),
+    "phase_s": dict,
+    "settings": dict,
+    "diagnosis": dict,
+}
 
 _T = TypeVar("_T")
 
