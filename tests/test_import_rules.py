@@ -87,6 +87,7 @@ ADAPTERS = {
     "checkpoints.state_dicts",
     "checkpoints.torch_files",
     "demo",
+    "loaders.contents",
     "loaders.dataset_copies",
     "loaders.index_source",
     "loaders.inner_loader",

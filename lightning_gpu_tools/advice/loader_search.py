@@ -19,6 +19,8 @@ _BLOCKS_IN_BUDGET = 60
 _BLOCKS_A_VISIT = 2
 # A choice: the mean of fewer steps says little.
 _LEAST_STEPS_A_BLOCK = 8
+# A choice: where not even the user's own settings leave time for others, a few steps show more than none.
+_LEAST_STEPS = 3
 # A choice: two visits are needed for a comparison that a slow change of the machine does not fool (A B B A), and more
 # than three do not make a noisy machine quieter.
 _VISITS, _MOST_VISITS = 2, 3
@@ -54,7 +56,7 @@ class LoaderCase:
         epoch_steps: Steps in an epoch; ``None`` if that is unknown.
         step_cores: How many cores the training process keeps busy during a step.
         alone_allowed: Whether the training process may load by itself. Not if the user has workers that he prepares
-            with a ``worker_init_fn``.
+            with a ``worker_init_fn``, or a dataset that cannot be copied for it.
     """
 
     users: LoaderSettings
@@ -101,10 +103,14 @@ def next_move(case: LoaderCase, trials: Sequence[LoaderTrial]) -> Visit | Loader
         return LoaderDecision(settings=case.users, reason=waiting)
     left_s = case.budget_s - sum(trial.seconds for trial in trials)
     plan = _plan(case, trials)
-    for settings in (*_explore(case, trials, scores, plan), *_repeat(case, trials, scores)):
+    unknown = list(_explore(case, trials, scores, plan))
+    for settings in (*unknown, *_repeat(case, trials, scores)):
         visit = _visit(case, trials, settings)
         if (visit.skip + visit.steps * visit.blocks) * _expected_step_s(trials, settings) <= left_s:
             return visit
+    if unknown and len(scores) == 1:
+        # Slow loading is what most needs other settings: the best guess gets a short visit beyond the budget.
+        return replace(_visit(case, trials, unknown[0]), steps=_LEAST_STEPS, blocks=1)
     return _decide(case, trials, scores, plan)
 
 
@@ -245,6 +251,8 @@ def _decide(
     reason = (
         f"{chosen.batches_per_s:.3g} batches/s against {users.batches_per_s:.3g} with the settings before"
         if chosen.settings != case.users
+        else "No other settings promise to be faster"
+        if len(scores) == 1
         else f"No other settings came out more than {100 * TOLERANCE:.0f} % faster, or as fast with fewer workers"
     )
     fed = min(1.0, own_s * chosen.batches_per_s)

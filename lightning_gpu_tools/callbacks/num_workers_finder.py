@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -48,8 +48,10 @@ class NumWorkersFinder(Callback):
     The objects that you gave stay as they are. If anything fails under settings that are not yours (a dataset that
     cannot be pickled, a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with
     yours. Of several training loaders the first one that can be changed is tuned. A loader with an iterable dataset,
-    one that keeps its position, and one that is not a torch ``DataLoader`` is measured and left alone. With several
-    ranks all decide the same at the same step.
+    one that keeps its position, and one that is not a torch ``DataLoader`` is measured and left alone. So is one whose
+    dataset holds what worker processes would share, as a file that is open before the first sample is loaded, and one
+    whose dataset or sampler training changes from batch to batch while settings are tried. What training changes
+    between epochs, workers learn. With several ranks all decide the same at the same step.
 
     Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trial runs of a tuner. On a GPU a
     step is timed by the host, which may run ahead of the GPU, so only means over many steps count. Not yet verified on
@@ -57,7 +59,7 @@ class NumWorkersFinder(Callback):
 
     Args:
         budget_s: How long the trials may take, in seconds. That is training time, too, only with settings that may not
-            be the best ones; the trial of your own settings is made in any case.
+            be the best ones; the trial of your own settings and a short one of others are made in any case.
         apply: Whether to use what was found. Else it is measured, and your own settings come back.
 
     Raises:
@@ -93,8 +95,9 @@ class NumWorkersFinder(Callback):
             self._fit = _Fit(trainer, self)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not before: only now it is seen whose batches the Trainer gets.
+        if self._fit is not None and not self._fit.started:
             place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
             self._fit.start(RankExchange(trainer, f"loader/{self._fits}/{place}"))
 
@@ -104,8 +107,14 @@ class NumWorkersFinder(Callback):
             self._fit.next_round()
 
     @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.end_epoch("training")
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
+            self._fit.end_epoch("validation")
             self._fit.pause()
 
     @override
@@ -137,13 +146,13 @@ class _Fit:
     def __init__(self, trainer: Trainer, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
         self._finder = finder
-        self._switches: list[Switch] = []
+        self._switches: dict[tuple[str, int], Switch] = {}
         self._validation: dict[int, ValidationLoader] = {}
         self._tuning: Tuning | None = None
         self._tuned: Switch | None = None
-        self._place = 0
         self._places = {"training": 0, "validation": 0}
         self._fixed: LoaderResult | None = None
+        self.started = False
         # Says how long a loader is waited for that is left alone; the tuning of another one measures by itself.
         self._clock: StepClock | None = StepClock.attach(trainer)
         self._shown: LoaderResult | None = None
@@ -166,30 +175,51 @@ class _Fit:
         stage = "training" if self._trainer.training else "validation"
         place = self._places[stage]
         self._places[stage] += 1
-        if not isinstance(loader, DataLoader) or why_fixed(loader) is not None:
+        if stage == "training" and place == 1 and ("training", 0) in self._switches:
+            self._switches["training", 0].length = None
+        # In a CombinedLoader of the user's own there is the copy that it got from us the last time.
+        loader = self._originals.get(id(loader), loader)
+        before = self._switches.pop((stage, place), None)
+        switch = self._switch_for(loader, stage)
+        if switch is None:
+            if before is not None:
+                before.close()
             return loader
-        try:
-            switch = Switch(loader, watched=stage == "training" and self._tuning is None)
-        except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
-            rank_zero_warn(f"NumWorkersFinder leaves the {stage} loader alone, which cannot be copied: {error!r}")
-            return loader
-        self._switches.append(switch)
+        self._switches[stage, place] = switch
         if stage == "training":
-            self._adopt_training(switch, place)
+            self._adopt_training(switch, before)
         elif place in self._validation:
             self._validation[place].move_to(switch)
         else:
             self._validation[place] = ValidationLoader(switch)
             self._scale_validation()
+        if before is not None:
+            before.close()
         return switch.loader
 
-    def _adopt_training(self, switch: Switch, place: int) -> None:
-        switch.length = _limited(switch.loader, self._trainer.limit_train_batches)
-        if self._tuning is not None and self._tuned is not None and place == self._place:
+    def _switch_for(self, loader: object, stage: str) -> Switch | None:
+        if not isinstance(loader, DataLoader) or why_fixed(loader) is not None:
+            return None
+        try:
+            return Switch(loader, watched=stage == "training" and self._tuning is None)
+        except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
+            rank_zero_warn(f"NumWorkersFinder leaves the {stage} loader alone, which cannot be copied: {error!r}")
+            return None
+
+    def _adopt_training(self, switch: Switch, before: Switch | None) -> None:
+        # One of several loaders may be iterated to its end, and once more, within the limit of the epoch.
+        if self._places["training"] == 1:
+            switch.length = _limited(switch.loader, self._trainer.limit_train_batches)
+        if self._tuning is not None and before is not None and before is self._tuned:
             self._tuning.move_to(switch)
-            self._tuned.close()
-            self._switches.remove(self._tuned)
             self._tuned = switch
+
+    @property
+    def _originals(self) -> dict[int, DataLoader[Any]]:
+        return {id(switch.loader): switch.original for switch in self._switches.values()}
+
+    def _of(self, stage: str) -> list[Switch]:
+        return [switch for (known, _), switch in self._switches.items() if known == stage]
 
     def next_round(self) -> None:
         """Say that the loaders of this epoch have been made."""
@@ -197,22 +227,22 @@ class _Fit:
 
     def start(self, exchange: RankExchange) -> None:
         """Begin with the first training loader whose settings can be changed."""
-        self.next_round()
+        self.started = True
         for validation in self._validation.values():
             validation.forget()
         loaders = self._trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
-        switches = {id(switch.loader): switch for switch in self._switches if switch.iterated}
-        ours = [(place, switches[id(loader)]) for place, loader in enumerate(loaders) if id(loader) in switches]
+        switches = {id(switch.loader): switch for switch in self._of("training") if switch.iterated}
+        ours = [switches[id(loader)] for loader in loaders if id(loader) in switches]
         if not ours:
             self._leave_alone(loaders[0])
         elif self._trainer.world_size > exchange.ranks:
             self._leave_alone(loaders[0], "the ranks cannot agree without torch.distributed")
         else:
-            self._place, self._tuned = ours[0]
+            self._tuned = ours[0]
             self._tune(self._tuned, exchange)
             self._let_go_of_the_clock()
             self._clock = None
-        for switch in self._switches:
+        for switch in self._switches.values():
             switch.watched = switch is self._tuned
 
     def _tune(self, switch: Switch, exchange: RankExchange) -> None:
@@ -235,7 +265,11 @@ class _Fit:
         )
 
     def _leave_alone(self, loader: object, why: str | None = None) -> None:
-        why = why or why_fixed(loader) or f"a {type(loader).__qualname__} is iterated in a way of its own"
+        kind = type(loader).__qualname__
+        own_way = (
+            f"a {kind} is iterated in a way of its own; call super().__iter__() in its __iter__ and it can be tuned"
+        )
+        why = why or why_fixed(loader) or own_way
         users = settings_of(loader) if isinstance(loader, DataLoader) else None
         self._fixed = LoaderResult(users=users, settings=users, reason=f"The training loader is left as it is: {why}.")
         rank_zero_info(f"NumWorkersFinder: {self._fixed.reason}")
@@ -262,6 +296,11 @@ class _Fit:
             for loader in self._validation.values():
                 loader.scale(result.settings)
 
+    def end_epoch(self, stage: str) -> None:
+        """Say that the loaders of a stage have been iterated as far as they will be, even where that is not the end."""
+        for switch in self._of(stage):
+            switch.end_epoch()
+
     def pause(self) -> None:
         """Say that something else than training steps took time."""
         if self._tuned is not None:
@@ -279,8 +318,16 @@ class _Fit:
                 self._show(self._tuning.result)
         self._wrappers.undo()
         self._let_go_of_the_clock()
-        for switch in self._switches:
+        for combined in self._combined_loaders:
+            combined.flattened = [self._originals.get(id(loader), loader) for loader in combined.flattened]
+        for switch in self._switches.values():
             switch.close()
+
+    @property
+    def _combined_loaders(self) -> list[CombinedLoader]:
+        fit_loop: Any = self._trainer.fit_loop
+        loops = (fit_loop, fit_loop.epoch_loop.val_loop)
+        return [loop._combined_loader for loop in loops if loop._combined_loader is not None]
 
 
 def _limited(loader: DataLoader[Any], limit: float) -> int | None:

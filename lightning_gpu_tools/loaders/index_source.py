@@ -31,7 +31,7 @@ class IndexSource:
     Args:
         indices: The iterator of the user's sampler.
         ahead: How many indices the user's own settings draw ahead; 0 = none, each when its batch is asked for.
-        length: How many indices the epoch needs; ``None`` if that is unknown.
+        length: How many indices the epoch needs; ``None`` if that is unknown. It may turn out to be more.
         generators: Random generators that the sampler may draw from, besides the global ones.
         watch: Whether to find out if the sampler draws as it goes, at some 30 us an index.
 
@@ -51,7 +51,7 @@ class IndexSource:
         self.draws_as_it_goes = False
         self._indices = indices
         self._ahead = ahead
-        self._length = length
+        self.length = length
         self._generators = tuple(generators)
         self._watch = watch
         self._ready: deque[Any] = deque()
@@ -66,7 +66,7 @@ class IndexSource:
     @property
     def finished(self) -> bool:
         """Whether the epoch has asked for all it needs. A Trainer does not ask once more to hear that it is the end."""
-        return self._ended or (self._length is not None and self._asked >= self._length)
+        return self._ended or (self.length is not None and self._asked >= self.length)
 
     def begin(self) -> None:
         """Say that a batch is asked for."""
@@ -87,7 +87,7 @@ class IndexSource:
         """
         if self._ready:
             return self._ready.popleft()
-        needed = self._length is None or self._drawn < self._length
+        needed = self.length is None or self._drawn < self.length
         if self._ended or not (needed or self._is_due):
             raise StopIteration
         return self._draw()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import signal
 import time
@@ -25,8 +26,12 @@ from lightning_gpu_tools.readings import LoaderSettings
 _DYING_MS = 200
 
 
+# How often to look whether a worker that was not asked for by the user is still alive. A choice: torch takes 5 s.
+_LOOK_S = 1.0
+
+
 class LostWorkerError(Exception):
-    """A worker process is gone."""
+    """A worker process is gone, or stuck."""
 
 
 class InnerLoader:
@@ -39,6 +44,8 @@ class InnerLoader:
         seeds: The generator from which the copy draws the seed of its workers.
         probe: Measures the workers.
         trusted: Whether these are the user's own settings: then a failure is the user's, told in torch's own way.
+        patience_s: How long to wait for a batch of settings that are not the user's own before its worker counts as
+            stuck.
         randomness: Where the random numbers come from if the training process loads by itself and did not do so by the
             user's own settings.
 
@@ -60,6 +67,7 @@ class InnerLoader:
         seeds: torch.Generator,
         probe: WorkerProbe | None = None,
         trusted: bool = True,
+        patience_s: float = math.inf,
         randomness: PrivateRandomness | None = None,
     ) -> None:
         self.settings = settings
@@ -82,20 +90,33 @@ class InnerLoader:
             raise
         self._workers: list[Any] = getattr(self._iterator, "_workers", [])
         self._around: Callable[[], AbstractContextManager[object]] = nullcontext
-        if not trusted:
-            self._around = _WorkerGuard(self._iterator) if self._workers else randomness or nullcontext
+        if self._workers and not trusted:
+            self._around = _WorkerGuard(self._iterator)
+            iterator: Any = self._iterator
+            iterator._try_get_data = _Patience(iterator._try_get_data, patience_s)
+        elif not trusted and randomness is not None:
+            self._around = randomness
 
     def restart(self, source: IndexSource) -> None:
-        """Begin another epoch with the same, persistent workers."""
+        """Begin another epoch with the same, persistent workers.
+
+        Raises:
+            Exception: They are gone or stuck.
+        """
         self._feed.begin(source)
-        self._iterator._reset(self._loader)
+        try:
+            with self._around():
+                self._iterator._reset(self._loader)
+        except Exception:  # as above
+            source.put_back(self.take_pending())
+            raise
 
     def __next__(self) -> Any:
         """Return the next batch.
 
         Raises:
             StopIteration: The source has no more.
-            LostWorkerError: A worker is gone, of settings that are not the user's own.
+            LostWorkerError: A worker is gone or stuck, of settings that are not the user's own.
             Exception: The dataset has failed, in its own way.
         """
         began_s = 0.0 if self._workers else time.thread_time()
@@ -206,6 +227,25 @@ class _WorkerGuard:
             if worker.exitcode is not None:
                 return _how_it_ended(worker.exitcode)
         return "a worker process is gone"
+
+
+class _Patience:
+    """Stands in the place of the method by which torch's iterator waits for a batch, which it calls until one comes.
+
+    What a worker cannot hand over, because it cannot be pickled or too many files are open, it drops: then none comes.
+    """
+
+    def __init__(self, wait: Callable[[float], tuple[bool, Any]], patience_s: float) -> None:
+        self._wait = wait
+        self._patience_s = patience_s
+        self._waited_s = 0.0
+
+    def __call__(self, timeout: float = _LOOK_S) -> tuple[bool, Any]:
+        came, batch = self._wait(timeout)
+        self._waited_s = 0.0 if came else self._waited_s + timeout
+        if self._waited_s >= self._patience_s:
+            raise LostWorkerError(f"no batch came from the worker processes for {self._patience_s:g} s")
+        return came, batch
 
 
 def _how_it_ended(exitcode: int) -> str:

@@ -30,6 +30,9 @@ def copy_with(loader: DataLoader[Any], settings: LoaderSettings) -> DataLoader[A
     changed = copy.copy(loader)
     set_settings(changed, settings)
     vars(changed)["_iterator"] = None
+    if not settings.num_workers:
+        # Both mean something for workers only, and the loader insists that they are not set without any.
+        vars(changed).update(timeout=0, _DataLoader__multiprocessing_context=None)
     return changed
 
 
@@ -41,9 +44,6 @@ def set_settings(loader: DataLoader[Any], settings: LoaderSettings) -> None:
         persistent_workers=settings.persistent_workers,
         pin_memory=settings.pin_memory,
     )
-    if not settings.num_workers:
-        # Both mean something for workers only, and the loader insists that they are not set without any.
-        vars(loader).update(timeout=0, _DataLoader__multiprocessing_context=None)
 
 
 def why_fixed(loader: object) -> str | None:

@@ -36,7 +36,8 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         loader: The loader as it is. One whose dataset is iterable, or that keeps its position, is left alone, with
             the reason in the result.
         step_time_s: How long a training step takes when its batch is there, in seconds.
-        budget_s: How long the trials may take, in seconds; that of the loader's own settings is made in any case.
+        budget_s: How long the trials may take, in seconds; that of the loader's own settings and a short one of others
+            are made in any case.
 
     Returns:
         The result: ``.settings``, ``.reason``, ``.scores``, ``.trials``.

@@ -7,18 +7,27 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.loaders.dataset_copies import DatasetCopies
+from lightning_gpu_tools.loaders.contents import Contents, words
+from lightning_gpu_tools.loaders.dataset_copies import DatasetCopies, UnshareableError
 from lightning_gpu_tools.loaders.index_source import IndexSource, length_of
 from lightning_gpu_tools.loaders.inner_loader import InnerLoader
 from lightning_gpu_tools.loaders.random_state import PrivateRandomness
 from lightning_gpu_tools.loaders.settings import copy_with, set_settings, settings_of
 from lightning_gpu_tools.loaders.worker_probe import WorkerProbe
 from lightning_gpu_tools.readings import LoaderSettings
+
+# Choices: a worker that is being tried and delivers nothing for so long is stuck, unless some batch was waited for so
+# long before that this is less than so many times that wait: a batch may take longer where more workers load.
+_PATIENCE_S = 30.0
+_PATIENCE_IN_WAITS = 20
+# A choice: objects to look at between two batches, where a fraction of a millisecond counts.
+_WATCHED_OBJECTS = 200
 
 
 class Listener(Protocol):
@@ -50,17 +59,17 @@ class Switch:
 
     Args:
         loader: For which :func:`~lightning_gpu_tools.loaders.settings.why_fixed` has nothing to say. It stays as it is.
-        watched: Whether to measure the workers and to look whether the sampler draws as it goes.
+        watched: Whether to measure the workers and to look for an :attr:`obstacle`.
         clock: Seconds.
 
     Attributes:
+        original: The loader as it was given.
         loader: The copy: of the same class, with the same attributes.
         users: The user's own settings.
         settings: Those in use.
         listener: Who wants to know.
         length: How many batches an epoch needs, if that is fewer than the sampler has.
-        draws_as_it_goes: Whether the sampler was seen to draw random numbers between batches: then more workers change
-            the batches.
+        obstacle: Why other settings would change the batches, as far as that was seen; ``None`` if it was not.
         iterated: Whether the copy has been iterated by way of this object at all; a subclass may do it otherwise.
     """
 
@@ -73,14 +82,16 @@ class Switch:
         self.listener: Listener | None = None
         self.watched = watched
         self.length: int | None = None
-        self.draws_as_it_goes = self.iterated = False
-        self._original = loader
+        self.obstacle: str | None = None
+        self.iterated = False
+        self.original = loader
         self.clock = clock
+        self.longest_wait_s = 0.0
         self._randomness: PrivateRandomness | None = None
         self._seeds: torch.Generator | None = None
-        self._copies = DatasetCopies(loader.dataset)
+        self._copies = DatasetCopies(self.loader)
         self._kept: InnerLoader | None = None
-        self._kept_signature: tuple[Any, ...] = ()
+        self._kept_contents: Contents | None = None
         self._running: weakref.ref[Epoch] | None = None
 
     @property
@@ -99,6 +110,38 @@ class Switch:
         epoch = self.epoch
         return None if epoch is None else epoch.newest
 
+    @property
+    def alone_allowed(self) -> bool:
+        """Whether the training process may load by itself: with the user's workers, only what they would load."""
+        if not self.users.num_workers:
+            return True
+        if self.loader.worker_init_fn is not None:
+            return False
+        try:
+            self._copies.for_this_process()
+        except UnshareableError:
+            return False
+        return True
+
+    def look_for_obstacles(self) -> None:
+        """Look, after some batches have been loaded, whether more workers can be given what the loader holds."""
+        if self.users.num_workers < 2:
+            try:
+                self._copies.for_workers()
+            except UnshareableError as error:
+                self.obstacle = str(error)
+
+    def end_epoch(self) -> None:
+        """Say that the iteration begun last will not go on, even if somebody still holds it."""
+        epoch = self.epoch
+        if epoch is not None:
+            epoch.goes_on = False
+
+    def follow(self, before: Switch) -> None:
+        """Go on in the place of another loader: with its settings, or where it has the user's own with one's own."""
+        if before.settings != before.users:
+            self.use(replace(before.settings, batch_size=self.users.batch_size))
+
     def use(self, settings: LoaderSettings, *, now: bool = True) -> None:
         """Change the settings from the next index on, or from the next epoch on."""
         if settings == self.settings:
@@ -113,13 +156,13 @@ class Switch:
         """Say that something else than training goes on until the next batch is asked for."""
         epoch = self.epoch
         if epoch is not None:
-            epoch.last_s = None
+            epoch.pause()
 
     def close(self) -> None:
         """End all workers and leave the copy as a plain DataLoader with the settings in use."""
         self.listener = None
         vars(self.loader).pop("_get_iterator", None)
-        vars(self.loader)["_iterator"] = None
+        vars(self.loader).update(vars(copy_with(self.loader, self.settings)))
         epoch, self._running = self.epoch, None
         kept, self._kept = self._kept, None
         if kept is not None:
@@ -144,7 +187,10 @@ class Switch:
         """Stand in for ``DataLoader._get_iterator``."""
         self.iterated = True
         before = self.epoch
-        if self._kept is not None and before is not None and not before.source.finished:
+        if before is not None and before.goes_on and not before.source.finished:
+            if not self.users.persistent_workers:
+                # Somebody only looks, as at a first batch. Whoever trains still iterates the one before.
+                return Epoch(self, aside=True)
             # It may still be iterated, by somebody who had a right to: its workers are not taken away from it.
             self._kept = None
         self._running = None
@@ -154,7 +200,6 @@ class Switch:
 
     def new_source(self) -> IndexSource:
         """Begin an epoch: draw from the random numbers what the user's own settings draw at this moment."""
-        self.tell(lambda listener: listener.on_epoch_start())
         loader, workers = self.loader, self.users.num_workers > 0
         sampler = loader._index_sampler
         indices = iter(sampler)
@@ -178,33 +223,64 @@ class Switch:
             watch=self.watched,
         )
 
-    def open(self, source: IndexSource, settings: LoaderSettings) -> InnerLoader:
-        """Start workers; at the start of an epoch those that were kept, if they are the ones that are wanted."""
+    def reopen(self, source: IndexSource) -> InnerLoader | None:
+        """Let the workers that were kept load, if there are any; otherwise, or if others are wanted, there are none."""
         kept, self._kept = self._kept, None
-        signature = self._copies.signature()
-        if kept is not None:
-            # Where the user's workers would not have lived on they would see now what has been set in the dataset.
-            current = self.users.persistent_workers or signature == self._kept_signature
-            if kept.settings == settings and current:
+        if kept is None:
+            return None
+        try:
+            if kept.settings == self.settings and self._is_current():
                 kept.restart(source)
                 self._kept = kept
                 return kept
-            kept.close()
+        finally:
+            if self._kept is None:
+                kept.close()
+        return None
+
+    def open(self, source: IndexSource, settings: LoaderSettings) -> InnerLoader:
+        """Start workers, or what loads without any."""
+        given = self._given_to(settings)
         assert self._seeds is not None
         trusted = settings == self.users
+        template = copy_with(self.loader, self.users)
+        vars(template).pop("_get_iterator", None)
+        vars(template).update(given)
         inner = InnerLoader(
-            self._template(trusted),
+            template,
             settings,
             source,
             seeds=self._seeds,
             probe=self._probe(settings),
             trusted=trusted,
+            patience_s=max(_PATIENCE_S, _PATIENCE_IN_WAITS * self.longest_wait_s),
             # Where the user's own workers draw random numbers, this process draws none.
             randomness=self._randomness if self.users.num_workers else None,
         )
         if settings.persistent_workers:
-            self._kept, self._kept_signature = inner, signature
+            self._kept = inner
+            self._kept_contents = None if self.users.persistent_workers else Contents(given)
         return inner
+
+    def _is_current(self) -> bool:
+        """Return whether workers that were kept would load as new ones would, where the user would start new ones."""
+        known = self._kept_contents
+        if known is None or not known.judged:
+            return self.users.persistent_workers
+        now = Contents(self._given_to(self.settings))
+        return now.judged and now.first_difference(known) is None
+
+    def _given_to(self, settings: LoaderSettings) -> dict[str, Any]:
+        """Return the ``dataset`` and ``collate_fn`` from which some settings load.
+
+        Raises:
+            UnshareableError: They cannot be given to whoever would load them with these settings.
+        """
+        if settings.num_workers and self.users.num_workers < 2 and settings != self.users:
+            return self._copies.for_workers()
+        if self.users.num_workers and not settings.num_workers:
+            return self._copies.for_this_process()
+        return self._copies.originals
 
     def keeps(self, inner: InnerLoader) -> bool:
         """Return whether these workers are for the next epoch, too."""
@@ -214,13 +290,6 @@ class Switch:
         """Do not keep workers for the next epoch."""
         if self._kept is inner:
             self._kept = None
-
-    def _template(self, trusted: bool) -> DataLoader[Any]:
-        loader = copy_with(self._original, self.users)
-        if not trusted:
-            vars(loader)["dataset"] = self._copies.make()
-        loader.worker_init_fn = self.loader.worker_init_fn  # Lightning sets one for seed_everything(workers=True)
-        return loader
 
     def _probe(self, settings: LoaderSettings) -> WorkerProbe | None:
         if not self.watched or not settings.num_workers:
@@ -234,14 +303,19 @@ class Switch:
 class Epoch:
     """One iteration over the loader: a chain of inner loaders, of which all but the newest finish what they began."""
 
-    def __init__(self, switch: Switch) -> None:
+    def __init__(self, switch: Switch, *, aside: bool = False) -> None:
         self.last_s: float | None = None
         self._switch = switch
+        self._aside = aside
         self._chain: deque[InnerLoader] = deque()
+        self._contents: Contents | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self.last_s = None
+        self.pause()
+        self.goes_on = False
+        if not self._aside:
+            self._switch.tell(lambda listener: listener.on_epoch_start())
         self.source = self._switch.new_source()
         # Without workers torch does nothing before the first batch is asked for.
         if self._switch.users.num_workers:
@@ -268,25 +342,52 @@ class Epoch:
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    def pause(self) -> None:
+        """Say that something else than training goes on until the next batch is asked for."""
+        self.last_s = self._contents = None
+
     def __next__(self) -> Any:
         switch, clock = self._switch, self._switch.clock
+        stopped_s = clock()
+        self._look_for_changes()
         began_s = clock()
         if not switch.users.persistent_workers:
             # Else the DataLoader would take this iterator for the next epoch, too, without asking the switch.
             vars(switch.loader)["_iterator"] = None
+        self.goes_on = True
         self.source.begin()
         try:
             batch = self._take()
         finally:
             self.source.end()
         now_s = clock()
+        switch.longest_wait_s = max(switch.longest_wait_s, now_s - began_s)
         if self is switch.epoch and switch.listener is not None:
-            switch.draws_as_it_goes |= self.source.draws_as_it_goes
-            wait_s, since_last_s = now_s - began_s, None if self.last_s is None else now_s - self.last_s
+            if self.source.draws_as_it_goes:
+                switch.obstacle = (
+                    "the sampler draws random numbers as it goes: with other settings the batches would be others"
+                )
+            wait_s = now_s - began_s
+            since_last_s = None if self.last_s is None else stopped_s - self.last_s + wait_s
             switch.tell(lambda listener: listener.on_batch(batch, wait_s, since_last_s))
+            self._contents = self._read_from() if switch.watched else None
             now_s = clock()
         self.last_s = now_s
         return batch
+
+    def _look_for_changes(self) -> None:
+        """Find out whether training changes what is read: with other settings it would be read at other times."""
+        change = None if self._contents is None else self._read_from().first_difference(self._contents)
+        if change is not None:
+            self._switch.obstacle = (
+                f"training changes {words(change)} from one batch to the next, and with other settings it would be "
+                "read at other times"
+            )
+
+    def _read_from(self) -> Contents:
+        loader = self._switch.loader
+        roots = {"sampler": loader._index_sampler, "dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        return Contents(roots, most=_WATCHED_OBJECTS)
 
     def change(self) -> None:
         """Let the switch's present settings load from the next index on."""
@@ -305,11 +406,13 @@ class Epoch:
         self._chain.clear()
 
     def _open(self) -> None:
-        settings = self._switch.settings
+        switch = self._switch
+        settings = switch.users if self._aside else switch.settings
         try:
-            self._chain.append(self._switch.open(self.source, settings))
+            kept = None if self._aside or self._chain else switch.reopen(self.source)
+            self._chain.append(kept or switch.open(self.source, settings))
         except Exception as error:
-            if settings == self._switch.users:
+            if settings == switch.users:
                 raise
             self._fall_back(settings, error)
 
@@ -327,6 +430,7 @@ class Epoch:
                 self._switch.forget(inner)
                 inner.close()
                 if not self._chain:  # there is more in the sampler than its length says
+                    self.source.length = None
                     self._open()
             except Exception as error:
                 if inner.settings == self._switch.users:

@@ -104,7 +104,7 @@ class Tuning:
             budget_s=terms.budget_s,
             epoch_steps=terms.epoch_steps,
             step_cores=terms.step_cores,
-            alone_allowed=not switch.users.num_workers or switch.loader.worker_init_fn is None,
+            alone_allowed=switch.alone_allowed,
         )
         self._then: Callable[[LoaderTrial], None] = self._search
         self._confirming: LoaderTrial | None = None
@@ -115,10 +115,10 @@ class Tuning:
         self._begin(visit)
 
     def move_to(self, switch: Switch) -> None:
-        """Go on with another loader in the place of the one so far, with the same settings."""
+        """Go on with another loader in the place of the one so far."""
         self._switch.listener = None
         switch.watched = self._switch.watched
-        switch.use(self._switch.settings)
+        switch.follow(self._switch)
         switch.listener = self
         self._switch = switch
 
@@ -136,9 +136,9 @@ class Tuning:
             return
         now.seconds += since_last_s or 0.0
         # Ranks must end a trial at the same step, whatever the time.
-        too_long = self._ranks.count == 1 and self._trials and now.seconds > _LONGEST * self._terms.budget_s
-        if now.skip > 0 and not too_long:
-            now.skip -= 1
+        too_long = self._ranks.count == 1 and now.seconds > _LONGEST * self._terms.budget_s
+        if now.skip > 0:
+            now.skip = 0 if too_long else now.skip - 1
             if not now.skip:
                 self._forget(now)
             return
@@ -186,7 +186,12 @@ class Tuning:
         now = self._now = _Ongoing(visit, visit.skip)
         if not visit.skip:
             self._forget(now)
-        self._switch.use(visit.settings)  # last: should it fail, the next trial begins at once
+        self._use(visit.settings)  # last: should it fail, the next trial begins at once
+
+    def _use(self, settings: LoaderSettings) -> None:
+        """Set the loader, which may be in the place of the first one by now, to what was meant for that one."""
+        users = self._switch.users
+        self._switch.use(users if settings == self._case.users else replace(settings, batch_size=users.batch_size))
 
     def _forget(self, now: _Ongoing) -> None:
         inner = self._switch.inner
@@ -206,11 +211,13 @@ class Tuning:
             failed=now.failed,
         )
         self._now = None
+        if not self._trials:
+            self._switch.look_for_obstacles()
         everyones = self._ranks.gather(
             {
                 "trial": dataclasses.asdict(own),
                 "host": dataclasses.asdict(self._terms.host),
-                "draws_as_it_goes": self._switch.draws_as_it_goes,
+                "obstacle": self._switch.obstacle,
             }
         )
         if everyones is None:
@@ -220,9 +227,9 @@ class Tuning:
         self._case = replace(self._case, host=_tightest([HostBudget(**facts["host"]) for facts in everyones]))
         self._trials.append(trial)
         self._report(trial)
-        if any(facts["draws_as_it_goes"] for facts in everyones):
-            why = "The sampler draws random numbers as it goes: with other settings the batches would be others."
-            self._finish(self._case.users, why, applied=False)
+        obstacle = next((facts["obstacle"] for facts in everyones if facts["obstacle"] is not None), None)
+        if obstacle is not None:
+            self._finish(self._case.users, f"The loader is left as it is: {obstacle}.", applied=False)
         else:
             self._then(trial)
 
@@ -290,7 +297,7 @@ class Tuning:
 
     def _finish(self, settings: LoaderSettings, reason: str, *, applied: bool, confirmed: bool | None = None) -> None:
         self._now = None
-        self._switch.use(settings if applied else self._case.users)
+        self._use(settings if applied else self._case.users)
         self._switch.watched = False
         self._result(settings, reason, applied=applied, confirmed=confirmed)
 

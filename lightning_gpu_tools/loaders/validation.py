@@ -29,9 +29,8 @@ class ValidationLoader:
         switch.listener = self
 
     def move_to(self, switch: Switch) -> None:
-        """Go on with another loader in the place of the one so far, with the same settings."""
-        self._switch.close()
-        switch.use(self._switch.settings)
+        """Go on with another loader in the place of the one so far."""
+        switch.follow(self._switch)
         switch.listener = self
         self._switch = switch
 

@@ -270,5 +270,14 @@ def test_on_any_machine_the_choice_is_near_the_best_that_fits_and_no_more_is_eve
 @given(MACHINES, st.integers(0, 16), st.floats(1, 120))
 def test_the_trials_stay_within_the_budget(machine: Machine, users: int, budget_s: float) -> None:
     _, trials = search(machine, machine.case(settings(users), budget_s=budget_s))
-    # A trial that turns out slower than predicted may take longer than what is left; the first one is always made.
-    assert sum(trial.seconds for trial in trials[:-1]) <= budget_s or len(trials) == 1
+    # A trial that turns out slower than predicted may take longer than what is left; the first one is always made, and
+    # a short one of the prediction.
+    assert sum(trial.seconds for trial in trials[:-1]) <= budget_s or len(trials) <= 2
+
+
+def test_where_the_users_own_settings_use_the_budget_up_the_prediction_gets_a_short_trial() -> None:
+    machine = Machine(load_s=3.0, step_s=0.1)
+    decision, trials = search(machine, machine.case(settings(0), budget_s=60.0))
+    assert trials[0].seconds > 60
+    assert decision.settings.num_workers == trials[-1].settings.num_workers >= 2
+    assert len(trials) == 2

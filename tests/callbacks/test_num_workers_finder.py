@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import pickle
 import random
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +21,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 from trainings import Boom, Model, Raise, Samples, Stream, quiet_trainer
 
@@ -226,6 +230,90 @@ def test_a_loader_left_alone_leaves_no_wrapper_and_hides_no_error(
         trainer.fit(Model(), DataLoader(Stream(Samples(9))))
     owners = (trainer.fit_loop.epoch_loop, trainer.strategy)
     assert [name for owner in owners for name in vars(owner) if callable(getattr(type(owner), name, None))] == []
+
+
+class Doubling(DataLoader[Any]):
+    """Begins with what it iterates when the first batch is asked for."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield 2 * batch
+
+
+def test_a_loader_that_does_more_with_its_batches_is_tuned(tmp_path: Path) -> None:
+    watch, _ = train(tmp_path, [found := finder(budget_s=1.0)], lambda: Doubling(Slow(120)))
+    assert found.result is not None
+    assert len({trial.settings.num_workers for trial in found.result.trials}) > 1
+    assert [batch[0] for batch in watch.batches] == [2.0 * float(Samples(120)[i][0]) for i in range(120)]
+
+
+def test_a_dataset_with_an_open_file_is_left_alone(tmp_path: Path) -> None:
+    class Open(Slow):
+        def __init__(self, path: Path) -> None:
+            super().__init__(60)
+            path.touch()
+            self.reader = path.open()
+
+    loader = shuffled(Open(tmp_path / "samples"))
+    watch, _ = train(tmp_path, [found := finder()], lambda: loader)
+    loader.dataset.reader.close()  # type: ignore[attr-defined]
+    assert found.result is not None
+    assert "left as it is: the dataset holds an open file (dataset.reader)" in found.result.reason
+    assert set(watch.workers) == {0}
+
+
+def test_an_object_of_the_users_that_holds_loaders_has_his_own_again_afterwards(tmp_path: Path) -> None:
+    loaders = [shuffled(Samples(9)), shuffled(Samples(9))]
+    both, watched = (CombinedLoader(one, "max_size_cycle") for one in loaders)
+    trainer = quiet_trainer(tmp_path, callbacks=[finder()])
+    trainer.fit(Model(), both, watched)
+    assert both.flattened + watched.flattened == loaders
+
+
+def test_loaders_that_were_replaced_are_let_go(tmp_path: Path) -> None:
+    datasets: list[weakref.ref[Any]] = []
+
+    def loader() -> DataLoader[Any]:
+        datasets.append(weakref.ref(dataset := Samples(4)))
+        return DataLoader(dataset)
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> list[DataLoader[Any]]:
+            return [loader(), loader()]
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return loader()
+
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+            gc.collect()
+            alive.append(sum(dataset() is not None for dataset in datasets))
+
+    class First(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    alive: list[int] = []
+    trainer = quiet_trainer(tmp_path, callbacks=[finder(), Count()], max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(First(), datamodule=Data())
+    assert alive[-1] == alive[1]
+
+
+def test_the_limit_of_an_epoch_is_no_length_where_there_are_several_loaders(tmp_path: Path) -> None:
+    class First(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            switch = found._fit._tuned  # type: ignore[union-attr]
+            assert switch is not None
+            pids.update(switch.inner.pids if switch.inner is not None else [])
+            if batch_idx == 2:
+                switch.use(dataclasses.replace(switch.users, num_workers=1, prefetch_factor=2))
+            return super().training_step(batch[0], batch_idx)
+
+    pids: set[int] = set()
+    loaders = [DataLoader(Samples(20)), DataLoader(Samples(40))]
+    trainer = quiet_trainer(tmp_path, callbacks=[found := finder()], limit_train_batches=0.5)
+    trainer.fit(First(), loaders)
+    assert len(pids) == 1
 
 
 class OwnKind:

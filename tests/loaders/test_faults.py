@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from lightning_gpu_tools.loaders import switch as switch_module
 from lightning_gpu_tools.loaders.switch import Switch
 from lightning_gpu_tools.readings import LoaderSettings
 
@@ -176,4 +178,30 @@ def test_a_fault_of_the_search_itself_does_not_end_the_training() -> None:
     with pytest.warns(UserWarning, match="keeps its settings, because of a fault in the search: ZeroDivisionError"):
         assert iterate(switch, {}) == IN_ORDER
     assert switch.settings == switch.users
+    switch.close()
+
+
+def test_a_worker_that_cannot_hand_its_batch_over_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unsendable(Act):
+        def __getitem__(self, index: int) -> Any:
+            return index if os.getpid() == self.home else lambda: index
+
+    monkeypatch.setattr(switch_module, "_PATIENCE_S", 0.5)
+    switch = Switch(DataLoader(Unsendable(print), batch_size=None))
+    heard = switch.listener = Heard()
+    assert iterate(switch, {3: workers(2)}) == IN_ORDER
+    ((_, reason),) = heard.faults
+    assert reason == "no batch came from the worker processes for 0.5 s"
+    switch.close()
+
+
+def test_a_worker_that_died_between_epochs_costs_no_batch() -> None:
+    switch = Switch(DataLoader(range(len(IN_ORDER)), batch_size=None))
+    heard = switch.listener = Heard()
+    switch.use(dataclasses.replace(workers(2), persistent_workers=True))
+    assert [int(batch) for batch in switch.loader] == IN_ORDER
+    assert switch._kept is not None
+    os.kill(switch._kept.pids[0], signal.SIGKILL)
+    assert [int(batch) for batch in switch.loader] == IN_ORDER
+    assert len(heard.faults) == 1
     switch.close()

@@ -134,7 +134,7 @@ def test_changes_in_mid_epoch_change_neither_batches_nor_random_numbers(
     plan = {2: other(2), 3: other(0), 6: other(3, 1), 8: switch.users, 13: other(2, persistent=True)}
     assert epochs(switch.loader, limit=limit, at_batch=changing(switch, plan)) == as_usual
     switch.close()
-    assert not switch.draws_as_it_goes
+    assert switch.obstacle is None
 
 
 @settings(max_examples=15)
@@ -188,13 +188,39 @@ def test_a_sampler_that_draws_as_it_goes_is_seen() -> None:
     list(switch.loader)
     switch.listener = Silent()
     list(switch.loader)
-    assert switch.draws_as_it_goes
+    assert "draws random numbers as it goes" in str(switch.obstacle)
+    switch.close()
+
+
+@pytest.mark.parametrize("what", ["sampler", "dataset"])
+def test_what_training_changes_from_batch_to_batch_is_seen(what: str) -> None:
+    class Drawing:
+        drawn = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(COUNT):
+                self.drawn += 1  # by itself, it may change as it likes
+                yield 0
+
+    sampler, dataset = Drawing(), Numbers()
+    changed: Any = {"sampler": sampler, "dataset": dataset}[what]
+    switch = Switch(DataLoader(dataset, batch_size=None, sampler=sampler), watched=True)
+    switch.listener = Silent()
+    list(switch.loader)
+    assert switch.obstacle is None
+    for i, _ in enumerate(switch.loader):
+        changed.losses = [i]
+    assert f"training changes {what}" in str(switch.obstacle)
     switch.close()
 
 
 class Silent:
+    epochs = 0
+
     def on_batch(self, *args: object) -> None: ...
-    def on_epoch_start(self) -> None: ...
+    def on_epoch_start(self) -> None:
+        self.epochs += 1
+
     def on_fault(self, *args: object) -> None: ...
 
 
@@ -268,3 +294,65 @@ def test_somebody_else_may_iterate_it_in_the_middle_of_an_epoch() -> None:
     assert sum(map(len, switch.loader)) == 12
     assert first + [batch.tolist() for batch in outer] == [[i, i + 1] for i in range(0, 12, 2)]
     switch.close()
+
+
+def test_a_look_at_a_batch_is_no_epoch() -> None:
+    switch = Switch(DataLoader(range(12), batch_size=2))
+    heard = switch.listener = Silent()
+    seen = []
+    for i, batch in enumerate(switch.loader):
+        seen += batch.tolist()
+        if i in (1, 3):
+            assert next(iter(switch.loader)).tolist() == [0, 1]
+            assert switch.epoch is not None
+            switch.use(other(i))
+            assert switch.inner is not None
+            assert len(switch.inner.pids) == i
+    assert seen == list(range(12))
+    assert heard.epochs == 1
+    switch.close()
+
+
+def test_an_epoch_that_somebody_still_holds_is_over_when_that_is_said() -> None:
+    switch = Switch(DataLoader(range(12), batch_size=2))
+    heard = switch.listener = Silent()
+    held = iter(switch.loader)
+    next(held)
+    switch.end_epoch()
+    assert sum(map(len, switch.loader)) == 12
+    assert heard.epochs == 2
+    switch.close()
+
+
+def test_where_there_is_more_than_was_said_no_workers_are_started_for_each_batch() -> None:
+    switch = Switch(DataLoader(range(24), batch_size=2))
+    switch.length = 3
+    switch.use(other(1))
+    pids = set()
+    for _ in switch.loader:
+        assert switch.inner is not None
+        pids.update(switch.inner.pids)
+    assert len(pids) == 2
+    switch.close()
+
+
+def test_what_only_workers_have_comes_back_with_them() -> None:
+    loader = DataLoader(range(12), num_workers=1, timeout=77, multiprocessing_context="fork")
+    for last, timeout in ((settings_of(loader), 77), (other(0), 0)):
+        switch = Switch(loader)
+        for i, _ in enumerate(switch.loader):
+            if i in (2, 5):
+                switch.use({2: other(0), 5: last}[i])
+        switch.close()
+        assert switch.loader.timeout == timeout
+        assert (switch.loader.multiprocessing_context is None) == (timeout == 0)
+        assert len(list(switch.loader)) == 12
+
+
+def test_a_loader_in_the_place_of_another_keeps_its_own_settings_unless_others_were_found() -> None:
+    before, after = (Switch(DataLoader(range(12), batch_size=size, num_workers=size)) for size in (1, 2))
+    after.follow(before)
+    assert after.settings == after.users
+    before.use(other(3))
+    after.follow(before)
+    assert after.settings == dataclasses.replace(other(3), batch_size=2)

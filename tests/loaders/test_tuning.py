@@ -31,7 +31,7 @@ class Training:
         self.step: Callable[[int], float] = lambda workers: STEP_S
         self.results: list[LoaderResult] = []
         self.reports: list[LoaderTrial] = []
-        loader = DataLoader(_Mapped(sample), batch_size=None, sampler=_Waiting(self))
+        loader = DataLoader(_Mapped(sample), batch_size=None, sampler=_waiting(self))
         self.switch = Switch(loader, watched=True, clock=self.clock)
 
     def tune(self, **terms: Any) -> Tuning:
@@ -59,19 +59,20 @@ class Training:
         return seen
 
 
-class _Waiting:
-    """A sampler, which the training process asks once a batch: there the wait is spent."""
+def _waiting(training: Training) -> Any:
+    """Return a sampler, which the training process asks once a batch: there the wait is spent."""
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    class Waiting:
+        # It holds nothing: what a sampler holds and training changes is for other settings to keep away from.
+        def __iter__(self) -> Iterator[int]:
+            for i in range(len(self)):
+                training.clock.spend(training.wait(training.switch.settings.num_workers))
+                yield i
 
-    def __iter__(self) -> Iterator[int]:
-        for i in range(len(self)):
-            self.training.clock.spend(self.training.wait(self.training.switch.settings.num_workers))
-            yield i
+        def __len__(self) -> int:
+            return 6000
 
-    def __len__(self) -> int:
-        return 6000
+    return Waiting()
 
 
 class _Mapped(Samples):
@@ -185,3 +186,15 @@ def test_a_slow_surprise_is_cut_short() -> None:
     assert tuning.result is not None
     assert tuning.result.settings == tuning.result.users
     assert tuning.result.seconds < 10 + 12 * 5  # at most the steps of a block beyond the budget
+
+
+def test_slow_loading_that_uses_the_budget_up_is_tried_with_workers_all_the_same() -> None:
+    training = Training(lambda workers: 5.0 / max(1, workers))
+    training.step = lambda workers: 2.0
+    tuning = training.tune(budget_s=10.0)
+    training.run()
+    assert tuning.result is not None
+    assert tuning.result.settings is not None
+    assert tuning.result.settings.num_workers > 1
+    assert tuning.result.applied
+    assert tuning.result.trials[0].seconds < 5 * (5.0 + 2.0)
