@@ -47,7 +47,7 @@ _TIMED_HOOKS = frozenset(
     }
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
-# A user's own actions may have a number in their names.
+# A choice: a user's own actions may have a number in their names, and are not kept without end.
 _MOST_CONTEXTS = 1000
 
 _Context = AbstractContextManager[Any]

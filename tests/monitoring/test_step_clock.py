@@ -23,7 +23,7 @@ from trainings import (
     quiet_trainer,
 )
 
-from lightning_gpu_tools.monitoring import timed_actions
+from lightning_gpu_tools.monitoring import step_clock, timed_actions
 from lightning_gpu_tools.monitoring.step_clock import WARM_UP_STEPS, StepClock
 
 
@@ -107,6 +107,19 @@ def test_a_callback_that_only_looks_like_one_is_timed_like_one(time: HandClock, 
     trainer.callbacks += [Proxy(Slow(time))]  # type: ignore[attr-defined]
     trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
     assert watch.clock.seconds == {"training_step": 6.0, "callback/Proxy": 6 * 0.125}
+
+
+def test_an_action_that_cannot_be_told_apart_is_not_timed_and_training_goes_on(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("a callback unlike any other")
+
+    monkeypatch.setattr(step_clock, "action_context", fail)
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
+    assert watch.clock.steps == 6
+    assert watch.clock.seconds == {"trainer": 6.0}
 
 
 def test_a_logger_used_by_another_thread_takes_no_time_of_the_training(time: HandClock, tmp_path: Path) -> None:
