@@ -86,6 +86,25 @@ def format_duration(duration_s: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def printable(text: object) -> str:
-    """Return text of others so that it can be shown: their control characters could do things to a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in str(text)[:64])
+def printable(text: object, max_length: int = 100) -> str:
+    r"""Return text of others so that it can be shown: on one line, without control characters, not too long.
+
+    Control characters, line ends and marks that turn the direction of writing come out as Python writes them in a
+    literal (``\x1b``, ``\n``, ``\u202e``). What is longer than ``max_length`` characters loses its middle.
+
+    Args:
+        text: What a file, a driver or another user has chosen. What is no text is shown as Python would print it.
+        max_length: Length of the result, at most.
+    """
+    if not isinstance(text, str):
+        try:
+            text = str(text)
+        except (RecursionError, ValueError):  # nested too deep; an integer of more digits than Python converts
+            text = f"<{type(text).__name__}>"
+    # Escapes make a text longer, never shorter, so more than this cannot be needed of either end.
+    ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in ends)
+    if len(text) == len(ends) and len(escaped) <= max_length:
+        return escaped
+    head = (max_length - 1) * 2 // 3
+    return f"{escaped[:head]}…{escaped[head + 1 - max_length :]}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.quantities import format_bytes, format_duration, parse_bytes, parse_duration
+from lightning_gpu_tools.quantities import format_bytes, format_duration, parse_bytes, parse_duration, printable
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,25 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
 )
 def test_durations_are_written_in_the_unit_a_reader_expects(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text
+
+
+@given(st.one_of(st.text(), st.text(alphabet="\x1b\n\u202e\ud800a", min_size=90)), st.integers(2, 120))
+def test_shown_text_has_one_line_no_control_characters_and_a_limit(text: str, max_length: int) -> None:
+    shown = printable(text, max_length)
+    assert shown.isprintable()
+    assert len(shown) <= max_length
+    if text.isprintable() and len(text) <= max_length:
+        assert shown == text
+
+
+def test_long_text_keeps_both_ends_and_says_what_was_escaped() -> None:
+    assert printable("encoder\x1b[2J.weight") == r"encoder\x1b[2J.weight"
+    assert printable("a" * 200_000 + "\nweight", 40) == "a" * 26 + "…" + r"aaaaa\nweight"
+
+
+def test_what_python_refuses_to_print_is_shown_by_its_type() -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert printable(nested) == "<list>"
+    assert printable(10**5000) == "<int>"
