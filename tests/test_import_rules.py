@@ -52,6 +52,7 @@ EDGES = {
     "checkpoints.formats",
     "checkpoints.structure",
     "checkpoints.summary",
+    "checkpoints.zip_records",
     "environment",
     "host",
     "monitoring.gpu_metrics",

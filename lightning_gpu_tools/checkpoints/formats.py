@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
-import zipfile
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.quantities import format_bytes
@@ -33,17 +34,34 @@ class Fault:
     advice: str = ""
 
 
-def identify(path: str) -> Format:
-    """Return the format of a file that looks complete.
+class DamagedContentsError(Exception):
+    """A file contradicts itself; the first argument is the :class:`Fault`. Becomes a ``BrokenCheckpointError``."""
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file, once for all that is to be done with it: another may be at its path in the next moment.
 
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is something else, or not whole; the message says what and what to do.
+        BrokenCheckpointError: It is a folder, a pipe or a device.
+        OSError: It cannot be opened.
+    """
+    opened = _open(path)
+    if isinstance(opened, Fault):
+        raise broken(path, opened)
+    return opened
+
+
+def identify(file: BinaryIO) -> Format:
+    """Return the format of a file that looks complete.
+
+    Raises:
+        DamagedContentsError: It is something else, or not whole; the fault says what and what to do.
         OSError: The file cannot be read.
     """
-    found = _look(path)
+    found = _look(file)
     if isinstance(found, Fault):
-        raise broken(path, found)
+        raise DamagedContentsError(found)
     return found
 
 
@@ -64,7 +82,7 @@ def newest_complete_beside(path: str) -> str | None:
     try:
         others = [entry for entry in folder.iterdir() if entry.suffix in SUFFIXES and entry.name != Path(path).name]
         newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
-        return next((str(other) for other in newest_first if not isinstance(_look(str(other)), Fault)), None)
+        return next((str(other) for other in newest_first if _looks_complete(str(other))), None)
     except OSError:  # listing neighbours is a courtesy; the error about the file itself must come out
         return None
 
@@ -75,40 +93,62 @@ def comes_from_contents(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
 
 
-def explain_damage(path: str, format_: Format) -> Fault:
-    """Say what is wrong inside a file whose outside looked right."""
-    if format_ == "zip":
-        return _explain_zip(path)
-    if format_ == "safetensors":
-        return Fault("is a damaged safetensors file: its header and its length contradict each other", _RESTORE)
-    return Fault("is a damaged or cut file in torch's old format (before 1.6)", _RESTORE)
+RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
 
 
-_RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
-
-
-def _look(path: str) -> Format | Fault:
+def _open(path: str) -> BinaryIO | Fault:
     try:
         if os.path.isdir(path):
             return _directory(path)
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            head = file.read(1024)
-            file.seek(max(0, size - _LONGEST_ZIP_TAIL))
-            tail = file.read(_LONGEST_ZIP_TAIL)
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     except FileNotFoundError:
         raise CheckpointNotFoundError(_not_found(path)) from None
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    return Fault("is a pipe or a device, not a file")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    # Opening a pipe that nobody writes to would wait for ever.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _looks_complete(path: str) -> bool:
+    file = _open(path)
+    if isinstance(file, Fault):
+        return False
+    with file:
+        return not isinstance(_look(file), Fault)
+
+
+def _look(file: BinaryIO) -> Format | Fault:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(1024)
+    file.seek(max(0, size - _LONGEST_ZIP_TAIL))
+    tail = file.read(_LONGEST_ZIP_TAIL)
     if head.startswith(b"PK\x03\x04"):
         return "zip" if _ends_as_zip(tail, size) else _cut_zip(size, tail)
+    if _is_tar(head):
+        return Fault("is a tar archive", "Unpack it first.")
     if head.startswith(_LEGACY_START):
         return "legacy"
     if _starts_as_safetensors(head):
         length = struct.unpack("<Q", head[:8])[0]
         if length + 8 > size:
-            return Fault(f"is a safetensors file cut short at {format_bytes(size)}, within its header", _RESTORE)
+            return Fault(f"is a safetensors file cut short at {format_bytes(size)}, within its header", RESTORE)
         return "safetensors"
     return _something_else(head, size)
+
+
+def _is_tar(head: bytes) -> bool:
+    """Whether ``torch.load``, which asks this first, takes a file for a tar archive; one may begin as anything else."""
+    try:
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 def _not_found(path: str) -> str:
@@ -135,12 +175,12 @@ def _cut_zip(size: int, tail: bytes) -> Fault:
         return Fault(
             f"ends in {least}{format_bytes(zeros)} of zeros where its index should be ({format_bytes(size)} in all): "
             "the machine or the disk stopped before the data was written",
-            _RESTORE,
+            RESTORE,
         )
     return Fault(
         f"is cut short: {format_bytes(size)}, and its index (at the end of the file) is missing. Most likely a save or "
         "a copy was interrupted",
-        _RESTORE,
+        RESTORE,
     )
 
 
@@ -157,7 +197,7 @@ def _something_else(head: bytes, size: int) -> Fault:
     if not head.strip(b"\0"):
         return Fault(
             "holds nothing but zeros at its beginning: the machine or the disk stopped before the data was written",
-            _RESTORE,
+            RESTORE,
         )
     if start.startswith(b"version https://git-lfs"):
         return Fault("is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull")
@@ -171,15 +211,13 @@ def _something_else(head: bytes, size: int) -> Fault:
     for magic, name in _ARCHIVES.items():
         if head.startswith(magic):
             return Fault(f"is a {name} file", "Unpack it first.")
-    if head[257:262] == b"ustar":
-        return Fault("is a tar archive", "Unpack it first.")
     if head.startswith(b"\x80") and head[1:2] in b"\x00\x01\x02\x03\x04\x05":
         return Fault(
             "is a Python pickle that torch.save did not write", "Only files by torch.save or safetensors can be loaded."
         )
     if head.startswith(b"\x89HDF"):
         return Fault("is an HDF5 file, as Keras writes them, not a torch checkpoint")
-    return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", _RESTORE)
+    return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", RESTORE)
 
 
 _ARCHIVES = {
@@ -212,19 +250,3 @@ def _directory(path: str) -> Fault:
             "is a folder", f"It holds {', '.join(inside[:5])}{', …' if len(inside) > 5 else ''}; name the file."
         )
     return Fault("is a folder, and no sharded checkpoint either (it has no .metadata and no latest file)")
-
-
-def _explain_zip(path: str) -> Fault:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return Fault("is damaged: the index at its end cannot be read", _RESTORE)
-    folders = {name.partition("/")[0] for name in names}
-    inner = {name.partition("/")[2] for name in names}
-    if "data.pkl" not in inner or len(folders) != 1:
-        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-        return Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}")
-    if "constants.pkl" in inner:
-        return Fault("is a TorchScript archive: a whole model, not a checkpoint", "Open it with torch.jit.load.")
-    return Fault("is damaged: the description of its contents (data.pkl) and the contents do not agree", _RESTORE)

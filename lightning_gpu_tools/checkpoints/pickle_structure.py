@@ -1,32 +1,44 @@
 """What a pickle describes, read without running any of it.
 
 Every class and function that the pickle names is replaced by an inert stand-in, so nothing is imported and nothing is
-called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`.
+called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`. What torch
+would have to trust (the place of a tensor in its block of numbers, what an item is put into) is checked on the way.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, ClassVar
 
-_TENSOR_MAKERS = frozenset(
-    {
-        "_rebuild_tensor",
-        "_rebuild_tensor_v2",
-        "_rebuild_tensor_v3",
-        "_rebuild_qtensor",
-        "_rebuild_meta_tensor_no_storage",
-        "_rebuild_sparse_tensor",
-        "_rebuild_nested_tensor",
-        "_rebuild_wrapper_subclass",
-        "_rebuild_device_tensor_from_numpy",
-        "_rebuild_device_tensor_from_cpu_tensor",
-    }
-)
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.quantities import printable
+
+BYTES_OF_DTYPE = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "qint8", "quint8", "quint4x2", "quint2x4", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("bit", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
+    "complex128": 16,
+}
+_ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
+# Their first arguments are a storage, an offset in it, a shape and strides.
+_MAKERS_OF_VIEWS = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"})
+_TENSOR_MAKERS = _MAKERS_OF_VIEWS | {
+    "_rebuild_meta_tensor_no_storage",
+    "_rebuild_sparse_tensor",
+    "_rebuild_nested_tensor",
+    "_rebuild_wrapper_subclass",
+    "_rebuild_device_tensor_from_numpy",
+    "_rebuild_device_tensor_from_cpu_tensor",
+}
 # Legacy storage classes, by the dtype that torch prints.
 _DTYPE_OF_STORAGE = {
     "DoubleStorage": "float64",
@@ -44,11 +56,22 @@ _DTYPE_OF_STORAGE = {
     "QInt8Storage": "qint8",
     "QUInt8Storage": "quint8",
     "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
+# Python's own limit of recursion is 1,000, and copying takes three calls for each level.
+_MAX_DEPTH = 200
+# A key of a dictionary is a text, a number or a few of them. A tuple in a tuple in a tuple ... is hashed by recursion
+# without a limit, and one that holds another twice, which holds another twice ..., never comes to an end.
+_MAX_KEY_PARTS = 1000
 
 
-@dataclass(frozen=True)
+class MalformedPickleError(Exception):
+    """The pickle says what no loader can or should follow; the message is without the file."""
+
+
+@dataclass(frozen=True, slots=True)
 class StorageInfo:
     """A block of numbers in the file.
 
@@ -64,8 +87,13 @@ class StorageInfo:
     location: str
     numel: int
 
+    @property
+    def size_bytes(self) -> int:
+        """What its numbers take."""
+        return self.numel * BYTES_OF_DTYPE[self.dtype]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor as the pickle describes it.
 
@@ -82,129 +110,365 @@ class TensorInfo:
     kind: str = "tensor"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opaque:
-    """An object that only running code could build: hashable, callable, appendable, assignable, and inert in all of it.
-
-    It may stand for a class: one inside another class is ``getattr(Outer, "Inner")`` in a pickle.
-    """
+    """An object that only running code could build, or the class of one: inert, whatever is done to it."""
 
     made_by: Any
-    arguments: tuple[Any, ...] = ()
+    arguments: Any = ()
     state: Any = None
-    items: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        # The unpickler makes objects with cls.__new__(cls, ...); an instance's own attribute comes before the type's.
-        self.__dict__["__new__"] = _new
-
-    def __call__(self, *arguments: Any) -> Opaque:
-        """Describe the call, as a stand-in does."""
-        return Opaque(self, arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
+    items: list[Any] | None = None
 
     def append(self, value: Any) -> None:
-        """Take an element of a list subclass."""
-        self.items.append(value)
+        """Take an element of a list subclass, or a key and a value of a dictionary subclass."""
+        self.extend((value,))
 
     def extend(self, values: Sequence[Any]) -> None:
-        """Take elements of a list subclass."""
+        """Take elements of a list or set subclass."""
+        if self.items is None:
+            self.items = []
         self.items.extend(values)
 
-    def add(self, value: Any) -> None:
-        """Take an element of a set subclass."""
-        self.items.append(value)
+
+class _StandIn:
+    """Takes the place of a class or function."""
+
+    __slots__ = ("is_plain", "module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.is_plain = not beyond_plain_data([f"{module}.{name}"])
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
 
 
 class StructureReader(pickle._Unpickler):
     """Reads one pickle into plain data, :class:`TensorInfo` and :class:`Opaque`.
 
     It is the unpickler in Python, not the faster one in C: there a single opcode of a hostile file can reserve 64 GiB
-    for its memo.
+    for its memo. What it builds is in proportion to the pickle: calls that copy what is elsewhere in it do not count
+    as plain data once they have copied more than it can hold.
 
     Attributes:
-        globals: Every class and function that was named, ``module.name``.
+        globals: Every class and function that was named, ``module.name``, and as ``module.name(...)`` what
+            ``weights_only=True`` would call, but plain data never needs.
         storages: Every block of numbers that was referred to, by its key.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    # What the type stubs leave out.
+    stack: list[Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self.globals: set[str] = set()
         self.storages: dict[str, StorageInfo] = {}
+        self._views: dict[str, StorageInfo] = {}
+        self._stand_ins: dict[tuple[str, str], _StandIn] = {}
+        self._parts_of_storage = 6 if legacy else 5
+        self._left_to_copy = size_bytes
+
+    def load(self) -> Any:
+        """Return what the pickle describes.
+
+        Raises:
+            MalformedPickleError: It contradicts itself, or is nested deeper than any program copes with.
+        """
+        content = super().load()
+        _refuse_deep_nesting(content)
+        return content
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an inert stand-in; never import anything."""
         # torch.save writes the names of Python 2, and every reader translates them.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        self.globals.add(f"{module}.{name}")
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        return _StandIn(module, name)
+        if (module, name) not in self._stand_ins:
+            self.globals.add(f"{module}.{name}")
+            self._stand_ins[module, name] = _StandIn(module, name)
+        return self._stand_ins[module, name]
+
+    def get_extension(self, code: int) -> None:
+        """Push a stand-in for what ``copyreg`` has under a number, instead of the thing itself."""
+        self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the description of a storage: ``("storage", class, key, location, numel, ...)``."""
-        if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] in ("storage", b"storage"):
-            kind = pid[1].name if isinstance(pid[1], _StandIn) else str(pid[1])
-            numel = pid[4] if isinstance(pid[4], int) else 0
-            storage = StorageInfo(str(pid[2]), _DTYPE_OF_STORAGE.get(kind, kind), str(pid[3]), numel)
-            self.storages[storage.key] = storage
+        """Return the description of a storage: ``("storage", class, key, location, numel)``, or another object."""
+        if not isinstance(pid, tuple) or not pid or pid[0] not in ("storage", b"storage"):
+            return Opaque("persistent id", (pid,))
+        if len(pid) != self._parts_of_storage:
+            raise MalformedPickleError("it describes a block of numbers in a way that no version of torch does")
+        _, kind, key, location, numel, *view = pid
+        dtype = _DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
+        if dtype is None:
+            raise MalformedPickleError(f"it has numbers of a kind that is not known: {printable(kind)}")
+        is_block = isinstance(key, str) and key not in self._views and isinstance(location, (str, bytes))
+        if not is_block or not are_sizes((numel,)):
+            raise MalformedPickleError(
+                f"it describes the block of numbers {printable(key)} by what is no name and size"
+            )
+        storage = _same(self.storages, StorageInfo(key, dtype, _decoded(location), numel))
+        if not view or view[0] is None:
             return storage
-        return Opaque("persistent id", (pid,))
+        # A part of a block, in files from before torch 0.4.
+        if not isinstance(view[0], tuple) or len(view[0]) != 3 or not are_sizes(view[0][1:]):
+            raise MalformedPickleError(
+                f"it describes a part of the block of numbers {printable(key)} by what is no size"
+            )
+        view_key, offset, length = view[0]
+        if offset + length > numel or view_key in self.storages:
+            raise MalformedPickleError(f"a part of the block of numbers {printable(key)} is outside of it")
+        return _same(self._views, StorageInfo(str(view_key), dtype, storage.location, length))
 
+    # -- opcodes: as in pickle, but for what would run, copy or trust something ------------------------------------
 
-class _StandIn:
-    """Takes the place of a class or function; calling it describes the call."""
+    def _reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], arguments)
 
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.__dict__["__new__"] = _new  # as in Opaque
+    def _newobj(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], arguments)
 
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+    def _newobj_ex(self) -> None:
+        keywords, arguments = self.stack.pop(), self.stack.pop()
+        self.stack[-1] = Opaque(self.stack[-1], (arguments, keywords))
 
-    def __call__(self, *arguments: Any) -> Any:
-        if self.module == "torch._utils":
-            if self.name in _TENSOR_MAKERS:
-                return _describe_tensor(self.name, arguments)
-            if self.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
+    def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
+        self.append(self._call(kind, tuple(arguments)))
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if isinstance(target, (Opaque, TensorInfo)):
+            if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], StorageInfo):
+                _check_view(state[0], *state[1:], dtype=state[0].dtype)  # a tensor in files from before torch 0.2
+            if isinstance(target, Opaque):
+                target.state = state
+        elif isinstance(target, OrderedDict) and isinstance(state, dict):
+            self._copy(state)
+            for key in state:
+                _check_key(key)
+            vars(target).update(state)
+        else:
+            raise MalformedPickleError(f"it gives attributes to a {type(target).__name__}")
+
+    def _setitem(self) -> None:
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._assign(items)
+
+    def _setitems(self) -> None:
+        self._assign(self.pop_mark())
+
+    def _dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._assign(items)
+
+    def _assign(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, dict):
+            for i in range(0, len(items), 2):
+                key = items[i]
+                if type(key) is not str:
+                    _check_key(key)
+                target[key] = items[i + 1]
+        elif isinstance(target, Opaque) and not (isinstance(target.made_by, _StandIn) and target.made_by.is_plain):
+            target.extend([(items[i], items[i + 1]) for i in range(0, len(items), 2)])
+        else:
+            raise MalformedPickleError(f"it puts items into a {type(target).__name__}, which is no dictionary")
+
+    def _appends(self) -> None:
+        items = self.pop_mark()
+        self.stack[-1].extend(items)
+
+    def _empty_set(self) -> None:
+        self.append([])  # as a list: it takes less memory, and what is in it need not be hashed
+
+    def _frozenset(self) -> None:
+        self.append(tuple(self.pop_mark()))
+
+    def _bytearray8(self) -> None:
+        length = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(length)))  # pickle's own reserves whatever it is told to
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _newobj,
+        pickle.NEWOBJ_EX[0]: _newobj_ex,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems,
+        pickle.DICT[0]: _dict,
+        pickle.EMPTY_SET[0]: _empty_set,
+        pickle.APPENDS[0]: _appends,
+        pickle.ADDITEMS[0]: _appends,
+        pickle.FROZENSET[0]: _frozenset,
+        pickle.BYTEARRAY8[0]: _bytearray8,
+    }
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        """Describe a call."""
+        if not isinstance(arguments, tuple) or not isinstance(function, (_StandIn, Opaque)):
+            raise MalformedPickleError(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+        if isinstance(function, Opaque):
+            return Opaque(function, arguments)
+        if function.module == "torch._utils":
+            if function.name in _TENSOR_MAKERS:
+                return self._describe_tensor(function, arguments)
+            if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
                 return _as_kind(arguments[0], "parameter")
-        if (self.module, self.name) == ("torch._tensor", "_rebuild_from_type_v2") and len(arguments) >= 3:
+        name = str(function)
+        if name == "torch._tensor._rebuild_from_type_v2" and len(arguments) >= 3:
             build, kind, inner = arguments[:3]
-            described = build(*inner) if isinstance(build, _StandIn) and isinstance(inner, tuple) else None
-            return _as_kind(described, str(kind)) if isinstance(described, TensorInfo) else Opaque(self, arguments)
-        if (self.module, self.name) in (
-            ("torch", "Size"),
-            ("builtins", "set"),
-            ("builtins", "frozenset"),
-        ) and arguments:
-            return tuple(arguments[0]) if isinstance(arguments[0], (tuple, list)) else Opaque(self, arguments)
-        return Opaque(self, arguments)
+            return _as_kind(self._call(build, inner), str(kind))
+        if name == "torch.nn.parameter.Parameter" and arguments:
+            return _as_kind(arguments[0], "parameter")
+        if name in ("collections.OrderedDict", "collections.Counter"):
+            return self._mapping(arguments)
+        if name in ("torch.Size", "builtins.set", "builtins.frozenset") and len(arguments) == 1:
+            elements = arguments[0]
+            if isinstance(elements, (tuple, list)):
+                self._copy(elements)
+                for element in elements:
+                    _check_key(element)
+                return tuple(elements)
+        if function.is_plain and not _needs_no_more_memory(name, arguments):
+            self.globals.add(f"{name}(...)")
+        return Opaque(function, arguments)
+
+    def _mapping(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
+        mapping: OrderedDict[Any, Any] = OrderedDict()
+        if arguments:
+            self._copy(arguments[0])
+            pairs = arguments[0].items() if isinstance(arguments[0], dict) else arguments[0]
+            for key, value in pairs:
+                _check_key(key)
+                mapping[key] = value
+        return mapping
+
+    def _copy(self, elements: Any) -> None:
+        """Count what is copied: each element that is written in the pickle for this takes a byte there at least."""
+        self._left_to_copy -= len(elements)
+        if self._left_to_copy < 0:
+            raise MalformedPickleError("it copies the same values again and again")
+
+    def _describe_tensor(self, maker: _StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
+        dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
+        kind = (
+            "tensor"
+            if maker.name.startswith(("_rebuild_tensor", "_rebuild_device"))
+            else maker.name[len("_rebuild_") :]
+        )
+        first = arguments[0] if arguments else None
+        if maker.name in _MAKERS_OF_VIEWS:
+            if len(arguments) < 4 or not isinstance(first, StorageInfo):
+                raise MalformedPickleError("it describes a tensor without a block of numbers")
+            # Tensors of an untyped storage bring their own dtype.
+            dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
+            _check_view(first, *arguments[1:4], dtype=dtype)
+            return TensorInfo(dtype, tuple(arguments[2]), first, kind)
+        if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
+            if dtypes != [first.dtype]:  # a copy, which is large where many elements share one place
+                self.globals.add(f"{maker}(...)")
+            return first
+        sizes = [a for a in arguments if isinstance(a, (tuple, list)) and all(isinstance(n, int) for n in a)]
+        if sizes and not are_sizes(sizes[0]):
+            raise MalformedPickleError(f"it describes a tensor of the shape {printable(sizes[0])}")
+        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind)
 
 
-def _new(stand_in: _StandIn | Opaque, *arguments: Any, **keywords: Any) -> Opaque:
-    return Opaque(stand_in, (*arguments, *keywords.values()))
+def _decoded(location: str | bytes) -> str:
+    return location if isinstance(location, str) else location.decode("ascii", "replace")
+
+
+def _same(known: dict[str, StorageInfo], storage: StorageInfo) -> StorageInfo:
+    """Return a block of numbers if it is what it was when it was named before: torch goes by the first."""
+    before = known.setdefault(storage.key, storage)
+    if before.size_bytes != storage.size_bytes or (before.dtype != storage.dtype and before.size_bytes):
+        raise MalformedPickleError(f"it describes the block of numbers {printable(storage.key)} in two ways")
+    return storage
+
+
+def are_sizes(numbers: Sequence[Any]) -> bool:
+    """Whether these can be sizes, offsets and strides: whole numbers that fit into 64 bits and are not negative."""
+    return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+
+
+def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, *, dtype: str) -> None:
+    """Raise unless every element of a tensor is inside its block of numbers."""
+    are_lists = isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list)) and len(shape) == len(strides)
+    if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
+        described = f"{printable(dtype)}, shape {printable(shape)}, strides {printable(strides)}"
+        raise MalformedPickleError(f"it describes a tensor that cannot be: {described}")
+    elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
+    if 0 in shape:
+        return
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if last >= elements or math.prod(shape) >= 2**63:
+        raise MalformedPickleError(
+            f"a tensor of the shape {printable(shape)} does not fit into its block of numbers {printable(storage.key)}"
+        )
+
+
+def _check_key(key: Any) -> None:
+    """Raise if hashing would not come to an end, or end the process."""
+    parts = [key]
+    for _ in range(_MAX_KEY_PARTS):
+        if not parts:
+            return
+        part = parts.pop()
+        if isinstance(part, tuple):
+            parts.extend(part[:_MAX_KEY_PARTS])
+    raise MalformedPickleError("the key of a dictionary is nested, or too long")
+
+
+def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call that ``weights_only=True`` allows takes no more memory than its arguments do."""
+    if name == "_codecs.encode":  # bytes are written so; other codecs can be applied to their own results
+        return len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] in ("latin1", "latin-1")
+    if name == "builtins.bytearray":
+        return not arguments or not isinstance(arguments[0], int)
+    if name.startswith(("torch.sparse.", "torch.cuda.sparse.")) or name.endswith("Storage"):
+        return False  # what torch does not check, or not in every version
+    return not name.endswith("Tensor") or not arguments  # a legacy constructor; a number is a size there
 
 
 def _as_kind(described: Any, kind: str) -> Any:
     return replace(described, kind=kind) if isinstance(described, TensorInfo) else described
 
 
-def _describe_tensor(maker: str, arguments: tuple[Any, ...]) -> TensorInfo:
-    storage = next((a for a in arguments if isinstance(a, StorageInfo)), None)
-    dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
-    dtype = storage.dtype if storage is not None else "?"
-    if dtypes:  # tensors of an untyped storage bring their own
-        dtype = dtypes[0]
-    sizes = [a for a in arguments[1 if storage else 0 :] if isinstance(a, (tuple, list)) and _is_size(a)]
-    kind = "tensor" if maker.startswith(("_rebuild_tensor", "_rebuild_device")) else maker.removeprefix("_rebuild_")
-    return TensorInfo(dtype, tuple(sizes[0]) if sizes else None, storage, kind)
+def _refuse_deep_nesting(content: Any) -> None:
+    """Raise if dictionaries, lists and tuples are nested deeper than functions that call themselves can follow."""
+    heights: dict[int, int] = {}
+    path: list[list[Any]] = [[content, _containers_in(content), 0]]
+    while path:
+        container, children, height = path[-1]
+        if children:
+            child = children.pop()
+            if id(child) not in heights:
+                heights[id(child)] = 0  # while it is on the path: a list can be in itself
+                path.append([child, _containers_in(child), 0])
+            else:
+                path[-1][2] = max(height, heights[id(child)] + 1)
+        else:
+            path.pop()
+            heights[id(container)] = height
+            if path:
+                path[-1][2] = max(path[-1][2], height + 1)
+        if len(path) + height > _MAX_DEPTH:
+            raise MalformedPickleError(f"its contents are nested more than {_MAX_DEPTH} deep")
 
 
-def _is_size(value: tuple[Any, ...] | list[Any]) -> bool:
-    return all(isinstance(n, int) for n in value)
+def _containers_in(value: Any) -> list[Any]:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, OrderedDict):
+        inside = (*inside, *vars(value).values())
+    return [item for item in inside if isinstance(item, (dict, list, tuple))]

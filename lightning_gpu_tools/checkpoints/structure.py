@@ -1,37 +1,54 @@
-"""What is inside a checkpoint file, without its weights, without torch and without running any code of it."""
+"""What is inside a checkpoint file, without its weights, without torch and without running any code of it.
+
+Everything that opens a file for its contents comes through here first: what the file declares is checked against what
+it holds, on the same open file that is then verified and loaded.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
-import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any
+from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, comes_from_contents, explain_damage, identify
-from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, StructureReader, TensorInfo
+from lightning_gpu_tools.checkpoints.formats import (
+    RESTORE,
+    DamagedContentsError,
+    Fault,
+    Format,
+    broken,
+    comes_from_contents,
+    identify,
+    open_file,
+)
+from lightning_gpu_tools.checkpoints.pickle_structure import (
+    BYTES_OF_DTYPE,
+    MalformedPickleError,
+    Opaque,
+    StorageInfo,
+    StructureReader,
+    TensorInfo,
+    are_sizes,
+)
+from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
+from lightning_gpu_tools.quantities import format_bytes, printable
 
-BYTES_OF_DTYPE = {
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "qint32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "qint8", "quint8", "quint4x2", "quint2x4"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    "complex128": 16,
-    "complex32": 4,
-}
 _DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
 }  # fmt: skip
 # A description longer than this is no description: 10 million keys need about 1 GB.
-_LONGEST_DESCRIPTION_BYTES = 1 << 30
-_CHUNK_BYTES = 16 << 20
+_MAX_DESCRIPTION_BYTES = 1 << 30
+# A compressed description may be longer than its file: a tensor takes some 300 bytes in it, and 150 in the zip's index.
+_MAX_DESCRIPTION_RATIO = 4
+_MIN_DESCRIPTION_LIMIT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -42,118 +59,238 @@ class Structure:
         path: The file.
         format: How it is written.
         content: What ``torch.load`` would return, with descriptions in place of tensors and other objects.
-        globals: Every class and function that opening it would look up, ``module.name``.
+        globals: Every class and function that opening it would look up, ``module.name``; ``module.name(...)`` is a call
+            that plain data never needs.
         metadata: The text entries of a safetensors file; empty for others.
+        records: The records of a zip file, by name; empty for others.
+        places: Where the numbers of each tensor of a safetensors file begin; empty for others.
     """
 
     path: str
     format: Format
     content: Any
     globals: frozenset[str]
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    records: Mapping[str, Record] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether the weights are in the file as they are, so that ``torch.load`` may map them."""
+        return self.format == "zip" and all(record.is_stored for record in self.records.values())
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether damage of the weights can be found: no torch file before 1.6 and no safetensors file has checksums.
+
+        Nor has one that was saved after ``torch.serialization.set_crc32_options(False)``.
+        """
+        return any(record.crc for record in self.records.values())
 
 
 def read_structure(path: str) -> Structure:
-    """Read the description of a file's contents.
+    """Read the description of a file's contents and check it against what the file holds.
 
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
         BrokenCheckpointError: The file is damaged or no checkpoint.
+        OSError: It cannot be read.
     """
-    format_ = identify(path)
+    with open_file(path) as file:
+        return describe(file, path)
+
+
+def verify_file(path: str, progress: Callable[[int], None] = lambda _: None) -> Structure:
+    """Read the whole of a file and compare it with the checksums in it.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at ``path``.
+        BrokenCheckpointError: The file is damaged or no checkpoint.
+        OSError: It cannot be read.
+    """
+    with open_file(path) as file:
+        structure = describe(file, path)
+        compare_with_checksums(file, structure, progress)
+        return structure
+
+
+def describe(file: BinaryIO, path: str) -> Structure:
+    """Read the description of an open file and check it against what the file holds.
+
+    Raises:
+        BrokenCheckpointError: The file is damaged or no checkpoint; the message names ``path``.
+    """
     try:
-        read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
-        return read(path)
-    except Exception as error:
-        # Damaged or hostile bytes raise anything; nothing of theirs has run.
-        if not comes_from_contents(error):
+        format_ = identify(file)
+        size_bytes = os.fstat(file.fileno()).st_size
+        try:
+            read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
+            return read(file, path, size_bytes)
+        except MalformedPickleError as error:
+            raise DamagedContentsError(Fault(f"is damaged: {error}", RESTORE)) from None
+        except DamagedContentsError:
             raise
-        fault = error.args[0] if isinstance(error, _Damaged) else explain_damage(path, format_)
-        raise broken(path, fault) from None
+        except Exception as error:
+            # Damaged or hostile bytes raise anything; nothing of theirs has run.
+            if not comes_from_contents(error):
+                raise
+            raise DamagedContentsError(_DAMAGE[format_]) from None
+    except DamagedContentsError as error:
+        raise broken(path, error.args[0]) from None
 
 
-def find_damage(path: str, progress: Callable[[int], None] = lambda _: None) -> str | None:
-    """Read the whole file and compare it with the checksums in it.
+def compare_with_checksums(
+    file: BinaryIO, structure: Structure, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Read everything in an open file that has been described and compare it with the checksums in it.
 
     Args:
-        path: A file whose structure can be read.
+        file: The file.
+        structure: What :func:`describe` returned for it.
         progress: Called with the number of bytes that were read since the last call.
 
-    Returns:
-        What is damaged, or ``None``. Only files by ``torch.save`` since torch 1.6 have checksums; of others it is known
-        only that their structure is sound.
+    Raises:
+        BrokenCheckpointError: Something in it is damaged. Only files by ``torch.save`` since torch 1.6 have checksums;
+            of others it is known only that their structure is sound.
     """
-    if identify(path) != "zip":
-        return None
     try:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                with archive.open(record) as file:
-                    # At the end of a record zipfile compares its checksum, and raises with the record's name.
-                    while chunk := file.read(_CHUNK_BYTES):
-                        progress(len(chunk))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, zlib.error) as error:
-        if not comes_from_contents(error):
-            raise
-        return str(error)
-    return None
+        for record in structure.records.values():
+            for chunk in read_chunks(file, record):
+                progress(len(chunk))
+    except DamagedContentsError as error:
+        raise broken(structure.path, error.args[0]) from None
 
 
-class _Damaged(Exception):
-    """The first argument is the :class:`Fault`."""
+_DAMAGE: Mapping[Format, Fault] = {
+    "zip": Fault("is damaged: the description of its contents (data.pkl) and the contents do not agree", RESTORE),
+    "legacy": Fault("is a damaged or cut file in torch's old format (before 1.6)", RESTORE),
+    "safetensors": Fault("is a damaged safetensors file: its header and its length contradict each other", RESTORE),
+}
 
 
-def _read_zip(path: str) -> Structure:
-    with zipfile.ZipFile(path) as archive:
-        sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
-        folder = archive.namelist()[0].partition("/")[0]
-        if "constants.pkl" in sizes or "data.pkl" not in sizes or sizes["data.pkl"] > _LONGEST_DESCRIPTION_BYTES:
-            raise _Damaged(explain_damage(path, "zip"))
-        reader = StructureReader(BytesIO(archive.read(f"{folder}/data.pkl")))
+def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    root, records = read_records(file, size_bytes)
+    if not root or "data.pkl" not in records:
+        names = [printable(root + name) for name in records]
+        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        raise DamagedContentsError(Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}"))
+    if "constants.pkl" in records:
+        advice = "Open it with torch.jit.load."
+        raise DamagedContentsError(Fault("is a TorchScript archive: a whole model, not a checkpoint", advice))
+    _check_versions(file, records)
+    record = records["data.pkl"]
+    limit = max(_MIN_DESCRIPTION_LIMIT_BYTES, _MAX_DESCRIPTION_RATIO * size_bytes)
+    if record.size_bytes > min(limit, _MAX_DESCRIPTION_BYTES):
+        raise DamagedContentsError(
+            Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
+        )
+    reader = StructureReader(BytesIO(b"".join(read_chunks(file, record))), record.size_bytes)
     content = reader.load()
     for storage in reader.storages.values():
-        _check_record(storage, sizes.get(f"data/{storage.key}"))
-    return Structure(path, "zip", content, frozenset(reader.globals), {})
+        _check_record(storage, records.get(f"data/{storage.key}"))
+    return Structure(path, "zip", content, frozenset(reader.globals), records=records)
 
 
-def _check_record(storage: StorageInfo, size: int | None) -> None:
-    if size is None:
-        raise _Damaged(Fault(f"is damaged: the weights in its record data/{storage.key} are missing"))
-    if storage.numel * BYTES_OF_DTYPE.get(storage.dtype, 0) > size:
-        raise _Damaged(Fault(f"is damaged: its record data/{storage.key} is shorter than the weights in it"))
+def _check_versions(file: BinaryIO, records: Mapping[str, Record]) -> None:
+    """Raise for what torch's reader refuses before it reads any contents."""
+    version = records.get(".data/version") or records.get("version")
+    if version is None or version.size_bytes > 100 or not b"".join(read_chunks(file, version)).strip().isdigit():
+        raise DamagedContentsError(Fault("is damaged: it does not say in which version of the format it is", RESTORE))
+    order = records.get("byteorder")
+    if order is not None and (order.size_bytes > 100 or b"".join(read_chunks(file, order)) not in (b"little", b"big")):
+        raise DamagedContentsError(Fault("is damaged: the byte order of its numbers is none", RESTORE))
 
 
-def _read_legacy(path: str) -> Structure:
-    with open(path, "rb") as file:
-        for _ in range(3):  # magic number, protocol version, byte order
-            StructureReader(file).load()
-        reader = StructureReader(file)
-        content = reader.load()
-        keys = StructureReader(file).load()
-        here = file.tell()
-        size = file.seek(0, 2)
-    storages = [reader.storages[str(key)] for key in keys]
-    # Each block of numbers comes after its length in 8 bytes.
-    if here + sum(8 + s.numel * BYTES_OF_DTYPE.get(s.dtype, 0) for s in storages) > size:
-        raise _Damaged(explain_damage(path, "legacy"))
-    return Structure(path, "legacy", content, frozenset(reader.globals), {})
+def _check_record(storage: StorageInfo, record: Record | None) -> None:
+    excess = -1 if record is None else record.size_bytes - storage.size_bytes
+    # An odd number of bytes can be the storage of wider elements.
+    if record is not None and 0 <= excess < BYTES_OF_DTYPE[storage.dtype]:
+        return
+    name = f"data/{printable(storage.key)}"
+    what = f"its record {name} is {'shorter' if excess < 0 else 'longer'} than the weights in it"
+    if record is None:
+        what = f"the weights in its record {name} are missing"
+    raise DamagedContentsError(Fault(f"is damaged: {what}", RESTORE))
 
 
-def _read_safetensors(path: str) -> Structure:
-    with open(path, "rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0]
-        header = json.loads(file.read(length))
-        size = file.seek(0, 2)
-    metadata = header.pop("__metadata__", {})
+def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    stream: Any = _Bounded(file, size_bytes)
+    for _ in range(3):  # magic number, protocol version, byte order
+        StructureReader(stream, size_bytes).load()
+    reader = StructureReader(stream, size_bytes, legacy=True)
+    content = reader.load()
+    keys = StructureReader(stream, size_bytes).load()
+    if sorted(keys) != sorted(reader.storages):
+        raise DamagedContentsError(Fault("is damaged: it does not hold the numbers that it describes", RESTORE))
+    place = file.tell()
+    for key in keys:  # each block of numbers comes after its length in 8 bytes
+        storage = reader.storages[key]
+        file.seek(place)
+        length = file.read(8)
+        place += 8 + storage.size_bytes
+        if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
+            raise DamagedContentsError(_DAMAGE["legacy"])
+    return Structure(path, "legacy", content, frozenset(reader.globals))
+
+
+class _Bounded:
+    """A file from which nobody asks for more than it has: Python reserves what it is asked for before it reads."""
+
+    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
+        self._file = file
+        self._size_bytes = size_bytes
+        self.readline = file.readline
+        file.seek(0)
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(count if count < 1 << 16 else min(count, self._size_bytes - self._file.tell()))
+
+
+def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    """Follow https://huggingface.co/docs/safetensors#format, as strictly as its own library does."""
+    damage = DamagedContentsError(_DAMAGE["safetensors"])
+    file.seek(0)
+    length = struct.unpack("<Q", file.read(8))[0]
+    header = json.loads(file.read(length).decode(), object_pairs_hook=_without_repeats)
+    start = 8 + length
+    metadata = header.pop("__metadata__", None) or {}
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise damage
     content: OrderedDict[str, TensorInfo] = OrderedDict()
+    places: dict[str, int] = {}
+    ranges = []
     for name, entry in header.items():
-        dtype = _DTYPE_OF_SAFETENSORS.get(entry["dtype"], entry["dtype"].lower())
-        start, end = entry["data_offsets"]
-        if not 0 <= start <= end <= size - 8 - length:
-            raise _Damaged(Fault(f"is cut short: the weights of {name} end beyond the end of the file"))
-        storage = StorageInfo(name, dtype, "cpu", (end - start) // BYTES_OF_DTYPE.get(dtype, 1))
-        content[name] = TensorInfo(dtype, tuple(entry["shape"]), storage)
-    return Structure(path, "safetensors", content, frozenset(), {str(k): str(v) for k, v in metadata.items()})
+        dtype = _DTYPE_OF_SAFETENSORS[entry["dtype"]]
+        first, last = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if not are_sizes((first, last, *shape)):
+            raise damage
+        if last > size_bytes - start:
+            raise DamagedContentsError(
+                Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
+            )
+        if math.prod(shape) * BYTES_OF_DTYPE[dtype] != last - first:
+            raise damage
+        storage = StorageInfo(name, dtype, "cpu", math.prod(shape))
+        content[name] = TensorInfo(dtype, shape, storage)
+        places[name] = start + first
+        ranges.append((first, last))
+    # Without gaps and overlaps: everything in the file is described, and once.
+    end = 0
+    for first, last in sorted(ranges):
+        if first != end:
+            raise damage
+        end = last
+    if start + end != size_bytes:
+        raise damage
+    return Structure(path, "safetensors", content, frozenset(), metadata, places=places)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise ValueError("a name is there twice")
+    return unique
 
 
 def walk_tensors(content: Any, name: str = "") -> Iterator[tuple[str, TensorInfo]]:

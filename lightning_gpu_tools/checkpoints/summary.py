@@ -23,8 +23,8 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     child_modules,
     is_wrapper,
 )
-from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Structure, walk_tensors
+from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.structure import Structure, walk_tensors
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.quantities import format_bytes
 

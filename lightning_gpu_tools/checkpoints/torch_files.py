@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import pickle
 import re
 import sys
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
 import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import local_copy, writing
-from lightning_gpu_tools.checkpoints.formats import Fault, broken, comes_from_contents, identify
-from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, open_file
+from lightning_gpu_tools.checkpoints.structure import Structure, compare_with_checksums, describe, verify_file
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
-from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import UnsafeCheckpointError
 
 
 def read_checkpoint(
@@ -41,26 +43,24 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with local_copy(path) as local:
+    with local_copy(path) as local, open_file(local) as file:
+        structure = describe(file, local)
         if verify:
-            _verify(local)
-        return _read(local, map_location, weights_only)
+            compare_with_checksums(file, structure)
+        if structure.format == "safetensors":
+            return _load_safetensors(file, structure, map_location)
+        return _load(file, structure, map_location, weights_only)
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     """Read a whole file and compare it with the checksums in it.
 
     Raises:
+        CheckpointNotFoundError: There is nothing at ``path``.
         BrokenCheckpointError: It is damaged.
     """
     with local_copy(path) as local:
-        _verify(local)
-
-
-def _verify(path: str) -> None:
-    damage = find_damage(path)
-    if damage is not None:
-        raise broken(path, Fault(f"is damaged: {damage}", "Restore it, or use an earlier checkpoint."))
+        verify_file(local)
 
 
 def write_checkpoint(
@@ -82,78 +82,136 @@ def write_checkpoint(
         _save(content, file, progress)
 
 
-def _read(path: str, map_location: Any, weights_only: bool) -> Any:
-    format_ = identify(path)
-    if format_ == "safetensors":
-        return _read_safetensors(path, map_location)
+def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    if weights_only:
+        _refuse_what_torch_lets_pass(structure)
+        for prefix, module in _REGISTERED_BY.items():
+            if any(name.startswith(prefix) for name in structure.globals):
+                importlib.import_module(module)
+    name = _name_of_open_file(file) if structure.can_be_mapped else None
+    file.seek(0)
     try:
-        if path.endswith(".safetensors"):  # torch.load goes by that name
-            with open(path, "rb") as file:
-                return torch.load(file, map_location=map_location, weights_only=weights_only)
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=format_ == "zip")
+        with _checking_sparse_tensors(structure):
+            return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
     except Exception as error:  # damaged or hostile bytes make torch raise anything
-        if "torch.distributed.tensor" in str(error) and "torch.distributed.tensor" not in sys.modules:
-            importlib.import_module("torch.distributed.tensor")  # what torch asks for, to know DTensors as plain data
-            return _read(path, map_location, weights_only)
-        _explain(path, error, weights_only, map_location)
+        _explain(structure, error, weights_only, map_location)
         raise
 
 
-def _explain(path: str, error: Exception, weights_only: bool, map_location: Any) -> None:
+# torch takes these for plain data only once a module is imported, which registers them.
+_REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
+
+
+def _name_of_open_file(file: BinaryIO) -> str | None:
+    """Return a path by which an open file can be opened again, whatever is at its old path now; ``None`` if none is.
+
+    Without one a file is read instead of mapped. An open file cannot be replaced on Windows.
+    """
+    if sys.platform == "win32":
+        return file.name
+    name = f"/proc/self/fd/{file.fileno()}"
+    return name if os.path.exists(name) else None
+
+
+def _checking_sparse_tensors(structure: Structure) -> contextlib.AbstractContextManager[Any]:
+    """Have torch check that the indices of sparse tensors are inside of them, which it leaves out by default."""
+    if "torch._utils._rebuild_sparse_tensor" not in structure.globals:
+        return contextlib.nullcontext()
+    checking: contextlib.AbstractContextManager[Any] = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
+    return checking
+
+
+def _refuse_what_torch_lets_pass(structure: Structure) -> None:
+    calls = [name for name in structure.globals if name.endswith("(...)")]
+    if calls:
+        raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
+    hole = hole_in_weights_only(torch.__version__)
+    if hole and not _warned:
+        _warned.append(hole)
+        warnings.warn(hole, stacklevel=6)
+
+
+_warned: list[str] = []  # once in a process
+
+
+def hole_in_weights_only(torch_version: str) -> str | None:
+    """Say what is wrong with ``weights_only=True`` in a version of torch; ``None`` if nothing is known."""
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
+    if (major, minor) >= (2, 10):
+        return None
+    return (
+        f"torch {torch_version} has a known hole in weights_only=True (CVE-2026-24747): a crafted checkpoint can "
+        "corrupt memory. lightning_gpu_tools refuses such files as far as it knows how they are made. For checkpoints "
+        "that you do not trust, use torch 2.10 or later."
+    )
+
+
+def _explain(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> None:
     """Raise the error that says what is the matter with the file; return where torch's own says it best."""
-    structure = read_structure(path)
     if weights_only:
-        allowed = {f"{item.__module__}.{item.__qualname__}" for item in _allowed_classes()}
         foreign = beyond_plain_data(structure.globals)
-        blocked = [name for name in foreign if name not in allowed]
+        blocked = [name for name in foreign if name not in _allowed_names()]
         if blocked:
-            raise UnsafeCheckpointError(explain_blocked(path, blocked)) from None
+            raise UnsafeCheckpointError(explain_blocked(structure.path, blocked)) from None
         if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
-            raise UnsafeCheckpointError(explain_blocked(path, foreign, reason[1] if reason else "")) from None
+            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, reason[1] if reason else "")) from None
     asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return
-    fault = Fault(
-        f"is damaged: its contents cannot be put together ({type(error).__name__})",
-        "Restore it from where it came from, or use an earlier checkpoint.",
-    )
-    raise broken(path, fault) from None
+    fault = Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
+    raise broken(structure.path, fault) from None
 
 
-def _allowed_classes() -> list[Any]:
-    return [item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals()]
+def _allowed_names() -> set[str]:
+    items = torch.serialization.get_safe_globals()
+    return {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
 
 
-def _read_safetensors(path: str, map_location: Any) -> OrderedDict[str, Any]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise CheckpointError(
-            f"{path} is a safetensors file. Reading it needs: pip install 'lightning-gpu-tools[safetensors]'"
-        ) from None
-    structure = read_structure(path)
+def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
+    """Map the tensors to where their description, which has been checked, says that they are."""
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-    try:
-        weights = OrderedDict(load_file(path, device=str(device)))
-    except SafetensorError as error:
-        raise broken(path, Fault(f"is a damaged safetensors file ({error})")) from None
+    size_bytes = os.fstat(file.fileno()).st_size
+    source = _name_of_open_file(file)
+    if source is not None:
+        numbers = torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
+    else:
+        file.seek(0)
+        numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    weights: OrderedDict[str, Any] = OrderedDict()
+    for name, info in structure.content.items():
+        start, dtype = structure.places[name], getattr(torch, info.dtype)
+        part = numbers[start : start + info.storage.size_bytes]
+        if start % dtype.itemsize:  # torch reads no number across the boundaries of its size
+            part = part.clone()
+        weights[name] = part.view(dtype).view(info.shape).to(device)
     restore_metadata(weights, structure.metadata)
     return weights
 
 
 def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
-    """Put back the module versions and the second names of tied weights that ``convert`` wrote as text."""
-    try:
-        versions = json.loads(texts.get("module_versions", "null"))
-        tied = json.loads(texts.get("tied", "{}"))
-    except ValueError:  # texts of that name by another program
-        return
-    if isinstance(versions, dict):
+    """Put back the module versions and the second names of tied weights that ``convert`` wrote as text.
+
+    Texts of these names that are something else are another program's.
+    """
+    versions = _json_object(texts.get("module_versions", ""))
+    if versions and all(isinstance(entry, dict) and _are_plain(entry.values()) for entry in versions.values()):
         weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    if isinstance(tied, dict):
-        weights.update((key, weights[other]) for key, other in tied.items() if other in weights)
+    tied = _json_object(texts.get("tied", ""))
+    if _are_plain(tied.values()):
+        weights.update((key, weights[other]) for key, other in tied.items() if key not in weights and other in weights)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return all(value is None or isinstance(value, (str, int, float)) for value in values)
 
 
 class _Recorder:

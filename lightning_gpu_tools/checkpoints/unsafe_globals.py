@@ -44,7 +44,10 @@ _RUNS_CODE = re.compile(
 
 
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
-    """Return the names that ``weights_only=True`` refuses unless they were allowed, sorted."""
+    """Return the names that ``weights_only=True`` refuses unless they were allowed, sorted.
+
+    With them are calls, ``module.name(...)``, that it lets pass and that plain data never needs.
+    """
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
@@ -56,13 +59,16 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
         names: The names that were refused.
         reason: Why torch refuses it although they were allowed.
     """
-    blocked = sorted(names)
+    calls = sorted(name for name in names if name.endswith("(...)"))
+    blocked = sorted({*names} - {*calls})
     harmless = [name for name in blocked if _HARMLESS.fullmatch(name)]
     dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
     unknown = [name for name in blocked if name not in harmless and name not in dangerous]
     lines = [f"{path} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
         lines.append(f"torch refuses it although it was allowed: {reason}. Plain lists, dictionaries and numbers load.")
+    if calls:
+        lines.append(f"does what no plain data needs: {', '.join(calls)}. Only who wrote the file can vouch for it.")
     if dangerous:
         lines.append(f"can run code when opened: {', '.join(dangerous)}. Only who wrote the file can vouch for it.")
     if unknown:

@@ -117,21 +117,17 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
-    from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
+    from lightning_gpu_tools.checkpoints.structure import verify_file
 
     start = time.monotonic()
     with _told(), local_copy(args.file) as local:
-        structure = read_structure(local)
-        size = os.path.getsize(local)
+        size = _size(local)
         with _progress("verifying", size) as advance:
-            damage = find_damage(local, advance)
-    if damage is not None:
-        raise CheckpointError(f"{args.file} is damaged: {damage}")
-    checksums = structure.format == "zip"
+            checksums = verify_file(local, advance).has_checksums
     if args.json:
         _print({"path": args.file, "sound": True, "checksums": checksums, "bytes": size})
     else:
-        how = "all checksums are right" if checksums else "the structure is sound (this format has no checksums)"
+        how = "all checksums are right" if checksums else "the structure is sound (this file has no checksums)"
         _print(f"{args.file}: {how}, {format_bytes(size)} in {format_duration(time.monotonic() - start)}")
     return 0
 

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure, walk_tensors
+from lightning_gpu_tools.checkpoints.structure import read_structure, verify_file, walk_tensors
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, verify_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
@@ -172,11 +172,11 @@ def test_a_flipped_bit_in_the_weights_is_found_by_verifying_only(tmp_path: Path)
     position = GOOD.index(struct.pack("<3f", 100, 101, 102)) + 1
     path.write_bytes(GOOD[:position] + bytes([GOOD[position] ^ 1]) + GOOD[position + 1 :])
     assert not torch.equal(read_checkpoint(path)["state_dict"]["a"], torch.arange(600.0).view(30, 20))
-    with pytest.raises(BrokenCheckpointError, match=r"is damaged: Bad CRC-32.*data/0"):
+    with pytest.raises(BrokenCheckpointError, match=r"is damaged: the checksum of the record data/0 is wrong"):
         read_checkpoint(path, verify=True)
     path.write_bytes(GOOD)
     seen: list[int] = []
-    assert find_damage(str(path), seen.append) is None
+    verify_file(str(path), seen.append)
     assert sum(seen) >= 600 * 4
     verify_checkpoint(path)
 
@@ -343,7 +343,7 @@ def test_structure_tells_what_torch_would_load(tmp_path: Path) -> None:
 
 def open_in_every_way(path: Path) -> None:
     """Either it opens, or it is refused in words; nothing else may come out, and never torch's dangerous advice."""
-    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: find_damage(str(path))):
+    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: verify_file(str(path))):
         message = refusal(act)
         assert not message or str(path) in message
         assert "weights_only" not in message
