@@ -169,7 +169,7 @@ class StructureReader(pickle._Unpickler):
         self.storages: dict[str, StorageInfo] = {}
         self._views: dict[str, StorageInfo] = {}
         self._stand_ins: dict[tuple[str, str], _StandIn] = {}
-        self._parts_of_storage = 6 if legacy else 5
+        self._is_legacy = legacy
         self._left_to_copy = size_bytes
 
     def load(self) -> Any:
@@ -199,12 +199,12 @@ class StructureReader(pickle._Unpickler):
         """Return the description of a storage: ``("storage", class, key, location, numel)``, or another object."""
         if not isinstance(pid, tuple) or not pid or pid[0] not in ("storage", b"storage"):
             return Opaque("persistent id", (pid,))
-        if len(pid) != self._parts_of_storage:
+        if len(pid) != (6 if self._is_legacy else 5):
             raise MalformedPickleError("it describes a block of numbers in a way that no version of torch does")
         _, kind, key, location, numel, *view = pid
         dtype = _DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
-        if dtype is None:
-            raise MalformedPickleError(f"it has numbers of a kind that is not known: {printable(kind)}")
+        if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
+            raise MalformedPickleError(f"it has numbers of a kind that torch cannot read: {printable(kind)}")
         is_block = isinstance(key, str) and key not in self._views and isinstance(location, (str, bytes))
         if not is_block or not are_sizes((numel,)):
             raise MalformedPickleError(
@@ -290,7 +290,8 @@ class StructureReader(pickle._Unpickler):
         self.append([])  # as a list: it takes less memory, and what is in it need not be hashed
 
     def _frozenset(self) -> None:
-        self.append(tuple(self.pop_mark()))
+        items = self.pop_mark()  # first: it puts another stack in place
+        self.append(tuple(items))
 
     def _bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")

@@ -156,6 +156,11 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
         if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
             raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, reason[1] if reason else "")) from None
+        if "Unsupported operand" in str(error):
+            raise UnsafeCheckpointError(
+                f"{structure.path} is written in a pickle protocol that can do more than plain data needs, so it was "
+                "not opened. Who wrote it can save it again with torch.save's default pickle_protocol."
+            ) from None
     asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return

@@ -309,7 +309,7 @@ def test_structure_tells_what_torch_would_load(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in DTYPES}
     content = {
-        "state_dict": OrderedDict(tensors),
+        "state_dict": {**tensors},
         "parameter": torch.nn.Parameter(torch.ones(4)),
         "view": torch.zeros(10, 10)[2:4],
         "scalar": torch.tensor(1.5),
@@ -320,6 +320,9 @@ def test_structure_tells_what_torch_would_load(tmp_path: Path) -> None:
         "epoch": 3,
     }
     for new_format in (True, False):
+        if not new_format:  # torch writes these in the old format, too, and cannot read them back
+            for name in ("torch.float8_e4m3fn", "torch.uint16"):
+                del content["state_dict"][name], tensors[name]
         path = tmp_path / "a.ckpt"
         torch.save(content, path, _use_new_zipfile_serialization=new_format)
         structure = read_structure(str(path))

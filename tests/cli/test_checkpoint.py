@@ -158,7 +158,7 @@ def test_verify_finds_a_flipped_bit(last: str, run: Run) -> None:
     Path(last).write_bytes(data)
     code, out, err = run("verify", last)
     assert (code, out) == (1, "")
-    assert "Bad CRC-32" in err
+    assert "checksum of the record data/6 is wrong" in err
 
 
 def test_verify_says_where_there_are_no_checksums(net: Tied, tmp_path: Path, run: Run) -> None:

@@ -1,0 +1,408 @@
+"""What a pickle or a safetensors header declares is checked against the file, and costs memory in proportion to it."""
+
+import json
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE
+from lightning_gpu_tools.checkpoints.structure import read_structure, verify_file
+from lightning_gpu_tools.checkpoints.torch_files import hole_in_weights_only, read_checkpoint, restore_metadata
+from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
+
+
+def refuse_everywhere(path: Path, match: str) -> None:
+    for act in (
+        lambda: verify_file(str(path)),
+        lambda: read_checkpoint(path),
+        lambda: read_checkpoint(path, weights_only=False),
+    ):
+        with pytest.raises(BrokenCheckpointError, match=match):
+            act()
+
+
+# -- sound files -----------------------------------------------------------------------------------------------------
+
+BASE = torch.arange(24.0).reshape(4, 6)
+
+
+def quantized_to_4_bits() -> torch.Tensor:
+    ones = torch.ones(4)
+    return torch.quantize_per_channel(torch.ones(4, 6), ones, 0 * ones, 0, torch.quint4x2)
+
+
+def parameter_with_state() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.note = "mine"  # type: ignore[attr-defined]
+    return parameter
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "views": lambda: [BASE, BASE[1:3, ::2], BASE.t(), BASE[0]],
+    "expanded": lambda: torch.ones(1).expand(1000, 1000),
+    "empty": lambda: [torch.empty(0), torch.empty(0, 3, dtype=torch.int64), torch.empty(3, 0)],
+    "scalar": lambda: torch.tensor(1.5),
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+    "quantized to 4 bits": quantized_to_4_bits,
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.empty(7, device="meta"),
+    "parameter": parameter_with_state,
+    "state_dict": lambda: torch.nn.Linear(3, 4).state_dict(),
+    "a storage": lambda: torch.UntypedStorage(7),
+    "plain data": lambda: [b"a", bytearray(b"a"), {1, "a"}, 1j, torch.Size([1]), torch.float32, torch.device("cpu")],
+    "more plain data": lambda: [Counter("aab"), torch.sparse_coo, 2**100, None, {(1, 2): 3, None: 4}, ((), [[]])],
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+def shown(content: object) -> str:
+    return re.sub(r"\bj\d+", "j", repr(content))  # each jagged tensor counts its kind
+
+
+# torch cannot read these back itself.
+NOT_IN_THE_OLD_FORMAT = {"a storage", "nested"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_content_loads_as_torch_loads_it(kind: str, tmp_path: Path) -> None:
+    content = {"it": KINDS[kind]()}
+    path, zipped, old = tmp_path / "a.ckpt", tmp_path / "b.ckpt", tmp_path / "c.ckpt"
+    torch.save(content, path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as target:
+        for info in source.infolist():
+            target.writestr(info.filename, source.read(info))
+    torch.save(content, old, _use_new_zipfile_serialization=False)
+    for file in (path, zipped) if kind in NOT_IN_THE_OLD_FORMAT else (path, zipped, old):
+        verify_file(str(file))
+        for weights_only in (True, False):
+            assert shown(read_checkpoint(file, weights_only=weights_only)) == shown(torch.load(path))
+    if kind in NOT_IN_THE_OLD_FORMAT:
+        with pytest.raises(BrokenCheckpointError):
+            verify_file(str(old))
+
+
+def test_every_dtype_of_torch_takes_as_many_bytes_as_we_count() -> None:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in dtypes}
+    assert {name: BYTES_OF_DTYPE.get(name) for name in sizes} == sizes
+
+
+class Custom(dict):  # type: ignore[type-arg]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.inner = [self]
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_objects_of_any_class_load_where_the_caller_trusts_the_file(protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    chain: Any = None
+    for _ in range(50):
+        chain = Custom({"next": chain})
+    content = {"custom": chain, "model": torch.nn.Linear(2, 2), "set": {1}, "frozen": frozenset({2}), "f": Custom.get}
+    torch.save(content, path, pickle_protocol=protocol)
+    verify_file(str(path))
+    loaded = read_checkpoint(path, weights_only=False)
+    assert loaded["custom"]["next"].inner[0] is loaded["custom"]["next"]
+    assert loaded["set"] == {1}
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint(path)
+
+
+def test_a_newer_pickle_protocol_is_not_called_damage(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt", pickle_protocol=4)
+    with pytest.raises(UnsafeCheckpointError, match=r"pickle protocol .* save it again"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+# -- pickles that declare something else -------------------------------------------------------------------------------
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<L", len(value)) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def call(name: str, *arguments: bytes) -> bytes:
+    module, _, function = name.rpartition(".")
+    return f"c{module}\n{function}\n".encode() + b"(" + b"".join(arguments) + b"tR"
+
+
+def sizes(*numbers: int) -> bytes:
+    return b"(" + b"".join(map(number, numbers)) + b"t"
+
+
+def storage(numel: int = 4, key: bytes = text("0"), kind: str = "FloatStorage") -> bytes:
+    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + key + text("cpu") + number(numel) + b"tQ"
+
+
+def tensor(block: bytes, offset: int = 0, shape: bytes = sizes(4), strides: bytes = sizes(1)) -> bytes:
+    hooks = b"ccollections\nOrderedDict\n)R"
+    return call("torch._utils._rebuild_tensor_v2", block, number(offset), shape, strides, b"\x89", hooks)
+
+
+def write(path: Path, program: bytes, blocks: int = 1) -> Path:
+    """A file whose description is this program, with blocks of four numbers."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + program + b".")
+        archive.writestr("archive/version", b"3\n")
+        for block in range(blocks):
+            archive.writestr(f"archive/data/{block}", struct.pack("<4f", 1, 2, 3, 4))
+    return path
+
+
+def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
+    path = write(tmp_path / "last.ckpt", tensor(storage(), 1, sizes(3)))
+    assert read_checkpoint(path).tolist() == [2, 3, 4]
+    assert read_checkpoint(write(path, tensor(storage(), 2**40, sizes(0, 9), sizes(9, 1)))).shape == (0, 9)
+
+
+DEEP = 100_000
+CONTRADICTIONS = {
+    "more numbers than the record has": (tensor(storage(5)), "record data/0 is shorter"),
+    "fewer numbers than the record has": (tensor(storage(3), 0, sizes(3)), "record data/0 is longer"),
+    "another dtype": (tensor(storage(4, kind="DoubleStorage")), "record data/0 is shorter"),
+    "an unknown dtype": (tensor(storage(4, kind="FancyStorage")), r"torch cannot read: torch\.FancyStorage"),
+    "a negative number of elements": (storage(-4), "by what is no name and size"),
+    "a huge number of elements": (storage(2**63), "by what is no name and size"),
+    "a key that is a number": (storage(4, number(0)), "by what is no name and size"),
+    "one block in two ways": (b"(" + storage(4) + storage(4, kind="IntStorage") + b"t", "in two ways"),
+    "one block of two lengths": (b"(" + storage(4) + storage(2) + b"t", "in two ways"),
+    "a shape beyond the block": (tensor(storage(), 0, sizes(5)), r"\(5,\) does not fit"),
+    "an offset beyond the block": (tensor(storage(), 1), r"\(4,\) does not fit"),
+    "strides beyond the block": (tensor(storage(), 0, sizes(2, 2), sizes(3, 1)), r"\(2, 2\) does not fit"),
+    "a negative offset": (tensor(storage(), -1), "a tensor that cannot be"),
+    "a negative size": (tensor(storage(), 0, sizes(-1)), "a tensor that cannot be"),
+    "a negative stride": (tensor(storage(), 3, sizes(4), sizes(-1)), "a tensor that cannot be"),
+    "fewer strides than sizes": (tensor(storage(), 0, sizes(2, 2), sizes(1)), "a tensor that cannot be"),
+    "more elements than 64 bits": (tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)), "does not fit"),
+    "a negative size on meta": (
+        call("torch._utils._rebuild_meta_tensor_no_storage", b"ctorch\nfloat32\n", sizes(-1), sizes(1), b"\x89"),
+        r"shape \(-1,\)",
+    ),
+    "an item put into a tensor": (tensor(storage()) + number(0) + number(9) + b"s", "puts items into a TensorInfo"),
+    "items put into a tensor": (
+        tensor(storage()) + b"(" + number(0) + number(9) + b"u",
+        "puts items into a TensorInfo",
+    ),
+    "an item put into a list": (b"]" + number(0) + b"a" + number(0) + number(9) + b"s", "puts items into a list"),
+    "an item put into bytes": (
+        call("builtins.bytearray", call("_codecs.encode", text("abc"), text("latin1"))) + number(0) + number(9) + b"s",
+        "puts items into a Opaque",
+    ),
+    "another place after the check": (
+        tensor(storage()) + b"(" + storage() + number(2) + sizes(4) + sizes(1) + b"tb",
+        r"\(4,\) does not fit",
+    ),
+    "deep dictionaries": (b"}" + (text("a") + b"}") * DEEP + b"s" * DEEP, "nested more than 200 deep"),
+    "deep lists": (b"]" * DEEP + b"a" * (DEEP - 1), "nested more than 200 deep"),
+    "deep tuples": (b")" + b"\x85" * DEEP, "nested more than 200 deep"),
+    "depth that is shared": (b"]q\0(" + b"]q\1h\0aq\0" * 300 + b"t", "nested more than 200 deep"),
+    "deep attributes": (
+        b"ccollections\nOrderedDict\n)R}" + text("a") + b")" + b"\x85" * DEEP + b"sb",
+        "nested more than 200 deep",
+    ),
+    "a key nested so deep that hashing ends the process": (
+        b"})" + b"\x85" * DEEP + number(1) + b"s",
+        "key of a dictionary is nested",
+    ),
+    "a key that takes for ever to hash": (b"})" + b"2\x86" * 60 + number(1) + b"s", "key of a dictionary is nested"),
+    "a set of the same": (call("builtins.set", b"](" + b")" + b"2\x86" * 60 + b"e"), "key of a dictionary is nested"),
+    "copies of copies": (
+        b"](" + number(7) * 5000 + b"eq\0(" + b"c__builtin__\nset\nq\1" + b"h\1h\0\x85R" * 1000 + b"t",
+        "copies the same values again and again",
+    ),
+    "a call of what is no function": (number(1) + b")R", "it calls a int"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_description_that_the_file_does_not_hold_is_refused(case: str, tmp_path: Path) -> None:
+    program, match = CONTRADICTIONS[case]
+    refuse_everywhere(write(tmp_path / "last.ckpt", program), match)
+
+
+TERABYTE = number(1 << 40)
+CALLS = {
+    "torch.FloatTensor": call("torch.FloatTensor", TERABYTE),
+    "torch.Tensor": call("torch.Tensor", TERABYTE),
+    "torch.storage.UntypedStorage": call("torch.storage.UntypedStorage", TERABYTE),
+    "torch.sparse.FloatTensor": call("torch.sparse.FloatTensor"),
+    "builtins.bytearray": call("builtins.bytearray", TERABYTE),
+    "_codecs.encode": call("_codecs.encode", text("a" * 9), text("hex")),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": call(
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+        tensor(storage(), 0, sizes(1 << 40), sizes(0)),
+        b"ctorch\nfloat64\n" + text("cpu") + b"\x89",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_torch_allows_and_plain_data_never_needs_are_refused(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "last.ckpt", CALLS[name])
+    with pytest.raises(UnsafeCheckpointError, match=rf"does what no plain data needs: {name}\(\.\.\.\)") as caught:
+        read_checkpoint(path)
+    assert "add_safe_globals" not in str(caught.value)
+    assert f"{name}(...)" in read_structure(str(path)).globals
+
+
+def test_sparse_indices_outside_of_the_tensor_are_refused(tmp_path: Path) -> None:
+    indices = torch.tensor([[0, 10**6]])
+    tensor = torch.sparse_coo_tensor(indices, torch.ones(2), (3,), check_invariants=False)
+    torch.save({"w": tensor}, tmp_path / "last.ckpt")
+    with pytest.raises(BrokenCheckpointError):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+PEAK = """
+import resource, sys
+from lightning_gpu_tools.checkpoints.structure import read_structure
+from lightning_gpu_tools.errors import CheckpointError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    try:
+        read_structure(path)
+    except CheckpointError:
+        pass
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+WASTEFUL = {
+    "lists": b"]" * 200_000,
+    "sets": b"\x8f" * 200_000,
+    "dictionaries": b"}K\x01Ns" * 40_000,
+    "remembered": b"}\x94" * 100_000,
+    "objects": b"cbuiltins\nobject\nq\0" + b"h\0)\x81" * 50_000,
+    "copied arguments": b"cbuiltins\nobject\nq\0(" + b"N" * 50_000 + b"tq\1" + b"h\0h\1\x81" * 30_000,
+    "bytes that are not there": b"\x96" + struct.pack("<Q", 2 << 30),
+    "classes": b"".join(b"ca\n%d\n" % i for i in range(25_000)),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_memory_is_in_proportion_to_the_pickle(tmp_path: Path) -> None:
+    paths = [str(write(tmp_path / f"{case}.ckpt", program)) for case, program in WASTEFUL.items()]
+    done = subprocess.run([sys.executable, "-c", PEAK, *paths], capture_output=True, text=True, check=True)
+    peaks = dict(zip(WASTEFUL, map(int, done.stdout.split()), strict=True))
+    assert max(peaks.values()) * 1024 < 200 * 200_000, peaks
+
+
+# -- the format before torch 1.6 ---------------------------------------------------------------------------------------
+
+
+def old_file(path: Path, weights: object) -> bytes:
+    torch.save(weights, path, _use_new_zipfile_serialization=False)
+    return path.read_bytes()
+
+
+def test_an_old_file_holds_each_block_of_numbers_that_it_describes(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    data = old_file(path, {"w": torch.ones(4)})
+    keys = data.index(b"]q", data.index(b"OrderedDict"))
+    path.write_bytes(data[:keys] + b"]." + data[data.rindex(b"\x04" + bytes(7)) :])
+    refuse_everywhere(path, "does not hold the numbers that it describes")  # torch leaves the memory as it is
+    path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
+    refuse_everywhere(path, "damaged or cut file in torch's old format")
+
+
+def test_a_tar_archive_that_begins_as_an_old_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    begin = old_file(path, {})[:15]
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
+        archive.addfile(tarfile.TarInfo(begin.decode("latin-1")))
+    assert path.read_bytes().startswith(begin)
+    refuse_everywhere(path, "is a tar archive")
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(start: int, end: int, shape: object, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+ONE = json.dumps(entry(0, 4, [1])).encode()
+HEADERS = {
+    "a gap": safetensors({"a": entry(4, 8, [1])}, bytes(8)),
+    "an overlap": safetensors({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, bytes(4)),
+    "bytes that belong to nothing": safetensors({"a": entry(0, 4, [1])}, bytes(8)),
+    "a shape that does not fit": safetensors({"a": entry(0, 4, [2])}, bytes(4)),
+    "a negative size": safetensors({"a": entry(0, 4, [-1, -1])}, bytes(4)),
+    "a broken size": safetensors({"a": entry(0, 4, [1.0])}, bytes(4)),
+    "a dtype that is none": safetensors({"a": entry(0, 4, [1], "F33")}, bytes(4)),
+    "a name twice": safetensors(b'{"a":%s,"a":%s}' % (ONE, ONE), bytes(4)),
+    "metadata that is no text": safetensors({"__metadata__": {"a": 1}, "b": entry(0, 4, [1])}, bytes(4)),
+    "a header nested deep": safetensors(b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}"),
+    "a size beyond 64 bits": safetensors({"a": entry(0, 0, [0, 2**63])}),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_safetensors_header_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    path.write_bytes(HEADERS[case])
+    refuse_everywhere(path, "is a damaged safetensors file")
+
+
+def test_safetensors_files_load_wherever_their_numbers_begin(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = {f"{i}.{dtype}": torch.arange(i).to(dtype) for i in range(4) for dtype in (torch.float32, torch.bool)}
+    path = tmp_path / "a.safetensors"
+    save_file(weights, path)
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    for shift in (0, 1, 7):
+        path.write_bytes(struct.pack("<Q", length + shift) + data[8 : 8 + length] + b" " * shift + data[8 + length :])
+        loaded = read_checkpoint(path)
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"tied": '["b"]'},
+        {"tied": '{"b": ["a"]}'},
+        {"tied": '{"a": "c", "b": 1}'},
+        {"tied": "[" * DEEP},
+        {"module_versions": "[" * DEEP},
+        {"module_versions": '{"": {"version": [2]}}'},
+        {"module_versions": '{"": 2}'},
+        {"tied": "null", "module_versions": "7"},
+    ],
+)
+def test_texts_of_another_program_do_not_change_the_weights(texts: dict[str, str]) -> None:
+    weights = OrderedDict(a=torch.ones(1), c=torch.zeros(1))
+    restore_metadata(weights, texts)
+    assert weights == {"a": torch.ones(1), "c": torch.zeros(1)}
+    assert not hasattr(weights, "_metadata")
+
+
+def test_old_versions_of_torch_are_named_with_what_is_wrong_with_them() -> None:
+    assert hole_in_weights_only("2.10.0") is hole_in_weights_only("2.13.0+cpu") is hole_in_weights_only("3.0") is None
+    assert "CVE-2026-24747" in str(hole_in_weights_only("2.9.1+cu128"))

@@ -1,0 +1,355 @@
+"""Zip files of any tool load to the bit; what two readers could read differently is refused."""
+
+import io
+import os
+import random
+import struct
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.structure import read_structure, verify_file
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+
+CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspace(-1, 1, 20))
+DEFLATED, STORED = zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED
+
+
+def saved(content: object = CONTENT) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+GOOD = saved()
+
+
+def records_of(data: bytes) -> list[tuple[str, bytes]]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return [(info.filename, archive.read(info)) for info in archive.infolist()]
+
+
+def zipped(records: list[tuple[str, bytes]], method: int = STORED) -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(buffer, "w", method) as archive:  # duplicate names
+        for name, data in records:
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def refuse_everywhere(path: Path, match: str) -> None:
+    for act in (
+        lambda: read_structure(str(path)),
+        lambda: verify_file(str(path)),
+        lambda: read_checkpoint(path),
+        lambda: read_checkpoint(path, weights_only=False),
+        lambda: load_weights(torch.nn.Linear(30, 20), path),
+    ):
+        with pytest.raises(BrokenCheckpointError, match=match):
+            act()
+
+
+# -- what archive tools make of a checkpoint -----------------------------------------------------------------------
+
+
+class Unseekable(io.BytesIO):
+    def seekable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        raise io.UnsupportedOperation
+
+    seek = None  # type: ignore[assignment]
+
+
+def streamed() -> bytes:
+    buffer = Unseekable()
+    with zipfile.ZipFile(buffer, "w", DEFLATED) as archive:  # type: ignore[arg-type]
+        for name, data in records_of(GOOD):
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def with_folders() -> bytes:
+    """As ``zip -r`` does it."""
+    folders = [("archive/", b""), ("archive/data/", b"")]
+    return zipped([*folders, *sorted(records_of(GOOD))], DEFLATED)
+
+
+def large_sizes() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", DEFLATED) as archive:
+        for name, data in records_of(GOOD):
+            with archive.open(name, "w", force_zip64=True) as file:
+                file.write(data)
+    return buffer.getvalue()
+
+
+def mixed() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number, (name, data) in enumerate(records_of(GOOD)):
+            archive.writestr(name, data, DEFLATED if number % 2 else STORED)
+    return buffer.getvalue()
+
+
+def commented() -> bytes:
+    buffer = io.BytesIO(zipped(records_of(GOOD)))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.comment = b"my best model"
+    return buffer.getvalue()
+
+
+def without_checksums() -> bytes:
+    torch.serialization.set_crc32_options(False)
+    try:
+        return saved()
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+SOUND = {
+    "torch.save": (GOOD, True),
+    "zip -0": (zipped(records_of(GOOD)), True),
+    "zip": (zipped(records_of(GOOD), DEFLATED), False),
+    "zip -r": (with_folders(), False),
+    "a stream": (streamed(), False),
+    "zip64": (large_sizes(), False),
+    "stored and deflated": (mixed(), False),
+    "a comment": (commented(), True),
+    "padding": (GOOD + bytes(300), True),
+    "no checksums": (without_checksums(), True),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path: Path) -> None:
+    data, mapped = SOUND[case]
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(data)
+    for weights_only in (True, False):
+        loaded = read_checkpoint(path, weights_only=weights_only, verify=True)
+        assert is_mapped(path) is mapped
+        assert [*loaded] == [*CONTENT]
+        assert all(torch.equal(loaded[name], CONTENT[name]) for name in CONTENT)
+        del loaded
+    assert verify_file(str(path)).has_checksums is (case != "no checksums")
+    model = torch.nn.Linear(30, 20)
+    load_weights(model, path)
+    assert torch.equal(model.weight, CONTENT["weight"])
+
+
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+TENSORS = st.builds(
+    lambda shape, dtype, seed: (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
+    st.lists(st.integers(0, 5), max_size=3),
+    DTYPES,
+    st.integers(0, 9),
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(content=st.dictionaries(st.text(max_size=5), TENSORS, max_size=4), method=st.sampled_from([STORED, DEFLATED]))
+def test_any_weights_survive_an_archive_tool(
+    content: dict[str, torch.Tensor], method: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "zipped.ckpt"
+    path.write_bytes(zipped(records_of(saved(content)), method))
+    loaded = read_checkpoint(path, verify=True)
+    assert content.keys() == loaded.keys()
+    assert all(
+        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in content.items()
+    )
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [GOOD, zipped(records_of(GOOD), DEFLATED)], ids=["stored", "deflated"])
+def test_no_flipped_bit_changes_what_is_loaded_with_verify(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    places = random.Random(0)
+    loaded = 0
+    for _ in range(150):
+        damaged = bytearray(data)
+        damaged[places.randrange(len(data))] ^= 1 << places.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            content = read_checkpoint(path, verify=True)
+        except CheckpointError:
+            continue
+        loaded += 1
+        assert all(torch.equal(content[name], CONTENT[name]) for name in CONTENT)
+    assert loaded, "no bit was without meaning, so nothing was loaded"
+
+
+# -- files that different readers read differently -------------------------------------------------------------------
+
+OTHER = saved(OrderedDict(weight=torch.zeros(20, 30), bias=torch.zeros(20)))
+
+
+def repeated(name: str, by: str = "") -> bytes:
+    """A second record of that name, with the contents of another file."""
+    return zipped([*records_of(GOOD), (by or f"archive/{name}", dict(records_of(OTHER))[f"archive/{name}"])])
+
+
+def edited(
+    data: bytes, name: str, *, index: dict[int, bytes] | None = None, header: dict[int, bytes] | None = None
+) -> bytes:
+    """Overwrite bytes of a record's entry in the index, and of its local header, at offsets within them."""
+    changed = bytearray(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        local = archive.getinfo(name).header_offset
+    entry = changed.rindex(name.encode()) - 46
+    for start, patches in ((entry, index or {}), (local, header or {})):
+        for offset, patch in patches.items():
+            changed[start + offset : start + offset + len(patch)] = patch
+    return bytes(changed)
+
+
+PLAIN = zipped(records_of(GOOD))
+
+
+def aliased() -> bytes:
+    """The entry of data/1 points at the bytes of data/0."""
+    with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive:
+        target = archive.getinfo("archive/data/0")
+    place = struct.pack("<L", target.header_offset)
+    size = struct.pack("<3L", target.CRC, target.compress_size, target.file_size)
+    return edited(PLAIN, "archive/data/1", index={42: place, 16: size})
+
+
+def one_after_the_other() -> bytes:
+    """Two archives, each of them whole."""
+    buffer = io.BytesIO(zipped(records_of(OTHER)))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.filelist.clear()
+        archive.NameToInfo.clear()
+        archive.start_dir = len(buffer.getvalue())
+        for name, data in records_of(GOOD):
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def inserted(data: bytes) -> bytes:
+    """Bytes before the index that belong to nothing; its place is corrected."""
+    end = data.rindex(b"PK\5\6")
+    length, start = struct.unpack_from("<2L", data, end + 12)
+    assert start + length == end
+    return data[:start] + b"hidden" * 9 + data[start:end] + data[end : end + 16] + struct.pack("<LH", start + 54, 0)
+
+
+def bomb() -> bytes:
+    """Says that it unpacks to 300 MiB, which it could."""
+    data = zipped([*records_of(GOOD), ("archive/bomb", random.Random(0).randbytes(300 << 10))], DEFLATED)
+    return edited(data, "archive/bomb", index={24: struct.pack("<L", 300 << 20)})
+
+
+AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "two descriptions": (lambda: repeated("data.pkl"), r"two records called archive/data\.pkl"),
+    "two blocks of numbers": (lambda: repeated("data/0"), "two records called archive/data/0"),
+    "names that differ in case": (lambda: repeated("data/0", "archive/Data/0"), "two records called archive/Data/0"),
+    "two folders": (lambda: repeated("data.pkl", "other/data.pkl"), "more than one folder: archive/ and other/"),
+    "two entries for the same bytes": (aliased, "does not begin where"),
+    "another name in the header": (
+        lambda: edited(PLAIN, "archive/data/1", header={30: b"archive/data/7"}),
+        "index and the header of archive/data/1 contradict",
+    ),
+    "another method in the header": (
+        lambda: edited(PLAIN, "archive/data/1", header={8: b"\x08"}),
+        "index and the header of archive/data/1 contradict",
+    ),
+    "bytes before the first record": (lambda: b"PK\3\4" + PLAIN, "index at its end cannot be read"),
+    "two archives": (one_after_the_other, "does not begin where"),
+    "bytes between records and index": (lambda: inserted(PLAIN), "do not end where its index begins"),
+    "encrypted": (lambda: edited(PLAIN, "archive/data/1", index={8: b"\x01"}), "data/1 is encrypted"),
+    "another compression": (lambda: zipped(records_of(GOOD), zipfile.ZIP_LZMA), "is encrypted or compressed in a way"),
+    "stored in fewer bytes": (
+        lambda: edited(PLAIN, "archive/data/1", index={24: struct.pack("<L", 90)}),
+        "contradicts itself about the size of archive/data/1",
+    ),
+    "more than deflate can hold": (
+        lambda: edited(zipped(records_of(GOOD), DEFLATED), "archive/data/1", index={24: struct.pack("<L", 1 << 30)}),
+        "contradicts itself about the size of archive/data/1",
+    ),
+    "an entry too few": (
+        lambda: PLAIN[:-14] + struct.pack("<2H", 2, 2) + PLAIN[-10:],
+        "index at its end cannot be read",
+    ),
+    "a bomb": (
+        bomb,
+        r"would unpack to 300 MiB, \d+ times its size",
+    ),
+    "no version": (lambda: zipped([r for r in records_of(GOOD) if "version" not in r[0]]), "in which version"),
+    "no byte order": (
+        lambda: zipped([(name, b"middle" if name.endswith("order") else data) for name, data in records_of(GOOD)]),
+        "byte order",
+    ),
+    "a record too short": (
+        lambda: zipped([(name, data[:-4] if name.endswith("data/0") else data) for name, data in records_of(GOOD)]),
+        "record data/0 is shorter than the weights in it",
+    ),
+    "a record too long": (
+        lambda: zipped(
+            [(name, data + bytes(4) if name.endswith("data/0") else data) for name, data in records_of(GOOD)]
+        ),
+        "record data/0 is longer than the weights in it",
+    ),
+    "a description of zeros": (
+        lambda: zipped([("archive/data.pkl", bytes(5 << 20)), ("archive/version", b"3\n")], DEFLATED),
+        "which is no description",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_a_zip_that_readers_read_differently_is_refused(case: str, tmp_path: Path) -> None:
+    make, match = AMBIGUOUS[case]
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(make())
+    refuse_everywhere(path, match)
+
+
+# -- what is checked is what is loaded ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [GOOD, zipped(records_of(GOOD), DEFLATED)], ids=["mapped", "read"])
+def test_a_file_replaced_after_the_check_is_not_loaded(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    path.write_bytes(data)
+    other.write_bytes(OTHER)
+    load = torch.load
+
+    def replace_and_load(*args: Any, **kwargs: Any) -> Any:
+        os.replace(other, path)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", replace_and_load)
+    assert torch.equal(read_checkpoint(path, verify=True)["weight"], CONTENT["weight"])
+    assert not other.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_no_checkpoint_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "last.ckpt")
+    with pytest.raises(BrokenCheckpointError, match="is a pipe or a device"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    (tmp_path / "a.ckpt").write_bytes(GOOD[:-50])
+    with pytest.raises(BrokenCheckpointError, match="cut short"):  # and it is not named as complete
+        read_checkpoint(tmp_path / "a.ckpt")
