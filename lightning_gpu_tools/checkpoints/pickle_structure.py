@@ -29,9 +29,14 @@ BYTES_OF_DTYPE = {
     "complex128": 16,
 }
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
-# Their first arguments are a storage, an offset in it, a shape and strides.
-_MAKERS_OF_VIEWS = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"})
-_TENSOR_MAKERS = _MAKERS_OF_VIEWS | {
+# Their first arguments are a storage, an offset in it, a shape and strides. How many they take in all.
+_MAKERS_OF_VIEWS = {
+    "_rebuild_tensor": (4,),
+    "_rebuild_tensor_v2": (6, 7),
+    "_rebuild_tensor_v3": (7, 8),
+    "_rebuild_qtensor": (7,),
+}
+_TENSOR_MAKERS = _MAKERS_OF_VIEWS.keys() | {
     "_rebuild_meta_tensor_no_storage",
     "_rebuild_sparse_tensor",
     "_rebuild_nested_tensor",
@@ -197,9 +202,10 @@ class StructureReader(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the description of a storage: ``("storage", class, key, location, numel)``, or another object."""
-        if not isinstance(pid, tuple) or not pid or pid[0] not in ("storage", b"storage"):
-            return Opaque("persistent id", (pid,))
-        if len(pid) != (6 if self._is_legacy else 5):
+        kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
+        if self._is_legacy and kind_of_pid in ("module", b"module"):
+            return Opaque("persistent id", pid)
+        if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
             raise MalformedPickleError("it describes a block of numbers in a way that no version of torch does")
         _, kind, key, location, numel, *view = pid
         dtype = _DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
@@ -370,8 +376,8 @@ class StructureReader(pickle._Unpickler):
         )
         first = arguments[0] if arguments else None
         if maker.name in _MAKERS_OF_VIEWS:
-            if len(arguments) < 4 or not isinstance(first, StorageInfo):
-                raise MalformedPickleError("it describes a tensor without a block of numbers")
+            if len(arguments) not in _MAKERS_OF_VIEWS[maker.name] or not isinstance(first, StorageInfo):
+                raise MalformedPickleError("it describes a tensor as no version of torch does")
             # Tensors of an untyped storage bring their own dtype.
             dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
             _check_view(first, *arguments[1:4], dtype=dtype)
@@ -380,6 +386,10 @@ class StructureReader(pickle._Unpickler):
             if dtypes != [first.dtype]:  # a copy, which is large where many elements share one place
                 self.globals.add(f"{maker}(...)")
             return first
+        if maker.name == "_rebuild_sparse_tensor":
+            parts = arguments[1] if len(arguments) == 2 else None
+            if not isinstance(parts, tuple) or len(parts) not in (3, 4):
+                raise MalformedPickleError("it describes a tensor as no version of torch does")
         sizes = [a for a in arguments if isinstance(a, (tuple, list)) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise MalformedPickleError(f"it describes a tensor of the shape {printable(sizes[0])}")

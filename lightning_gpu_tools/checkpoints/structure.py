@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,14 @@ _MAX_DESCRIPTION_BYTES = 1 << 30
 # A compressed description may be longer than its file: a tensor takes some 300 bytes in it, and 150 in the zip's index.
 _MAX_DESCRIPTION_RATIO = 4
 _MIN_DESCRIPTION_LIMIT_BYTES = 4 << 20
+# Records that say how to read the others, and what may be in them.
+_NOTES = {
+    "version": re.compile(rb"\d+\s*"),
+    ".data/version": re.compile(rb"\d+\s*"),
+    "byteorder": re.compile(rb"little|big"),
+    ".storage_alignment": re.compile(rb"\d+"),
+    ".data/serialization_id": re.compile(rb"[ -~]*"),
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,9 @@ class Structure:
     places: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def can_be_mapped(self) -> bool:
-        """Whether the weights are in the file as they are, so that ``torch.load`` may map them."""
-        return self.format == "zip" and all(record.is_stored for record in self.records.values())
+    def is_packed(self) -> bool:
+        """Whether something in it is compressed, so that the file must be unpacked and cannot be mapped."""
+        return not all(record.is_stored for record in self.records.values())
 
     @property
     def has_checksums(self) -> bool:
@@ -177,7 +186,7 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if "constants.pkl" in records:
         advice = "Open it with torch.jit.load."
         raise DamagedContentsError(Fault("is a TorchScript archive: a whole model, not a checkpoint", advice))
-    _check_versions(file, records)
+    _check_notes(file, records)
     record = records["data.pkl"]
     limit = max(_MIN_DESCRIPTION_LIMIT_BYTES, _MAX_DESCRIPTION_RATIO * size_bytes)
     if record.size_bytes > min(limit, _MAX_DESCRIPTION_BYTES):
@@ -191,14 +200,15 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     return Structure(path, "zip", content, frozenset(reader.globals), records=records)
 
 
-def _check_versions(file: BinaryIO, records: Mapping[str, Record]) -> None:
-    """Raise for what torch's reader refuses before it reads any contents."""
-    version = records.get(".data/version") or records.get("version")
-    if version is None or version.size_bytes > 100 or not b"".join(read_chunks(file, version)).strip().isdigit():
-        raise DamagedContentsError(Fault("is damaged: it does not say in which version of the format it is", RESTORE))
-    order = records.get("byteorder")
-    if order is not None and (order.size_bytes > 100 or b"".join(read_chunks(file, order)) not in (b"little", b"big")):
-        raise DamagedContentsError(Fault("is damaged: the byte order of its numbers is none", RESTORE))
+def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
+    """Raise for what torch's reader refuses or stumbles over before it reads any contents."""
+    for name, pattern in _NOTES.items():
+        record = records.get(name)
+        if record is None or (record.size_bytes <= 100 and pattern.fullmatch(b"".join(read_chunks(file, record)))):
+            continue
+        raise DamagedContentsError(Fault(f"is damaged: its record {name} says nothing that torch understands", RESTORE))
+    if not records.keys() & {"version", ".data/version"}:
+        raise DamagedContentsError(Fault("is damaged: its record version is missing", RESTORE))
 
 
 def _check_record(storage: StorageInfo, record: Record | None) -> None:

@@ -29,7 +29,10 @@ def read_checkpoint(
     """Return what a checkpoint file holds.
 
     The tensors of a local file are mapped, not read: they cost no memory until they are used, and the pages belong to
-    the file. Copy what is to outlive a change of that file.
+    the file. Copy what is to outlive a change of that file. A file that an archive tool has compressed is unpacked into
+    memory and always compared with its checksums.
+
+    What the file declares is checked against what it holds before torch sees it, and torch gets the same open file.
 
     Args:
         path: A local path, or any URL that fsspec knows.
@@ -45,7 +48,7 @@ def read_checkpoint(
     """
     with local_copy(path) as local, open_file(local) as file:
         structure = describe(file, local)
-        if verify:
+        if verify or structure.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
             compare_with_checksums(file, structure)
         if structure.format == "safetensors":
             return _load_safetensors(file, structure, map_location)
@@ -88,7 +91,8 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         for prefix, module in _REGISTERED_BY.items():
             if any(name.startswith(prefix) for name in structure.globals):
                 importlib.import_module(module)
-    name = _name_of_open_file(file) if structure.can_be_mapped else None
+    can_be_mapped = structure.format == "zip" and not structure.is_packed
+    name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
     try:
         with _checking_sparse_tensors(structure):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+_NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
 # What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.
 _PLAIN = re.compile(
     r"collections\.(OrderedDict|Counter)"
     r"|torch\.nn\.parameter\.Parameter"
     r"|torch\.(Size|Tensor|device|serialization\._get_layout|_tensor\._rebuild_from_type_v2)"
-    r"|torch\._utils\._rebuild_\w+"
-    r"|torch\.(\w+\.)*\w+Storage"
-    r"|torch\.(cuda\.|sparse\.|cuda\.sparse\.)?\w+Tensor"
+    r"|torch\._utils\._rebuild_(parameter(_with_state)?|q?tensor|tensor_v[23]|(sparse|nested)_tensor"
+    r"|meta_tensor_no_storage|wrapper_subclass|device_tensor_from_(numpy|cpu_tensor))"
+    rf"|torch\.(cuda\.)?({_NUMBERS}|QU?Int8|QInt32|QUInt4x2|QUInt2x4)Storage"
+    r"|torch\.storage\.(Unt|T)ypedStorage"
+    rf"|torch\.(cuda\.|sparse\.|cuda\.sparse\.)?({_NUMBERS})Tensor"
     r"|torch\.(q?u?int\d+(x\d)?|quint\dx\d|b?float\d+\w*|float4_e2m1fn_x2|complex\d+|bool|bits\w+)"
-    r"|torch\.per_(tensor|channel)_\w+"
+    r"|torch\.per_(tensor_affine|tensor_symmetric|channel_affine(_float_qparams)?|channel_symmetric)"
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )

@@ -26,6 +26,7 @@ _MAX_COMMENT_BYTES = 65535
 _STORED, _DEFLATED = 0, 8
 # Encrypted, patched, strongly encrypted, masked headers: APPNOTE.TXT 4.4.4.
 _UNREADABLE_FLAGS = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
+_FOLDER_ATTRIBUTE = 1 << 4  # of MS-DOS: 4.4.15
 # Checksum and sizes of a record that was written as a stream come after it: 4.3.9. With or without signature and zip64.
 _DESCRIPTOR_BYTES = frozenset({0, 12, 16, 20, 24})
 # What deflate can make of a byte at most: https://zlib.net/zlib_tech.html.
@@ -180,8 +181,8 @@ def _entries(index: bytes) -> Iterator[_Entry]:
     while place < len(index):
         if len(index) - place < _ENTRY.size:
             raise _unreadable_index()
-        (signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length, disk, _, _,
-         header_start) = _ENTRY.unpack_from(index, place)  # fmt: skip
+        (signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length, disk, _,
+         attributes, header_start) = _ENTRY.unpack_from(index, place)  # fmt: skip
         extra_start = place + _ENTRY.size + name_length
         name = index[place + _ENTRY.size : extra_start]
         place = extra_start + extra_length + comment_length
@@ -194,6 +195,10 @@ def _entries(index: bytes) -> Iterator[_Entry]:
         entry = _Entry(name, method, crc, packed, size, header_start)
         if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
             raise _damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
+        if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):
+            raise _damaged(
+                f"its index calls the record {entry} a folder"
+            )  # then torch unpacks nothing, and says nothing
         if size > packed * (_MAX_DEFLATE_RATIO if method == _DEFLATED else 1) or (method == _STORED and size != packed):
             raise _damaged(f"its index contradicts itself about the size of {entry}")
         yield entry
