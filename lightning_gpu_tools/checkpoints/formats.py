@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import struct
 import tarfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.quantities import format_bytes, printable
 
 Format = Literal["zip", "legacy", "safetensors"]
 
@@ -20,8 +21,10 @@ SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 _END_OF_ZIP = b"PK\x05\x06"
 # End record plus the longest comment it may have: APPNOTE.TXT 4.3.16.
 _LONGEST_ZIP_TAIL = 22 + 65535
-# torch.serialization.MAGIC_NUMBER, as the first pickle of a file from before torch 1.6 begins.
-_LEGACY_START = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x03\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+# torch.serialization.MAGIC_NUMBER, as the first pickle of a file from before torch 1.6 is it: in protocol 2 to 5, or 0.
+_LEGACY_START = re.compile(
+    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
+)
 # A safetensors header of more than 100 MB is refused by the format's own library.
 _LONGEST_SAFETENSORS_HEADER = 100_000_000
 
@@ -132,7 +135,7 @@ def _look(file: BinaryIO) -> Format | Fault:
         return "zip" if _ends_as_zip(tail, size) else _cut_zip(size, tail)
     if _is_tar(head):
         return Fault("is a tar archive", "Unpack it first.")
-    if head.startswith(_LEGACY_START):
+    if _LEGACY_START.match(head):
         return "legacy"
     if _starts_as_safetensors(head):
         length = struct.unpack("<Q", head[:8])[0]
@@ -247,6 +250,7 @@ def _directory(path: str) -> Fault:
     inside = sorted(name for name in names if name.endswith(SUFFIXES))
     if inside:
         return Fault(
-            "is a folder", f"It holds {', '.join(inside[:5])}{', …' if len(inside) > 5 else ''}; name the file."
+            "is a folder",
+            f"It holds {', '.join(map(printable, inside[:5]))}{', …' if len(inside) > 5 else ''}; name the file.",
         )
     return Fault("is a folder, and no sharded checkpoint either (it has no .metadata and no latest file)")

@@ -69,7 +69,10 @@ _DTYPE_OF_STORAGE = {
 _MAX_DEPTH = 200
 # A key of a dictionary is a text, a number or a few of them. A tuple in a tuple in a tuple ... is hashed by recursion
 # without a limit, and one that holds another twice, which holds another twice ..., never comes to an end.
-_MAX_KEY_PARTS = 1000
+_MAX_KEY_PARTS = 256
+# More of either would only take time. torch's operations take tensors of up to 64 dimensions.
+_MAX_DIMENSIONS = 64
+_MAX_ARGUMENTS = 10
 
 
 class MalformedPickleError(Exception):
@@ -368,6 +371,8 @@ class StructureReader(pickle._Unpickler):
             raise MalformedPickleError("it copies the same values again and again")
 
     def _describe_tensor(self, maker: _StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
+        if len(arguments) > _MAX_ARGUMENTS:
+            raise MalformedPickleError("it describes a tensor as no version of torch does")
         dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
         kind = (
             "tensor"
@@ -390,7 +395,7 @@ class StructureReader(pickle._Unpickler):
             parts = arguments[1] if len(arguments) == 2 else None
             if not isinstance(parts, tuple) or len(parts) not in (3, 4):
                 raise MalformedPickleError("it describes a tensor as no version of torch does")
-        sizes = [a for a in arguments if isinstance(a, (tuple, list)) and all(isinstance(n, int) for n in a)]
+        sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise MalformedPickleError(f"it describes a tensor of the shape {printable(sizes[0])}")
         return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind)
@@ -413,9 +418,13 @@ def are_sizes(numbers: Sequence[Any]) -> bool:
     return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
 
 
+def _is_short(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMENSIONS
+
+
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, *, dtype: str) -> None:
     """Raise unless every element of a tensor is inside its block of numbers."""
-    are_lists = isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list)) and len(shape) == len(strides)
+    are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
         described = f"{printable(dtype)}, shape {printable(shape)}, strides {printable(strides)}"
         raise MalformedPickleError(f"it describes a tensor that cannot be: {described}")

@@ -18,7 +18,13 @@ import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import local_copy, writing
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, open_file
-from lightning_gpu_tools.checkpoints.structure import Structure, compare_with_checksums, describe, verify_file
+from lightning_gpu_tools.checkpoints.structure import (
+    Structure,
+    collector_paused,
+    compare_with_checksums,
+    describe,
+    verify_file,
+)
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 
@@ -91,7 +97,7 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         for prefix, module in _REGISTERED_BY.items():
             if any(name.startswith(prefix) for name in structure.globals):
                 importlib.import_module(module)
-    can_be_mapped = structure.format == "zip" and not structure.is_packed
+    can_be_mapped = structure.format == "zip" and not structure.is_packed and not _guesses_places()
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
     try:
@@ -117,6 +123,12 @@ def _name_of_open_file(file: BinaryIO) -> str | None:
     return name if os.path.exists(name) else None
 
 
+def _guesses_places() -> bool:
+    """Whether torch was told to compute where the records of a mapped file are, as if it had written the file."""
+    config = sys.modules.get("torch.utils.serialization.config")
+    return config is not None and getattr(config.load, "calculate_storage_offsets", False)
+
+
 def _checking_sparse_tensors(structure: Structure) -> contextlib.AbstractContextManager[Any]:
     """Have torch check that the indices of sparse tensors are inside of them, which it leaves out by default."""
     if "torch._utils._rebuild_sparse_tensor" not in structure.globals:
@@ -132,7 +144,7 @@ def _refuse_what_torch_lets_pass(structure: Structure) -> None:
     hole = hole_in_weights_only(torch.__version__)
     if hole and not _warned:
         _warned.append(hole)
-        warnings.warn(hole, stacklevel=6)
+        warnings.warn(hole, stacklevel=5)
 
 
 _warned: list[str] = []  # once in a process
@@ -188,12 +200,13 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
         file.seek(0)
         numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
     weights: OrderedDict[str, Any] = OrderedDict()
-    for name, info in structure.content.items():
-        start, dtype = structure.places[name], getattr(torch, info.dtype)
-        part = numbers[start : start + info.storage.size_bytes]
-        if start % dtype.itemsize:  # torch reads no number across the boundaries of its size
-            part = part.clone()
-        weights[name] = part.view(dtype).view(info.shape).to(device)
+    with collector_paused():
+        for name, info in structure.content.items():
+            start, dtype = structure.places[name], getattr(torch, info.dtype)
+            part = numbers[start : start + info.storage.size_bytes]
+            if start % dtype.itemsize:  # torch reads no number across the boundaries of its size
+                part = part.clone()
+            weights[name] = part.view(dtype).view(info.shape).to(device)
     restore_metadata(weights, structure.metadata)
     return weights
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from lightning_gpu_tools.quantities import printable
+
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
 # What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.
 _PLAIN = re.compile(
@@ -45,6 +47,8 @@ _RUNS_CODE = re.compile(
     r"|distutils|setuptools|requests|aiohttp|torch\.hub|torch\.jit|torch\.utils\.\w+|torch\.serialization)\.\S+"
 )
 
+_MAX_NAMES = 40  # in one line of a message: more than any sound checkpoint has
+
 
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
     """Return the names that ``weights_only=True`` refuses unless they were allowed, sorted.
@@ -69,15 +73,16 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
     unknown = [name for name in blocked if name not in harmless and name not in dangerous]
     lines = [f"{path} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
-        lines.append(f"torch refuses it although it was allowed: {reason}. Plain lists, dictionaries and numbers load.")
+        lines.append(f"torch refuses it although it was allowed: {printable(reason, 300)}.")
+        lines.append("Plain lists, dictionaries and numbers load.")
     if calls:
-        lines.append(f"does what no plain data needs: {', '.join(calls)}. Only who wrote the file can vouch for it.")
+        lines.append(f"does what no plain data needs: {_listed(calls)}. Only who wrote the file can vouch for it.")
     if dangerous:
-        lines.append(f"can run code when opened: {', '.join(dangerous)}. Only who wrote the file can vouch for it.")
+        lines.append(f"can run code when opened: {_listed(dangerous)}. Only who wrote the file can vouch for it.")
     if unknown:
-        lines.append(f"unknown: {', '.join(unknown)}. Look at their source before you allow them.")
+        lines.append(f"unknown: {_listed(unknown)}. Look at their source before you allow them.")
     if harmless:
-        lines.append(f"only hold values: {', '.join(harmless)}.")
+        lines.append(f"only hold values: {_listed(harmless)}.")
     if harmless and not dangerous and (not reason or "numpy.dtype" in harmless):
         allowed = [_HIDDEN_MODULE.sub("", name) for name in harmless]
         if "numpy.dtype" in allowed:  # an array names only this, but torch wants to know the class of its dtype too
@@ -88,3 +93,8 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
             f"torch.serialization.add_safe_globals([{', '.join(allowed)}])"
         )
     return "\n  ".join(lines)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
+    return ", ".join(printable(name) for name in names[:_MAX_NAMES]) + more

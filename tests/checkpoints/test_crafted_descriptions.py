@@ -1,5 +1,7 @@
 """What a pickle or a safetensors header declares is checked against the file, and costs memory in proportion to it."""
 
+import collections
+import enum
 import json
 import pickle
 import re
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,18 +112,39 @@ class Custom(dict):  # type: ignore[type-arg]
         self.inner = [self]
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_objects_of_any_class_load_where_the_caller_trusts_the_file(protocol: int, tmp_path: Path) -> None:
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_objects_of_any_class_load_where_the_caller_trusts_the_file(
+    protocol: int, new_format: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "last.ckpt"
     chain: Any = None
     for _ in range(50):
         chain = Custom({"next": chain})
-    content = {"custom": chain, "model": torch.nn.Linear(2, 2), "set": {1}, "frozen": frozenset({2}), "f": Custom.get}
-    torch.save(content, path, pickle_protocol=protocol)
+    shared = {1, 2, 3}
+    content = {
+        "custom": chain,
+        "sets": [shared, shared, frozenset(shared), [{number} for number in range(1000)]],
+        "classes": [Pair(1, 2), Mode.FAST, collections.defaultdict(list, a=[1]), collections.deque([1], 3), Custom.get],
+        "numpy": [np.ones((2, 3)), np.float32(1), np.random.default_rng(0)],
+    }
+    options = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": new_format}
+    if protocol:  # torch writes no tensors in protocol 0
+        content["model"] = torch.nn.Linear(2, 2)
+        content["keys"] = {torch.ones(1): 1}
+    torch.save(content, path, **options)
     verify_file(str(path))
     loaded = read_checkpoint(path, weights_only=False)
     assert loaded["custom"]["next"].inner[0] is loaded["custom"]["next"]
-    assert loaded["set"] == {1}
+    assert repr(loaded["sets"]) == repr(content["sets"])
+    assert repr(loaded["classes"]) == repr(content["classes"])
     with pytest.raises(UnsafeCheckpointError):
         read_checkpoint(path)
 
