@@ -127,6 +127,11 @@ class Opaque:
     state: Any = None
     items: list[Any] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether ``weights_only=True`` would build it."""
+        return isinstance(self.made_by, _StandIn) and self.made_by.is_plain
+
     def append(self, value: Any) -> None:
         """Take an element of a list subclass, or a key and a value of a dictionary subclass."""
         self.extend((value,))
@@ -156,8 +161,7 @@ class StructureReader(pickle._Unpickler):
     """Reads one pickle into plain data, :class:`TensorInfo` and :class:`Opaque`.
 
     It is the unpickler in Python, not the faster one in C: there a single opcode of a hostile file can reserve 64 GiB
-    for its memo. What it builds is in proportion to the pickle: calls that copy what is elsewhere in it do not count
-    as plain data once they have copied more than it can hold.
+    for its memo. What it builds is in proportion to the pickle.
 
     Attributes:
         globals: Every class and function that was named, ``module.name``, and as ``module.name(...)`` what
@@ -204,7 +208,7 @@ class StructureReader(pickle._Unpickler):
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the description of a storage: ``("storage", class, key, location, numel)``, or another object."""
+        """Return the description of a storage, ``("storage", class, key, location, numel)``, or of a part of one."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module"):
             return Opaque("persistent id", pid)
@@ -252,16 +256,18 @@ class StructureReader(pickle._Unpickler):
     def _build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, (Opaque, TensorInfo)):
-            if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], StorageInfo):
-                _check_view(state[0], *state[1:], dtype=state[0].dtype)  # a tensor in files from before torch 0.2
-            if isinstance(target, Opaque):
-                target.state = state
-        elif isinstance(target, OrderedDict) and isinstance(state, dict):
+        if isinstance(target, OrderedDict) and isinstance(state, dict):
             self._copy(state)
             for key in state:
                 _check_key(key)
             vars(target).update(state)
+        elif isinstance(target, Opaque) and not target.is_plain:
+            target.state = state
+        elif isinstance(target, (Opaque, TensorInfo)):
+            if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], StorageInfo):
+                _check_view(state[0], *state[1:], dtype=state[0].dtype)  # a tensor in files from before torch 0.2
+            else:  # torch would have the tensor grow beyond its block of numbers
+                self.globals.add("torch.Tensor.__setstate__(...)")
         else:
             raise MalformedPickleError(f"it gives attributes to a {type(target).__name__}")
 
@@ -286,7 +292,7 @@ class StructureReader(pickle._Unpickler):
                 if type(key) is not str:
                     _check_key(key)
                 target[key] = items[i + 1]
-        elif isinstance(target, Opaque) and not (isinstance(target.made_by, _StandIn) and target.made_by.is_plain):
+        elif isinstance(target, Opaque) and not target.is_plain:
             target.extend([(items[i], items[i + 1]) for i in range(0, len(items), 2)])
         else:
             raise MalformedPickleError(f"it puts items into a {type(target).__name__}, which is no dictionary")
@@ -371,21 +377,20 @@ class StructureReader(pickle._Unpickler):
             raise MalformedPickleError("it copies the same values again and again")
 
     def _describe_tensor(self, maker: _StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
-        if len(arguments) > _MAX_ARGUMENTS:
+        first = arguments[0] if arguments else None
+        is_view = maker.name in _MAKERS_OF_VIEWS
+        counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
+        if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
             raise MalformedPickleError("it describes a tensor as no version of torch does")
         dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
-        kind = (
-            "tensor"
-            if maker.name.startswith(("_rebuild_tensor", "_rebuild_device"))
-            else maker.name[len("_rebuild_") :]
-        )
-        first = arguments[0] if arguments else None
-        if maker.name in _MAKERS_OF_VIEWS:
-            if len(arguments) not in _MAKERS_OF_VIEWS[maker.name] or not isinstance(first, StorageInfo):
-                raise MalformedPickleError("it describes a tensor as no version of torch does")
+        is_common = maker.name.startswith(("_rebuild_tensor", "_rebuild_device"))
+        kind = "tensor" if is_common else maker.name.removeprefix("_rebuild_")
+        if isinstance(first, StorageInfo):
             # Tensors of an untyped storage bring their own dtype.
             dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
             _check_view(first, *arguments[1:4], dtype=dtype)
+            if maker.name == "_rebuild_qtensor":
+                _check_channels(arguments[2], arguments[4])
             return TensorInfo(dtype, tuple(arguments[2]), first, kind)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes != [first.dtype]:  # a copy, which is large where many elements share one place
@@ -436,6 +441,18 @@ def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, *, 
         raise MalformedPickleError(
             f"a tensor of the shape {printable(shape)} does not fit into its block of numbers {printable(storage.key)}"
         )
+
+
+def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
+    """Raise unless a tensor that is quantized by channel has as many scales as channels; old torch does not check."""
+    if not isinstance(quantizer, tuple) or len(quantizer) == 3:  # one scale for all
+        return
+    _, scales, zero_points, axis = quantizer
+    channels = shape[axis] if are_sizes((axis,)) and axis < len(shape) else None
+    for numbers in (scales, zero_points):
+        count = math.prod(numbers.shape or ()) if isinstance(numbers, TensorInfo) else len(numbers)
+        if count != channels:
+            raise MalformedPickleError(f"it describes {printable(count)} scales for {printable(channels)} channels")
 
 
 def _check_key(key: Any) -> None:

@@ -195,11 +195,9 @@ def _entries(index: bytes) -> Iterator[_Entry]:
         entry = _Entry(name, method, crc, packed, size, header_start)
         if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
             raise _damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
-        if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):
-            raise _damaged(
-                f"its index calls the record {entry} a folder"
-            )  # then torch unpacks nothing, and says nothing
-        if size > packed * (_MAX_DEFLATE_RATIO if method == _DEFLATED else 1) or (method == _STORED and size != packed):
+        if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch unpacks nothing then, without a word
+            raise _damaged(f"its index calls the record {entry} a folder")
+        if size > packed * _MAX_DEFLATE_RATIO or (method == _STORED and size != packed):
             raise _damaged(f"its index contradicts itself about the size of {entry}")
         yield entry
 

@@ -237,6 +237,15 @@ CONTRADICTIONS = {
         tensor(storage()) + b"(" + storage() + number(2) + sizes(4) + sizes(1) + b"tb",
         r"\(4,\) does not fit",
     ),
+    "fewer scales than channels": (
+        call(
+            "torch._utils._rebuild_qtensor",
+            *(storage(4, text("1"), "QInt8Storage"), number(0), sizes(2, 2), sizes(2, 1)),
+            b"(ctorch\nper_channel_affine\n" + tensor(storage(), 0, sizes(1)) * 2 + number(0) + b"t",
+            b"\x89" + b"ccollections\nOrderedDict\n)R",
+        ),
+        "1 scales for 2 channels",
+    ),
     "deep dictionaries": (b"}" + (text("a") + b"}") * DEEP + b"s" * DEEP, "nested more than 200 deep"),
     "deep lists": (b"]" * DEEP + b"a" * (DEEP - 1), "nested more than 200 deep"),
     "deep tuples": (b")" + b"\x85" * DEEP, "nested more than 200 deep"),
@@ -265,12 +274,14 @@ def test_a_description_that_the_file_does_not_hold_is_refused(case: str, tmp_pat
     refuse_everywhere(write(tmp_path / "last.ckpt", program), match)
 
 
+# A call that torch would follow to memory that is not the file's, or to much more than the file is long.
 TERABYTE = number(1 << 40)
 CALLS = {
     "torch.FloatTensor": call("torch.FloatTensor", TERABYTE),
     "torch.Tensor": call("torch.Tensor", TERABYTE),
     "torch.storage.UntypedStorage": call("torch.storage.UntypedStorage", TERABYTE),
     "torch.sparse.FloatTensor": call("torch.sparse.FloatTensor"),
+    "torch.Tensor.__setstate__": tensor(storage()) + b"(" + tensor(storage()) + number(0) + sizes(9) + sizes(1) + b"tb",
     "builtins.bytearray": call("builtins.bytearray", TERABYTE),
     "_codecs.encode": call("_codecs.encode", text("a" * 9), text("hex")),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": call(

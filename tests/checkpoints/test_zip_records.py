@@ -256,6 +256,12 @@ def one_after_the_other() -> bytes:
     return buffer.getvalue()
 
 
+def too_short_inside() -> bytes:
+    """Without a checksum, and four bytes shorter than the index says."""
+    records = [(name, data[:-4] if name.endswith("data/1") else data) for name, data in records_of(GOOD)]
+    return edited(zipped(records, DEFLATED), "archive/data/1", index={16: bytes(4), 24: struct.pack("<L", 80)})
+
+
 def inserted(data: bytes) -> bytes:
     """Bytes before the index that belong to nothing; its place is corrected."""
     end = data.rindex(b"PK\5\6")
@@ -329,6 +335,14 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
         "which is no description",
     ),
 }
+
+
+def test_what_unpacks_to_less_than_the_index_says_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(too_short_inside())
+    for act in (lambda: verify_file(str(path)), lambda: read_checkpoint(path)):
+        with pytest.raises(BrokenCheckpointError, match="record data/1 is not as long as the index says"):
+            act()
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
