@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.quantities import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
@@ -61,8 +59,8 @@ def is_lightning_checkpoint(content: Any) -> bool:
 def describe_content(content: Any) -> str:
     """Say what a file holds that holds no weights."""
     if isinstance(content, Mapping):
-        names = [printable(name) for name in itertools.islice(content, 8)]
-        return f"a dictionary with {', '.join(names)}" if names else "an empty dictionary"
+        names = [str(name) for name in content]
+        return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
     return f"a {type(content).__name__}"
 
 
