@@ -224,6 +224,6 @@ def _progress(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(file=sys.__stderr__), transient=True) as progress:
         task = progress.add_task(what, total=size_bytes)
         yield lambda count: progress.advance(task, count)
