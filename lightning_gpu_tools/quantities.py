@@ -110,6 +110,11 @@ def printable(text: object, max_length: int = 100) -> str:
     return f"{escaped[:head]}…{escaped[head + 1 - max_length :]}"
 
 
+def printable_path(path: object) -> str:
+    """Return a path or URL as :func:`printable` shows it, as long as whoever copies it needs it."""
+    return printable(path, max_length=300)
+
+
 def printable_lines(text: str) -> str:
     """Return a message of the package with its line ends, and with every other control character escaped.
 

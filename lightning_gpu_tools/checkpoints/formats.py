@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
 
 Format = Literal["zip", "legacy", "safetensors"]
 
@@ -49,12 +49,12 @@ def identify(path: str) -> Format:
 
 def broken(path: str, fault: Fault) -> BrokenCheckpointError:
     """Return the error for a fault: what it is, what to do, and another complete checkpoint if there is one."""
-    sentences = [f"{path} {fault.what}."]
+    sentences = [f"{printable_path(path)} {fault.what}."]
     if fault.advice:
         sentences.append(fault.advice)
     other = newest_complete_beside(path)
     if other is not None:
-        sentences.append(f"A complete checkpoint in the same folder: {other}")
+        sentences.append(f"A complete checkpoint in the same folder: {printable_path(other)}")
     return BrokenCheckpointError(" ".join(sentences))
 
 
@@ -112,10 +112,10 @@ def _look(path: str) -> Format | Fault:
 
 
 def _not_found(path: str) -> str:
-    message = f"There is no checkpoint at {path}."
+    message = f"There is no checkpoint at {printable_path(path)}."
     other = newest_complete_beside(path)
     if other is not None:
-        return f"{message} The newest one in that folder: {other}"
+        return f"{message} The newest one in that folder: {printable_path(other)}"
     return message if Path(path).parent.is_dir() else f"{message} The folder does not exist either."
 
 
@@ -198,7 +198,7 @@ def _directory(path: str) -> Fault:
         return Fault(
             "is a sharded checkpoint (a folder, as FSDP and ModelParallel strategies write it)",
             "Make one file of it with: python -m lightning.pytorch.utilities.consolidate_checkpoint "
-            f"{path}   or load it with the strategy that saved it.",
+            f"{printable_path(path)}   or load it with the strategy that saved it.",
         )
     if "zero_to_fp32.py" in names or ("latest" in names and "checkpoint" in names) or "latest" in names:
         return Fault(
@@ -206,7 +206,7 @@ def _directory(path: str) -> Fault:
             "Make one file of it with lightning.pytorch.utilities.deepspeed."
             "convert_zero_checkpoint_to_fp32_state_dict(folder, file), or with the zero_to_fp32.py inside it.",
         )
-    inside = sorted(name for name in names if name.endswith(SUFFIXES))
+    inside = sorted(printable(name) for name in names if name.endswith(SUFFIXES))
     if inside:
         return Fault(
             "is a folder", f"It holds {', '.join(inside[:5])}{', …' if len(inside) > 5 else ''}; name the file."
@@ -223,7 +223,7 @@ def _explain_zip(path: str) -> Fault:
     folders = {name.partition("/")[0] for name in names}
     inner = {name.partition("/")[2] for name in names}
     if "data.pkl" not in inner or len(folders) != 1:
-        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        shown = ", ".join(map(printable, names[:4])) + (", …" if len(names) > 4 else "")
         return Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}")
     if "constants.pkl" in inner:
         return Fault("is a TorchScript archive: a whole model, not a checkpoint", "Open it with torch.jit.load.")

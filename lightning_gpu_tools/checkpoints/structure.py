@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, comes_from_contents, explain_damage, identify
 from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, StructureReader, TensorInfo
+from lightning_gpu_tools.quantities import printable
 
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
@@ -118,9 +119,9 @@ def _read_zip(path: str) -> Structure:
 
 def _check_record(storage: StorageInfo, size: int | None) -> None:
     if size is None:
-        raise _Damaged(Fault(f"is damaged: the weights in its record data/{storage.key} are missing"))
+        raise _Damaged(Fault(f"is damaged: the weights in its record data/{printable(storage.key)} are missing"))
     if storage.numel * BYTES_OF_DTYPE.get(storage.dtype, 0) > size:
-        raise _Damaged(Fault(f"is damaged: its record data/{storage.key} is shorter than the weights in it"))
+        raise _Damaged(Fault(f"is damaged: its record data/{printable(storage.key)} is shorter than the weights in it"))
 
 
 def _read_legacy(path: str) -> Structure:
@@ -150,7 +151,7 @@ def _read_safetensors(path: str) -> Structure:
         dtype = _DTYPE_OF_SAFETENSORS.get(entry["dtype"], entry["dtype"].lower())
         start, end = entry["data_offsets"]
         if not 0 <= start <= end <= size - 8 - length:
-            raise _Damaged(Fault(f"is cut short: the weights of {name} end beyond the end of the file"))
+            raise _Damaged(Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file"))
         storage = StorageInfo(name, dtype, "cpu", (end - start) // BYTES_OF_DTYPE.get(dtype, 1))
         content[name] = TensorInfo(dtype, tuple(entry["shape"]), storage)
     return Structure(path, "safetensors", content, frozenset(), {str(k): str(v) for k, v in metadata.items()})

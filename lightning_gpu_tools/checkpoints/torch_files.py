@@ -19,6 +19,7 @@ from lightning_gpu_tools.checkpoints.formats import Fault, broken, comes_from_co
 from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.quantities import printable, printable_path
 
 
 def read_checkpoint(
@@ -131,14 +132,15 @@ def _read_safetensors(path: str, map_location: Any) -> OrderedDict[str, Any]:
         from safetensors.torch import load_file
     except ImportError:
         raise CheckpointError(
-            f"{path} is a safetensors file. Reading it needs: pip install 'lightning-gpu-tools[safetensors]'"
+            f"{printable_path(path)} is a safetensors file. Reading it needs: "
+            "pip install 'lightning-gpu-tools[safetensors]'"
         ) from None
     structure = read_structure(path)
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
     try:
         weights = OrderedDict(load_file(path, device=str(device)))
     except SafetensorError as error:
-        raise broken(path, Fault(f"is a damaged safetensors file ({error})")) from None
+        raise broken(path, Fault(f"is a damaged safetensors file ({printable(error, 300)})")) from None
     restore_metadata(weights, structure.metadata)
     return weights
 

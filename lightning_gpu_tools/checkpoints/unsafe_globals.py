@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from lightning_gpu_tools.quantities import printable, printable_path
+
 # What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.
 _PLAIN = re.compile(
     r"collections\.(OrderedDict|Counter)"
@@ -58,9 +60,10 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
     """
     blocked = sorted(names)
     harmless = [name for name in blocked if _HARMLESS.fullmatch(name)]
-    dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
-    unknown = [name for name in blocked if name not in harmless and name not in dangerous]
-    lines = [f"{path} holds more than plain data, so it was not opened. Nothing of it has run."]
+    dangerous = [printable(name) for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
+    unknown = [printable(name) for name in blocked if name not in harmless and not _RUNS_CODE.fullmatch(name)]
+    reason = printable(reason, 300)
+    lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
         lines.append(f"torch refuses it although it was allowed: {reason}. Plain lists, dictionaries and numbers load.")
     if dangerous:
@@ -68,7 +71,7 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
     if unknown:
         lines.append(f"unknown: {', '.join(unknown)}. Look at their source before you allow them.")
     if harmless:
-        lines.append(f"only hold values: {', '.join(harmless)}.")
+        lines.append(f"only hold values: {', '.join(map(printable, harmless))}.")
     if harmless and not dangerous and (not reason or "numpy.dtype" in harmless):
         allowed = [_HIDDEN_MODULE.sub("", name) for name in harmless]
         if "numpy.dtype" in allowed:  # an array names only this, but torch wants to know the class of its dtype too

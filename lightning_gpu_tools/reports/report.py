@@ -17,7 +17,7 @@ from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
-from lightning_gpu_tools.quantities import format_bytes, printable
+from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary
 from lightning_gpu_tools.reports.typed_json import read
 
@@ -207,7 +207,7 @@ def from_json(text: str, source: str = "the text") -> Report:
             raise ValueError("it is no object with an integer as schema_version")  # noqa: TRY004 - caught below
         if version > SCHEMA_VERSION:
             raise ReportError(
-                f"{printable(source, 300)} was written by a newer version of lightning_gpu_tools (schema "
+                f"{printable_path(source)} was written by a newer version of lightning_gpu_tools (schema "
                 f"{printable(version)}, "
                 f"this one reads up to {SCHEMA_VERSION}): upgrade the package to read it."
             )
@@ -222,7 +222,7 @@ def from_json(text: str, source: str = "the text") -> Report:
         findings = tuple(map(_unbounded, report.diagnosis.findings))
         return dataclasses.replace(report, diagnosis=dataclasses.replace(report.diagnosis, findings=findings))
     raise ReportError(
-        f"{printable(source, 300)} is not a report of lightning_gpu_tools: {reason}. Give it the {FILE_NAME} that "
+        f"{printable_path(source)} is not a report of lightning_gpu_tools: {reason}. Give it the {FILE_NAME} that "
         "GPUUtilizationMonitor has written."
     ) from None
 
