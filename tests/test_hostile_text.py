@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import pickle
@@ -35,7 +36,7 @@ from lightning_gpu_tools.nvml import read_gpus
 from lightning_gpu_tools.quantities import printable
 from lightning_gpu_tools.reports.report import load_report, to_json
 
-STEERS = "\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED: all is well\u2028FORGED\u202e[bold]x[/]|```a```$x$</pre>"
+STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"
 EVIL = STEERS + 200_000 * "L" + "weight"
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
@@ -333,6 +334,7 @@ def test_a_training_shows_hostile_names_harmlessly(
         trainer.fit(module, loader(Samples(60)))
     assert json.loads((tmp_path / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
     assert (tmp_path / "gpu_report.json").read_bytes().isascii()
+    assert (tmp_path / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None
     assert load_report(tmp_path).settings["model"] == name
     shown = capfd.readouterr()
     assert r"\x1b[2J" in shown.out
