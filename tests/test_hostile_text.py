@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import re
+import struct
 import time
 import traceback
 import zipfile
@@ -52,7 +53,8 @@ def assert_harmless(text: str) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Files with a name of that kind in every place where a format has a name, by what they are."""
-    folder = tmp_path_factory.mktemp("files")
+    folder = tmp_path_factory.mktemp("files") / "x\r\nFORGED\x1b[2J\u202e"
+    folder.mkdir()
     weights = OrderedDict([(f"{EVIL}.{i}.weight", torch.ones(2, 2)) for i in range(2)])
     lightning = {
         "state_dict": weights,
@@ -75,7 +77,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             f"{EVIL}.layer.bias": torch.ones(1),
             EVIL: torch.ones(1),
         },
+        "two_roots.pt": {
+            f"{EVIL}{i}.{name}": torch.ones(1, 4) for i in range(2) for name in ("layer.weight", "layer.bias")
+        },
+        "misfit.pt": {f"{EVIL}.layer.weight": torch.ones(5, 4), f"{EVIL}.layer.bias": torch.ones(1)},
+        "sparse.pt": {f"{EVIL}.layer.weight": torch.ones(1, 4).to_sparse(), f"{EVIL}.layer.bias": torch.ones(1)},
+        "two_fit.pt": {EVIL + "1": Model().state_dict(), EVIL + "2": Model().state_dict()},
+        "rooted.ckpt": {
+            "pytorch-lightning_version": "2.0.0",
+            "state_dict": {f"{EVIL}.{name}": torch.ones(1, 4) for name in ("layer.weight", "other")},
+        },
         "no_weights.pt": {EVIL: 1},
+        "fits\r\nFORGED.pt": Model().state_dict(),
         "cli.ckpt": {**sound, "state_dict": Model().state_dict(), "hyper_parameters": {"_instantiator": EVIL}},
         "class.ckpt": {
             **sound,
@@ -92,7 +105,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     paths["unsafe.pt"] = str(folder / "unsafe.pt")
     replace_pickle(paths["weights.pt"], paths["unsafe.pt"], pickle_of_class(EVIL, EVIL))
     paths["runs_code.pt"] = str(folder / "runs_code.pt")
-    replace_pickle(paths["weights.pt"], paths["runs_code.pt"], pickle_of_class("os", EVIL))
+    replace_pickle(paths["weights.pt"], paths["runs_code.pt"], pickle_of_class("os", "\x1b[2J\u202e" + 200_000 * "L"))
+    paths["harmless.pt"] = str(folder / "harmless.pt")
+    replace_pickle(paths["weights.pt"], paths["harmless.pt"], pickle_of_class("torch.nn.modules.x", 200_000 * "L"))
+    paths["damaged.pt"] = str(folder / "damaged.pt")
+    damaged = bytearray(Path(paths["weights.pt"]).read_bytes())
+    damaged[damaged.index(struct.pack("<f", 1.0) * 4)] ^= 1
+    Path(paths["damaged.pt"]).write_bytes(damaged)
     paths["photos.pt"] = str(folder / "photos.pt")
     with zipfile.ZipFile(paths["photos.pt"], "w") as archive:
         archive.writestr(STEERS + "L" * 1000, "meow")
@@ -150,8 +169,9 @@ def hostile_report() -> str:
 
 
 CHECKPOINTS = (
-    "lightning.ckpt", "weights.pt", "other.pt", "several.pt", "colliding.pt", "rooted.pt", "no_weights.pt", "cli.ckpt",
-    "legacy.pt", "unsafe.pt", "runs_code.pt", "photos.pt", "weights.safetensors", "short.safetensors", "folder",
+    "lightning.ckpt", "weights.pt", "other.pt", "several.pt", "colliding.pt", "rooted.pt", "two_roots.pt", "misfit.pt",
+    "sparse.pt", "two_fit.pt", "no_weights.pt", "fits\r\nFORGED.pt", "cli.ckpt", "legacy.pt", "unsafe.pt",
+    "runs_code.pt", "harmless.pt", "damaged.pt", "photos.pt", "weights.safetensors", "short.safetensors", "folder",
     "sharded\r\nFORGED", "missing",
 )  # fmt: skip
 
@@ -168,6 +188,7 @@ CHECKPOINTS = (
         ["convert", "FILE", "TARGET.ckpt", "--entry", EVIL, "--add-root", EVIL],
         ["convert", "FILE", "TARGET.ckpt", "--drop-root", EVIL],
         ["convert", "FILE", "TARGET.ckpt", "--like", "weights.pt"],
+        ["convert", "FILE", "weights.pt"],
         ["diff", "FILE", "weights.pt"],
     ],
     ids=lambda arguments: "-".join(one[:12] for one in arguments if one not in ("FILE", EVIL)),
@@ -306,6 +327,36 @@ def test_errors_and_reports_of_the_library_are_harmless(
     assert_harmless("".join(str(warning.message) for warning in recwarn))
 
 
+@pytest.mark.parametrize("name", ["rooted.ckpt", "rooted.pt", "two_fit.pt", "no_weights.pt"])
+def test_the_plugin_shows_hostile_names_harmlessly(
+    files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, name: str
+) -> None:
+    model = Model()
+    model.strict_loading = False
+    trainer = quiet_trainer(tmp_path, plugins=[PortableCheckpointIO()], logger=False)
+    with caplog.at_level(logging.INFO):
+        try:
+            trainer.validate(model, loader(Samples(1)), ckpt_path=files[name], weights_only=True)
+        except CheckpointError as error:
+            assert_harmless(str(error))
+    for text in (*caplog.messages, *(str(one.message) for one in recwarn)):
+        assert_harmless(text.replace(files[name], "PATH"))  # Lightning names the path itself
+
+
+class RefusesToLoad(Model):
+    """Fails to load as torch does, which names keys of the file."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"Error(s) in loading:\n\tsize mismatch for {EVIL}: other shape.")
+
+
+def test_what_torch_says_of_keys_is_repeated_harmlessly(tmp_path: Path) -> None:
+    torch.save(Model().state_dict(), tmp_path / "sound.pt")
+    with pytest.raises(CheckpointError, match="size mismatch for") as caught:
+        load_weights(RefusesToLoad(), tmp_path / "sound.pt")
+    assert_harmless("".join(traceback.format_exception(caught.value)))
+
+
 class StopsTraining(Callback):
     """Takes a while after each step, and raises an error of its own name at the 50th."""
 
@@ -324,18 +375,20 @@ def test_a_training_shows_hostile_names_harmlessly(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     name = STEERS + "L" * 2000
+    folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
+    folder.mkdir()
     driver.gpus = [gpu(name=NAME, xid_events=[(0.0, 79)]), gpu(name=NAME, lost=True)]
     stop = type(name, (StopsTraining,), {})()
     module = type(name, (Model,), {})()
-    (tmp_path / "gpu_report.json").write_text(Path(files["report.json"]).read_text())
+    (folder / "gpu_report.json").write_text(Path(files["report.json"]).read_text())
     callbacks = [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor(min_steps=5, min_seconds=0.0), stop]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=False)
+    trainer = quiet_trainer(folder, callbacks=callbacks, logger=False)
     with caplog.at_level(logging.INFO), pytest.raises(RuntimeError):
         trainer.fit(module, loader(Samples(60)))
-    assert json.loads((tmp_path / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
-    assert (tmp_path / "gpu_report.json").read_bytes().isascii()
-    assert (tmp_path / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None
-    assert load_report(tmp_path).settings["model"] == name
+    assert json.loads((folder / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
+    assert (folder / "gpu_report.json").read_bytes().isascii()
+    assert (folder / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None
+    assert load_report(folder).settings["model"] == name
     shown = capfd.readouterr()
     assert r"\x1b[2J" in shown.out
     for text in (shown.out, shown.err, *caplog.messages, *(str(one.message) for one in recwarn)):

@@ -23,6 +23,7 @@ from sample_report import REPORT
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
+from lightning_gpu_tools.quantities import printable_path
 from lightning_gpu_tools.reports import comparison as comparing
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary
@@ -185,13 +186,16 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
 @pytest.mark.parametrize("kind", NOT_REPORTS)
 def test_what_is_no_report_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "gpu_report.json"
+    folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
+    folder.mkdir()
+    path = folder / "gpu_report.json"
     NOT_REPORTS[kind](path)
     began_s = time.monotonic()
     with pytest.raises(ReportError) as caught:
         load_report(path)
-    assert str(path) in str(caught.value)
-    assert earlier_report(tmp_path) is None
+    assert printable_path(path) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert earlier_report(folder) is None
     assert time.monotonic() - began_s < 5
 
 
