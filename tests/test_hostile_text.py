@@ -285,11 +285,20 @@ NAME = STEERS + "L" * 20  # NVML has room for 96 bytes
 def test_gpu_names_and_claims_of_others_are_shown_harmlessly(
     driver: Driver, claims_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.gpus = [gpu(name=NAME), gpu(name=NAME, errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"})]
+    driver.gpus = [
+        gpu(name=NAME, uuid="GPU-\x1b[2J\u202e"),
+        gpu(name=NAME, errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}),
+    ]
     claims_dir.mkdir(mode=0o1777)
     (claims_dir / f"{STEERS.replace('/', '')}.claim").write_text(json.dumps({"user": NAME, "hostname": NAME}))
     assert [reading.name for reading in read_gpus()] == [printable(NAME)] * 2
-    for arguments in (["gpus"], ["gpus", "--json"], ["pick", "-n", "5"], ["pick", "-n", "1", "--format", "json"]):
+    for arguments in (
+        ["gpus"],
+        ["gpus", "--json"],
+        ["pick"],
+        ["pick", "-n", "5"],
+        ["pick", "-n", "1", "--format", "json"],
+    ):
         main(arguments)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{STEERS}")
     main(["pick", "-n", "1"])
