@@ -119,6 +119,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_safetensors(paths["weights.safetensors"], {EVIL: 4})
     paths["short.safetensors"] = str(folder / "short.safetensors")
     write_safetensors(paths["short.safetensors"], {EVIL: 400})
+    paths["dtype.safetensors"] = str(folder / "dtype.safetensors")
+    write_safetensors(paths["dtype.safetensors"], {"a": 4}, dtype=EVIL)
+    for name, plain, evil in (("device.pt", "cpu", EVIL), ("record.pt", "1", EVIL)):
+        paths[name] = str(folder / name)
+        with zipfile.ZipFile(paths["weights.pt"]) as archive:
+            (record,) = (record for record in archive.namelist() if record.endswith("data.pkl"))
+            content = archive.read(record).replace(as_text(plain), as_text(evil))
+        replace_pickle(paths["weights.pt"], paths[name], content)
     for kind, inside in (("folder", f"a{STEERS.replace('/', '')}.ckpt"), ("sharded\r\nFORGED", ".metadata")):
         (folder / kind).mkdir()
         (folder / kind / inside).write_bytes(Path(paths["weights.pt"]).read_bytes())
@@ -142,9 +150,15 @@ def replace_pickle(source: str, target: str, content: bytes) -> None:
             new.writestr(record, content if record.endswith("data.pkl") else old.read(record))
 
 
-def write_safetensors(path: str, lengths: dict[str, int]) -> None:
+def as_text(text: str) -> bytes:
+    """A text as torch.save writes it."""
+    content = text.encode()
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
+def write_safetensors(path: str, lengths: dict[str, int], dtype: str = "F32") -> None:
     entries = {
-        name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]} for name, size in lengths.items()
+        name: {"dtype": dtype, "shape": [size // 4], "data_offsets": [0, size]} for name, size in lengths.items()
     }
     metadata = {"format": EVIL, "tied": json.dumps({EVIL: EVIL}), "lightning_gpu_tools": json.dumps({"torch": EVIL})}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
@@ -171,8 +185,8 @@ def hostile_report() -> str:
 CHECKPOINTS = (
     "lightning.ckpt", "weights.pt", "other.pt", "several.pt", "colliding.pt", "rooted.pt", "two_roots.pt", "misfit.pt",
     "sparse.pt", "two_fit.pt", "no_weights.pt", "fits\r\nFORGED.pt", "cli.ckpt", "legacy.pt", "unsafe.pt",
-    "runs_code.pt", "harmless.pt", "damaged.pt", "photos.pt", "weights.safetensors", "short.safetensors", "folder",
-    "sharded\r\nFORGED", "missing",
+    "runs_code.pt", "harmless.pt", "damaged.pt", "device.pt", "record.pt", "photos.pt", "weights.safetensors",
+    "short.safetensors", "dtype.safetensors", "folder", "sharded\r\nFORGED", "missing",
 )  # fmt: skip
 
 
