@@ -50,6 +50,7 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
     KeyCollisionError,
 )
+from lightning_gpu_tools.quantities import printable, printable_path
 
 _MANIFEST_VERSION = 1
 
@@ -230,9 +231,12 @@ class PortableCheckpointIO(CheckpointIO):
         if not (plan.changes_names or plan.tied or plan.kept):
             return checkpoint
         if plan.changes_names:
-            rank_zero_info(f"{path}: {plan.describe()}.")
+            rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
         if plan.dropped_root and plan.unused:
-            rank_zero_warn(f'{path}: only what is in "{plan.dropped_root}" is loaded, not {list_groups(plan.unused)}.')
+            root = printable(plan.dropped_root)
+            rank_zero_warn(
+                f'{printable_path(path)}: only what is in "{root}" is loaded, not {list_groups(plan.unused)}.'
+            )
         return _renamed(checkpoint, plan, state, model.strict_loading)
 
 
@@ -321,8 +325,9 @@ def _as_lightning_checkpoint(content: Any, path: str | Path) -> dict[str, Any]:
         weights = next(iter(entries.values()))
         return {LIGHTNING_VERSION: lightning_version, "state_dict": weights, "epoch": 0, "global_step": 0}
     if not entries:
-        raise BrokenCheckpointError(f"{path} holds no weights but {describe_content(content)}.")
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
     raise BrokenCheckpointError(
-        f"{path} is no Lightning checkpoint and holds several sets of weights: {', '.join(entries)}. "
+        f"{printable_path(path)} is no Lightning checkpoint and holds several sets of weights: "
+        f"{', '.join(map(printable, entries))}. "
         "Load one of them with lightning_gpu_tools.load_weights(model, path, root=...)."
     )

@@ -1,16 +1,22 @@
 """Every exception and warning of the package.
 
 One class for each thing a caller would handle differently. Each carries its data as attributes and survives pickling,
-because Lightning passes exceptions between spawned ranks.
+because Lightning passes exceptions between spawned ranks. Shown as text, none holds a control character but line ends,
+whatever a file or a driver has put into it; the attributes hold the text as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.quantities import printable_lines
+
 
 class LightningGpuToolsError(Exception):
     """Base of all errors that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class NvmlUnavailableError(LightningGpuToolsError):
@@ -31,7 +37,7 @@ class NotEnoughGpusError(LightningGpuToolsError):
         self.rejected = tuple(rejected)
 
     def __str__(self) -> str:
-        return "\n  ".join([str(self.args[0]), *self.rejected])
+        return printable_lines("\n  ".join([str(self.args[0]), *self.rejected]))
 
 
 class ClaimsError(LightningGpuToolsError):
@@ -72,7 +78,7 @@ class CheckpointMismatchError(CheckpointError):
         self.unexpected = tuple(unexpected)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return printable_lines(str(self.args[0]))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -89,6 +95,9 @@ class UnsafeCheckpointError(CheckpointError):
 
 class LowGPUUtilizationWarning(UserWarning):
     """The training step spends much of its time waiting; the message says for what and what to change."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ReportError(LightningGpuToolsError):

@@ -103,8 +103,28 @@ def printable(text: object, max_length: int = 100) -> str:
             text = f"<{type(text).__name__}>"
     # Escapes make a text longer, never shorter, so more than this cannot be needed of either end.
     ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in ends)
+    escaped = _escaped(ends)
     if len(text) == len(ends) and len(escaped) <= max_length:
         return escaped
     head = (max_length - 1) * 2 // 3
     return f"{escaped[:head]}…{escaped[head + 1 - max_length :]}"
+
+
+def printable_path(path: object) -> str:
+    """Return a path or URL as :func:`printable` shows it, as long as whoever copies it needs it."""
+    return printable(path, max_length=300)
+
+
+def printable_lines(text: str) -> str:
+    """Return a message of the package with its line ends, and with every other control character escaped.
+
+    The last net below :func:`printable`, for output of several lines: text of others that a message has taken in raw
+    cannot steer a terminal. It could still begin a line, so each part of a message is made printable by itself.
+    """
+    return "\n".join(map(_escaped, text.split("\n")))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -35,6 +35,7 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
     KeyCollisionError,
 )
+from lightning_gpu_tools.quantities import printable
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -151,7 +152,7 @@ def _choose(
         most = max(len(plan.renames) for plan in plans.values())
         plans = {entry: plan for entry, plan in plans.items() if len(plan.renames) == most}
     if len(plans) > 1:
-        names = [f'"{entry}"' for entry in plans]
+        names = [f'"{printable(entry)}"' for entry in plans]
         raise AmbiguousCheckpointError(
             f"Several entries of the file fit: {' and '.join(names)}. "
             f"Say which one: {' or '.join(f'root={name}' for name in names)}."
@@ -180,6 +181,8 @@ def _load(
         try:
             found = model.load_state_dict(renamed, strict=strict)
         except RuntimeError as error:
+            # Torch names keys of the file, each on a line that a tab begins.
+            error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
             raise CheckpointMismatchError(
                 f"{error}\n  Torch found this while it was loading, so the model may be partly loaded. "
                 "Load a checkpoint that fits, or build the model anew."
@@ -194,7 +197,7 @@ def _refuse_what_torch_cannot_copy(
 ) -> None:
     converted = PathSet(keys.self_loading)
     refused = [
-        f"{old} ({_kind(weights[old])} instead of {_kind(state[new])})"
+        f"{printable(old)} ({_kind(weights[old])} instead of {_kind(state[new])})"
         for old, new in plan.renames.items()
         if shape_of(state[new]) is not None and new not in converted and not _can_copy(weights[old], state[new])
     ]
@@ -225,7 +228,7 @@ def _is_one_part(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
+        return f"a {printable(type(value).__name__)}"
     layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
     return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
 
@@ -318,7 +321,7 @@ def _came_out(
 
 
 def _report(path: str, entry: str, plan: RenamePlan, loaded: tuple[str, ...]) -> LoadReport:
-    words = [f"{Path(path).name}: loaded {len(loaded) - len(plan.tied)} weights"]
+    words = [f"{printable(Path(path).name)}: loaded {len(loaded) - len(plan.tied)} weights"]
     if plan.describe():
         words.append(plan.describe())
     if plan.tied:

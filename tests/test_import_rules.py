@@ -66,6 +66,7 @@ EDGES = {
     "reports.plot",
     "reports.report",
     "reports.text",
+    "reports.typed_json",
     "selection.affinity",
     "selection.claim_files",
     "selection.claim_files_windows",
@@ -121,6 +122,7 @@ ENTRIES = {"", "__main__", "cli", "entry_point", "zero_code"}
 LAYERS = [FACTS, DECISIONS, EDGES, ADAPTERS, ENTRIES]
 # Who may import whom within a layer, besides those of the same folder.
 NEIGHBOURS = {
+    "errors": {"quantities"},
     "readings": {"gpu_readings"},
     "callbacks.gpu_utilization_advisor": {"monitoring"},
     "callbacks.gpu_utilization_monitor": {"monitoring"},

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError
+from lightning_gpu_tools.quantities import printable_path
 
 if sys.platform != "win32":
     import fcntl
@@ -55,7 +56,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
         try:
             filesystem.get_file(name, copy)
         except FileNotFoundError:
-            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.") from None
+            raise CheckpointNotFoundError(f"There is no checkpoint at {printable_path(path)}.") from None
         with _naming(path, copy):
             yield copy
 

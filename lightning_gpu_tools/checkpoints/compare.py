@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.key_groups import group_keys
+from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
@@ -18,6 +18,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import choose_weights
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.quantities import printable, printable_path
 
 # 128 MiB at a time, as float64.
 _VALUES_AT_ONCE = 1 << 24
@@ -159,7 +160,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def render(found: Comparison, first: str, second: str) -> str:
     """Return a comparison as text, at most 100 columns wide except for longer names; large differences first."""
-    lines = [f"{first} and {second}: {found.same} weights are the same"]
+    lines = [f"{printable_path(first)} and {printable_path(second)}: {found.same} weights are the same"]
     if found.renamed:
         lines += prose(f"  names of the first: {found.renamed}")
     for label, keys in (("only in the first", found.only_in_first), ("only in the second", found.only_in_second)):
@@ -170,7 +171,10 @@ def render(found: Comparison, first: str, second: str) -> str:
         by_key.setdefault(difference.key, {})[difference.what] = difference
     ranked = sorted(by_key.items(), key=lambda item: -_weight(item[1]))
     if ranked:
-        rows = [(key, *(whats[w].detail if w in whats else "" for w in _COLUMNS)) for key, whats in ranked]
+        rows = [
+            (printable(key, MAX_NAME), *(whats[w].detail if w in whats else "" for w in _COLUMNS))
+            for key, whats in ranked
+        ]
         lines += table([("key", *_COLUMNS), *rows[:_LONGEST_TABLE]])
         if len(rows) > _LONGEST_TABLE:
             lines.append(f"  … and {len(rows) - _LONGEST_TABLE} more; --json gives all")

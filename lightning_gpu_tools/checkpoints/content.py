@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.quantities import printable, printable_path
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
@@ -59,14 +60,16 @@ def is_lightning_checkpoint(content: Any) -> bool:
 def describe_content(content: Any) -> str:
     """Say what a file holds that holds no weights."""
     if isinstance(content, Mapping):
-        names = [str(name) for name in content]
+        names = [printable(name) for name in content]
         return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
-    return f"a {type(content).__name__}"
+    return f"a {printable(type(content).__name__)}"
 
 
 def name_file(error: CheckpointError, path: object, model_class: type) -> None:
     """Begin the message of an error about keys with the file and, where it does not fit, with the model."""
-    where = f"{path} does not fit {model_class.__name__}." if isinstance(error, CheckpointMismatchError) else f"{path}:"
+    where = f"{printable_path(path)}:"
+    if isinstance(error, CheckpointMismatchError):
+        where = f"{printable_path(path)} does not fit {printable(model_class.__name__)}."
     error.args = (f"{where} {error.args[0]}", *error.args[1:])
 
 

@@ -31,6 +31,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.quantities import printable, printable_path
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -73,8 +74,9 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     """
     content = read_checkpoint(source)
     entry, weights = choose_weights(source, content, changes.entry)
-    plan = _plan(source, weights, content, changes)
-    converted = _apply(plan, source, weights, changes)
+    shown = printable_path(source)
+    plan = _plan(shown, weights, content, changes)
+    converted = _apply(plan, shown, weights, changes)
     said = [f"{len(converted)} weights"]
     said += [
         part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
@@ -88,12 +90,12 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         if is_lightning_checkpoint(content) and entry in MODEL_STATES:
             for name in {*MODEL_STATES} - {entry}:
                 if is_state_dict(content.get(name)):
-                    other = _plan(source, content[name], content, changes)
-                    rest[name] = _apply(other, source, content[name], changes)
+                    other = _plan(shown, content[name], content, changes)
+                    rest[name] = _apply(other, shown, content[name], changes)
             if "optimizer_states" in content:
                 rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_checkpoint(_put(rest, entry, converted), target, progress)
-    return f"{target}: {', '.join(part for part in said if part)}"
+    return f"{printable_path(target)}: {', '.join(part for part in said if part)}"
 
 
 def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
@@ -102,13 +104,14 @@ def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Change
         try:
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
         except CheckpointError as error:
-            error.args = (f"{source} does not fit {changes.like}. {error.args[0]}", *error.args[1:])
+            error.args = (f"{source} does not fit {printable_path(changes.like)}. {error.args[0]}", *error.args[1:])
             raise
     known = content.get(MANIFEST, {}).get("wrappers", {}) if is_lightning_checkpoint(content) else {}
     names = clean_names(weights, {*changes.wrappers, *known})
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
-        raise CheckpointMismatchError(f"{source}: no key begins with {changes.drop_root!r}, so it cannot be dropped.")
+        root = printable(repr(changes.drop_root))
+        raise CheckpointMismatchError(f"{source}: no key begins with {root}, so it cannot be dropped.")
     return RenamePlan(
         renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
         unused=tuple(key for key in names if key not in kept),
@@ -170,8 +173,8 @@ def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, pr
     unfit = [key for key, value in weights.items() if not _fits_safetensors(value)]
     if unfit:
         raise CheckpointError(
-            f"{target}: safetensors holds plain tensors only, not {list_groups(unfit)}. Choose another suffix than "
-            ".safetensors to keep them."
+            f"{printable_path(target)}: safetensors holds plain tensors only, not {list_groups(unfit)}. Choose another "
+            "suffix than .safetensors to keep them."
         )
     first: dict[Hashable, str] = {}
     tied: dict[str, str] = {}

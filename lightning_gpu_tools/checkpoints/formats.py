@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.quantities import format_bytes, printable
+from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
 
 Format = Literal["zip", "legacy", "safetensors"]
 
@@ -70,12 +70,12 @@ def identify(file: BinaryIO) -> Format:
 
 def broken(path: str, fault: Fault) -> BrokenCheckpointError:
     """Return the error for a fault: what it is, what to do, and another complete checkpoint if there is one."""
-    sentences = [f"{path} {fault.what}."]
+    sentences = [f"{printable_path(path)} {fault.what}."]
     if fault.advice:
         sentences.append(fault.advice)
     other = newest_complete_beside(path)
     if other is not None:
-        sentences.append(f"A complete checkpoint in the same folder: {other}")
+        sentences.append(f"A complete checkpoint in the same folder: {printable_path(other)}")
     return BrokenCheckpointError(" ".join(sentences))
 
 
@@ -155,10 +155,10 @@ def _is_tar(head: bytes) -> bool:
 
 
 def _not_found(path: str) -> str:
-    message = f"There is no checkpoint at {path}."
+    message = f"There is no checkpoint at {printable_path(path)}."
     other = newest_complete_beside(path)
     if other is not None:
-        return f"{message} The newest one in that folder: {other}"
+        return f"{message} The newest one in that folder: {printable_path(other)}"
     return message if Path(path).parent.is_dir() else f"{message} The folder does not exist either."
 
 
@@ -239,7 +239,7 @@ def _directory(path: str) -> Fault:
         return Fault(
             "is a sharded checkpoint (a folder, as FSDP and ModelParallel strategies write it)",
             "Make one file of it with: python -m lightning.pytorch.utilities.consolidate_checkpoint "
-            f"{path}   or load it with the strategy that saved it.",
+            f"{printable_path(path)}   or load it with the strategy that saved it.",
         )
     if "zero_to_fp32.py" in names or ("latest" in names and "checkpoint" in names) or "latest" in names:
         return Fault(
@@ -247,10 +247,10 @@ def _directory(path: str) -> Fault:
             "Make one file of it with lightning.pytorch.utilities.deepspeed."
             "convert_zero_checkpoint_to_fp32_state_dict(folder, file), or with the zero_to_fp32.py inside it.",
         )
-    inside = sorted(name for name in names if name.endswith(SUFFIXES))
+    inside = sorted(printable(name) for name in names if name.endswith(SUFFIXES))
     if inside:
         return Fault(
             "is a folder",
-            f"It holds {', '.join(map(printable, inside[:5]))}{', …' if len(inside) > 5 else ''}; name the file.",
+            f"It holds {', '.join(inside[:5])}{', …' if len(inside) > 5 else ''}; name the file.",
         )
     return Fault("is a folder, and no sharded checkpoint either (it has no .metadata and no latest file)")

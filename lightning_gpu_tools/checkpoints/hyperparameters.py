@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import all_state_dicts
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.quantities import printable, printable_path
 
 Module = TypeVar("Module", bound=LightningModule)
 
@@ -35,7 +36,7 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[
         return checkpoint
     entries = all_state_dicts(content)
     if not entries:
-        raise BrokenCheckpointError(f"{path} holds no weights but {describe_content(content)}.")
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
     return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
 
 
@@ -73,7 +74,8 @@ def build_module(
 def _build_for_cli(model_class: type[Module], instantiator: Any, values: dict[str, Any]) -> Module:
     if instantiator not in _CLI_INSTANTIATORS:
         raise UnsafeCheckpointError(
-            f"The checkpoint wants {instantiator!r} to build its model. Only LightningCLI's own function is called."
+            f"The checkpoint wants {printable(repr(instantiator))} to build its model. Only LightningCLI's own "
+            "function is called."
         )
     class_path = values.get("_class_path")
     if class_path is not None:
@@ -81,8 +83,8 @@ def _build_for_cli(model_class: type[Module], instantiator: Any, values: dict[st
         named = getattr(sys.modules.get(module), name, None)
         if not (isinstance(named, type) and issubclass(named, model_class)):
             raise UnsafeCheckpointError(
-                f"The checkpoint wants the class {class_path!r}, which is no {model_class.__name__} that this program "
-                "has imported. Import it first if you trust the checkpoint."
+                f"The checkpoint wants the class {printable(repr(class_path))}, which is no {model_class.__name__} "
+                "that this program has imported. Import it first if you trust the checkpoint."
             )
     from lightning.pytorch.cli import instantiate_module
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from lightning_gpu_tools.quantities import printable
+
+MAX_NAME = 300  # no real model is known whose parameters have longer names
+
 
 def group_keys(keys: Iterable[str]) -> list[str]:
     """Return one line for all keys that differ in their numbers only, in order of first appearance.
@@ -40,7 +44,7 @@ def _line(shape: Sequence[str | None], indices: Sequence[tuple[int, ...]]) -> st
             grid *= len(numbers)
             segment = _range(numbers)
         segments.append(segment)
-    return ".".join(segments) + (f" ({len(indices)} keys)" if grid != len(indices) else "")
+    return printable(".".join(segments), MAX_NAME) + (f" ({len(indices)} keys)" if grid != len(indices) else "")
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.quantities import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class _Search:
             tried += readings
         if not tried:
             raise CheckpointMismatchError(
-                f'There is no "{root}" in the checkpoint ({_roots(self.checkpoint_tree)}) nor in the model '
+                f'There is no "{printable(root)}" in the checkpoint ({_roots(self.checkpoint_tree)}) nor in the model '
                 f"({_roots(self.model_tree)})."
             )
         # max() returns the first of equals: the one with the least change.
@@ -181,7 +182,7 @@ class _Search:
             different.setdefault(frozenset(weights), reading)
         if len(different) > 1:
             roots = [reading.dropped_root or reading.added_root for reading in different.values()]
-            choices = " or ".join(f'root="{name}"' for name in roots)
+            choices = " or ".join(f'root="{printable(name)}"' for name in roots)
             side = "checkpoint holds" if fits[0].dropped_root else "model has"
             what = "sets of weights" if fits[0].dropped_root else "places"
             raise AmbiguousCheckpointError(
@@ -194,7 +195,7 @@ class _Search:
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
                 raise KeyCollisionError(
-                    f'{_quote(other, key)} would both become "{target[key]}" of the model. Nothing was changed.'
+                    f"{_quote(other, key)} would both become {_quote(target[key])} of the model. Nothing was changed."
                 )
         tied, absent = self._without_weight(target, clashes)
         unexpected, unused = self._without_place(target, clashes, reading.scope)
@@ -257,8 +258,9 @@ class _Search:
         for key in left_over:
             if _bare(key) in bare and not missing and not mismatched:
                 other = bare[_bare(key)]
+                name = _quote(plan.renames[other])
                 raise KeyCollisionError(
-                    f'{_quote(other, key)} would both become "{plan.renames[other]}" of the model. Nothing was changed.'
+                    f"{_quote(other, key)} would both become {name} of the model. Nothing was changed."
                 )
         raise self._mismatch(plan)
 
@@ -271,7 +273,7 @@ class _Search:
         if plan.unexpected:
             lines.append(f"not in the model: {list_groups(plan.unexpected)}")
         if plan.mismatched:
-            shapes = (f"{key} {have} instead of {want}" for key, have, want in plan.mismatched[:4])
+            shapes = (f"{printable(key)} {have} instead of {want}" for key, have, want in plan.mismatched[:4])
             more = len(plan.mismatched) - 4
             lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more > 0 else ""))
         if covered:
@@ -294,4 +296,4 @@ def _roots(tree: Tree) -> str:
 
 
 def _quote(*names: str) -> str:
-    return " and ".join(f'"{name}"' for name in names)
+    return " and ".join(f'"{printable(name)}"' for name in names)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, Shape, build_tree, is_wrapper_name
 from lightning_gpu_tools.errors import KeyCollisionError
+from lightning_gpu_tools.quantities import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,8 @@ class RenamePlan:
                 before, after = Counter(old.split(".")[:-1]), Counter(new.split(".")[:-1])
                 removed.update((before - after).keys())
                 added.update((after - before).keys())
-        parts = [f'removed "{segment}." from {count} keys' for segment, count in sorted(removed.items())]
-        parts += [f'added "{segment}." to {count} keys' for segment, count in sorted(added.items())]
+        parts = [f'removed "{printable(segment)}." from {count} keys' for segment, count in sorted(removed.items())]
+        parts += [f'added "{printable(segment)}." to {count} keys' for segment, count in sorted(added.items())]
         return ", ".join(parts)
 
     def rename_key(self) -> Callable[[str], str]:
@@ -102,7 +103,8 @@ class RenamePlan:
             if name is None:
                 continue
             if name in renamed:
-                raise KeyCollisionError(f'Two keys of the checkpoint would both become "{name}". Nothing was changed.')
+                shown = printable(name)
+                raise KeyCollisionError(f'Two keys of the checkpoint would both become "{shown}". Nothing was changed.')
             renamed[name] = value
         for name, key in self.tied.items():
             renamed[name] = state_dict[key]
@@ -125,7 +127,8 @@ def clean_names(keys: Iterable[str], wrappers: Iterable[str] = ()) -> dict[str, 
     """
     tree = build_tree(keys, frozenset(wrappers))
     for key, other in tree.collisions.items():
-        raise KeyCollisionError(f'"{other}" and "{key}" would both become the same key. Nothing was changed.')
+        pair = f'"{printable(other)}" and "{printable(key)}"'
+        raise KeyCollisionError(f"{pair} would both become the same key. Nothing was changed.")
     names: dict[str, str] = {}
     stack = [("", tree.root)]
     while stack:

@@ -15,6 +15,7 @@ from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.quantities import printable, printable_path
 
 
 def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
@@ -41,16 +42,19 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
     """
     entries = find_state_dicts(content) if entry is None else all_state_dicts(content)
     if not entries:
-        raise CheckpointMismatchError(f"{path} holds no weights but {describe_content(content)}.")
-    names = ", ".join(entries)
+        raise CheckpointMismatchError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+    names = ", ".join(map(printable, entries))
+    shown = printable_path(path)
     if entry is None and len(entries) > 1:
         raise AmbiguousCheckpointError(
-            f"{path} holds several sets of weights: {names}. Choose one with: lightning-gpu-tools checkpoint convert "
-            f"{path} TARGET --entry NAME"
+            f"{shown} holds several sets of weights: {names}. Choose one with: lightning-gpu-tools checkpoint convert "
+            f"{shown} TARGET --entry NAME"
         )
     chosen = next(iter(entries)) if entry is None else entry
     if chosen not in entries:
-        raise CheckpointMismatchError(f"{path} has no weights called {chosen!r}; it has {names or 'only one set'}.")
+        raise CheckpointMismatchError(
+            f"{shown} has no weights called {printable(repr(chosen))}; it has {names or 'only one set'}."
+        )
     return chosen, entries[chosen]
 
 

@@ -15,7 +15,7 @@ from lightning_gpu_tools.checkpoints.content import (
     find_state_dicts,
     is_lightning_checkpoint,
 )
-from lightning_gpu_tools.checkpoints.key_groups import group_keys
+from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_tree import (
     PRIVATE_SEGMENTS,
     WRAPPER_SEGMENT,
@@ -26,7 +26,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
 from lightning_gpu_tools.checkpoints.structure import Structure, walk_tensors
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
 WIDTH = 100
@@ -71,7 +71,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     """
     kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
     size = format_bytes(summary["size_bytes"])
-    lines = prose(f"{summary['path']}: {kinds[summary['kind']]}, {size}, {summary['format']}")
+    lines = prose(f"{printable_path(summary['path'])}: {kinds[summary['kind']]}, {size}, {summary['format']}")
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],
@@ -80,15 +80,16 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         "saved from": ", ".join(summary["saved_from_devices"] or summary["devices"] or ()) or None,
         "optimizers": summary["optimizers"],
     }
-    lines += prose("  " + ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
+    lines += prose("  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None))
     for label, names in (("hyperparameters", "hyper_parameters"), ("callbacks", "callbacks")):
         if summary[names]:
-            lines += prose(f"  {label}: {', '.join(summary[names])}")
+            lines += prose(f"  {label}: {', '.join(map(printable, summary[names]))}")
     if summary["removed_wrappers"]:
-        removed = (f"{kind} at {path or 'the root'}" for path, kind in summary["removed_wrappers"].items())
+        wrappers = summary["removed_wrappers"].items()
+        removed = (f"{printable(kind)} at {printable(path) or 'the root'}" for path, kind in wrappers)
         lines += prose(f"  wrappers removed when it was saved: {', '.join(removed)}")
     if summary["beyond_plain_data"]:
-        lines += prose(f"  holds more than plain data: {', '.join(summary['beyond_plain_data'])}")
+        lines += prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
     for name, weights in summary["weights"].items():
         lines += ["", *_weights(name, weights, summary["wrappers_in_keys"][name], all_keys)]
     return "\n".join(lines)
@@ -102,7 +103,7 @@ def prose(line: str) -> list[str]:
 def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int], all_keys: bool) -> list[str]:
     numbers = sum(weight["numel"] or 0 for weight in weights)
     total = sum(weight["bytes"] or 0 for weight in weights)
-    title = f"{name or 'weights'}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"
+    title = f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"
     lines = [title]
     if wrappers:
         lines.append("  in the keys: " + ", ".join(f'"{segment}." ({count})' for segment, count in wrappers.items()))
@@ -113,8 +114,9 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
     for members in groups.values():
         shape = "-" if members[0]["shape"] is None else "x".join(map(str, members[0]["shape"])) or "scalar"
         size = sum(member["bytes"] or 0 for member in members)
-        keys = [member["key"] for member in members] if all_keys else group_keys(member["key"] for member in members)
-        rows += [(key, shape, members[0]["dtype"] or "-", format_bytes(size) if i == 0 else "\"")
+        names = [member["key"] for member in members]
+        keys = [printable(key, MAX_NAME) for key in names] if all_keys else group_keys(names)
+        rows += [(key, shape, printable(members[0]["dtype"] or "-", 30), format_bytes(size) if i == 0 else "\"")
                  for i, key in enumerate(keys)]  # fmt: skip
     return lines + table(rows)
 

@@ -27,6 +27,7 @@ from lightning_gpu_tools.checkpoints.structure import (
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
+from lightning_gpu_tools.quantities import printable_path
 
 
 def read_checkpoint(
@@ -174,8 +175,8 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
             raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, reason[1] if reason else "")) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(
-                f"{structure.path} is written in a pickle protocol that can do more than plain data needs, so it was "
-                "not opened. Who wrote it can save it again with torch.save's default pickle_protocol."
+                f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
+                "needs, so it was not opened. Who wrote it can save it again with torch.save's default pickle_protocol."
             ) from None
     asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):

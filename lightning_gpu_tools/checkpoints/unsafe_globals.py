@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.quantities import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
 # What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.
@@ -68,12 +68,13 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
     """
     calls = sorted(name for name in names if name.endswith("(...)"))
     blocked = sorted({*names} - {*calls})
-    harmless = [name for name in blocked if _HARMLESS.fullmatch(name)]
+    harmless = [name for name in blocked if _HARMLESS.fullmatch(name) and name == printable(name)]
     dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
     unknown = [name for name in blocked if name not in harmless and name not in dangerous]
-    lines = [f"{path} holds more than plain data, so it was not opened. Nothing of it has run."]
+    reason = printable(reason, 300)
+    lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
-        lines.append(f"torch refuses it although it was allowed: {printable(reason, 300)}.")
+        lines.append(f"torch refuses it although it was allowed: {reason}.")
         lines.append("Plain lists, dictionaries and numbers load.")
     if calls:
         lines.append(f"does what no plain data needs: {_listed(calls)}. Only who wrote the file can vouch for it.")

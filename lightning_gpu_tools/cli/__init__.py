@@ -7,13 +7,16 @@ pynvml and rich, so that ``pick`` in a shell script costs little more than Pytho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
+from lightning_gpu_tools.quantities import printable, printable_lines
 
 COMMANDS = {
     "gpus": "show all GPUs, who uses them and who has claimed them",
@@ -25,6 +28,30 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Explain what is wrong with the arguments, which may be names of files that others have chosen, and exit."""
+        with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
+            super().error(printable(message, 1000))
+
+
+class _PrintableStream:
+    """A stream through which no control character but line ends gets, whoever writes: log lines and warnings, too.
+
+    What is to have colors is written to ``sys.__stdout__`` instead.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable_lines(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -32,17 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every sign
-    parser = argparse.ArgumentParser(
+    args = _parse(sys.argv[1:] if argv is None else list(argv))
+    stdout: Any = _PrintableStream(sys.stdout)
+    stderr: Any = _PrintableStream(sys.stderr)
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        return _run(args)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    arguments = sys.argv[1:] if argv is None else list(argv)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name in arguments[:1]:  # nothing but --help can stand before the command
             importlib.import_module(f"lightning_gpu_tools.cli.{name}").add_arguments(command)
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code = int(args.run(args))
         sys.stdout.flush()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
-from lightning_gpu_tools.quantities import format_bytes, format_duration
+from lightning_gpu_tools.quantities import format_bytes, format_duration, printable_path
 
 # Below this a file is read before anybody wonders whether something is happening.
 _LONG_FILE_BYTES = 256 << 20
@@ -128,7 +128,9 @@ def _verify(args: argparse.Namespace) -> int:
         _print({"path": args.file, "sound": True, "checksums": checksums, "bytes": size})
     else:
         how = "all checksums are right" if checksums else "the structure is sound (this file has no checksums)"
-        _print(f"{args.file}: {how}, {format_bytes(size)} in {format_duration(time.monotonic() - start)}")
+        _print(
+            f"{printable_path(args.file)}: {how}, {format_bytes(size)} in {format_duration(time.monotonic() - start)}"
+        )
     return 0
 
 
@@ -137,7 +139,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     with _told():
         if exists(args.target) and not args.force:
-            raise CheckpointError(f"{args.target} exists. --force replaces it.")
+            raise CheckpointError(f"{printable_path(args.target)} exists. --force replaces it.")
     import torch
 
     from lightning_gpu_tools.checkpoints.convert import Changes, convert
@@ -207,7 +209,7 @@ def _told() -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{error.filename or 'the file'}: {error.strerror or error}") from None
+        raise CheckpointError(f"{printable_path(error.filename or 'the file')}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
@@ -220,6 +222,6 @@ def _progress(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(file=sys.__stderr__), transient=True) as progress:
         task = progress.add_task(what, total=size_bytes)
         yield lambda count: progress.advance(task, count)

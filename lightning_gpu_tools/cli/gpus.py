@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_gpu_tools.quantities import format_bytes, format_duration
+from lightning_gpu_tools.quantities import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    console = Console()
+    console = Console(file=sys.__stdout__)  # rich writes the escape sequences of colors itself
     if console.width > 100 or not console.is_terminal:
         console.width = 100
     if args.watch:
@@ -116,15 +117,14 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim]) -> Table:
 
 
 def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim]) -> tuple[str, ...]:
-    now_s = time.time()
     claimed = [
-        f"{claim.user} (pid {claim.pid}): {_what(claim)} for {format_duration(max(0.0, now_s - claim.since_s))}"
+        f"{printable(claim.user)} (pid {claim.pid}): {_what(claim)} for {_age(claim)}"
         for claim in claims
         if gpu.uuid in claim.uuids
     ]
     return (
         title,
-        gpu.name or "?",
+        printable(gpu.name or "?"),
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),
         "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
@@ -136,7 +136,7 @@ def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim]) -> tuple[str, 
 def _use(gpu: GpuReading) -> str:
     """Return who is on the GPU, or why it cannot be used."""
     if gpu.error:
-        return f"cannot be used: {gpu.error}"
+        return f"cannot be used: {printable(gpu.error, 300)}"
     if gpu.mig_instances:
         return "divided into MIG instances"
     if gpu.compute_mode == "prohibited":
@@ -144,8 +144,8 @@ def _use(gpu: GpuReading) -> str:
     if gpu.processes is None:
         return "?"
     return "\n".join(
-        " ".join(part for part in (process.user, process.name or f"pid {process.pid}", _memory(process)) if part)
-        for process in gpu.processes
+        " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", _memory(one)) if part)
+        for one in gpu.processes
     )
 
 
@@ -155,6 +155,10 @@ def _memory(process: Any) -> str:
 
 def _size(size_bytes: int | None) -> str:
     return "?" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _age(claim: GpuClaim) -> str:
+    return format_duration(max(0.0, time.time() - claim.since_s))
 
 
 def _what(claim: GpuClaim) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Exit code: 0 printed, or not slower than allowed; 1 slower than allowed, beyond the runs' own noise, "
-        "or the file is no report; 2 wrong usage; 3 the runs cannot be compared (and why)."
+        "or FILE is no report; 2 wrong usage; 3 the runs cannot be compared, or OLD is no report (and why)."
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
     parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")
@@ -45,6 +46,7 @@ def _share(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
+    from lightning_gpu_tools.errors import ReportError
     from lightning_gpu_tools.reports.report import load_report, to_json
     from lightning_gpu_tools.reports.text import render_markdown, render_text
 
@@ -52,7 +54,12 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--max-slowdown needs --against OLD")
     report = load_report(args.file)
     if args.against is not None:
-        return _compare(report, load_report(args.against), args.max_slowdown or 0.0, args.format)
+        try:
+            old = load_report(args.against)
+        except ReportError as error:
+            print(f"lightning-gpu-tools: cannot be compared: {error}", file=sys.stderr)
+            return 3
+        return _compare(report, old, args.max_slowdown or 0.0, args.format)
     render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
     print(render(report).rstrip("\n"))
     return 0
@@ -61,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int:
     from lightning_gpu_tools.reports import comparison as comparing
     from lightning_gpu_tools.reports.confirmation import confirm
+    from lightning_gpu_tools.reports.text import escape_markdown
 
     comparison = comparing.compare(report, old, max_slowdown)
     render = {
@@ -71,5 +79,6 @@ def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int
     print(render(comparison))
     brought = confirm(report, old) if form != "json" else None
     if brought is not None:
-        print(f"Following its advice has brought: {brought}")
+        line = f"Following its advice has brought: {brought}"
+        print(line if form == "text" else f"\n{escape_markdown(line)}")
     return _EXIT_CODES[comparison.verdict]

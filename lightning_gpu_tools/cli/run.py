@@ -9,6 +9,7 @@ import signal
 import sys
 
 from lightning_gpu_tools.cli import options
+from lightning_gpu_tools.quantities import printable_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,8 @@ def _execute(command: list[str]) -> int:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)
     except FileNotFoundError:
-        print(f"lightning-gpu-tools: {command[0]}: command not found", file=sys.stderr)
+        print(f"lightning-gpu-tools: {printable_path(command[0])}: command not found", file=sys.stderr)
         return 127  # as a shell does, POSIX "Exit Status for Commands"
     except OSError as error:
-        print(f"lightning-gpu-tools: {command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"lightning-gpu-tools: {printable_path(command[0])}: {error.strerror}", file=sys.stderr)
         return 126

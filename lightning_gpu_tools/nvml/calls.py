@@ -8,6 +8,7 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.gpu_readings import UtilizationSample
+from lightning_gpu_tools.quantities import printable
 
 # NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
@@ -22,6 +23,15 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except NEVER:
         return None
+
+
+def product_name(handle: Any) -> str | None:
+    """Return the product's name, printable; ``None`` if the driver does not tell, or not in UTF-8."""
+    try:
+        name = ask(pynvml.nvmlDeviceGetName, handle)
+    except UnicodeDecodeError:
+        return None
+    return None if name is None else printable(name)
 
 
 def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:

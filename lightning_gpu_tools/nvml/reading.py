@@ -15,7 +15,7 @@ import pynvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpu_readings import ComputeMode, GpuProcess, GpuReading
 from lightning_gpu_tools.monitoring.utilization import mean_percent
-from lightning_gpu_tools.nvml.calls import ask, newest, utilization_samples
+from lightning_gpu_tools.nvml.calls import ask, newest, product_name, utilization_samples
 from lightning_gpu_tools.nvml.messages import why_unavailable, why_unreadable
 from lightning_gpu_tools.nvml.session import identify, session
 from lightning_gpu_tools.quantities import printable
@@ -109,9 +109,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
         )
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
-            reading = replace(
-                reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=ask(pynvml.nvmlDeviceGetName, handle)
-            )
+            reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
             _, total_bytes, free_bytes = _memory(handle, reading.name)
             reading = replace(
                 reading,
@@ -135,7 +133,7 @@ def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int
     # https://github.com/XuehaiPan/nvitop/pull/30.
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None and name is None:  # a brief reading has left it out
-        name = ask(pynvml.nvmlDeviceGetName, handle)
+        name = product_name(handle)
     integrated = name is not None and _INTEGRATED_NAME.search(name) is not None
     if not integrated and memory is not None:
         return False, memory.total, memory.free
@@ -185,7 +183,7 @@ def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> G
 
         with contextlib.suppress(psutil.Error):  # ended in the meantime, or hidden from this user
             process = psutil.Process(pid)
-            user, name = process.username(), printable(process.name())
+            user, name = printable(process.username()), printable(process.name())
     return GpuProcess(pid=pid, memory_used_bytes=memory_used_bytes, user=user, name=name, graphics_only=graphics_only)
 
 

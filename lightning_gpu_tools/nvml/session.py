@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.nvml.calls import ask
+from lightning_gpu_tools.nvml.calls import product_name
 from lightning_gpu_tools.nvml.messages import why_unavailable
 
 
@@ -87,7 +87,7 @@ def identify(nvml_index: int, brief: bool = False) -> Identity:
         known = _session.identities[nvml_index] = Identity(
             handle=handle,
             uuid=pynvml.nvmlDeviceGetUUID(handle),
-            name=ask(pynvml.nvmlDeviceGetName, handle),
+            name=product_name(handle),
             pci=(pci.domain, pci.bus, pci.device),
             pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0",  # as nvidia-smi writes it
         )

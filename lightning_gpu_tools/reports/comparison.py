@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
-from lightning_gpu_tools.quantities import format_duration
-from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.quantities import format_duration, printable
+from lightning_gpu_tools.reports.report import Report, as_json
+from lightning_gpu_tools.reports.text import escape_markdown
 
 # What must be alike so that a difference in speed is one of the program, by its name in Report.settings.
 _MUST_MATCH = {
@@ -84,7 +83,7 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         if old.settings.get(name) != new.settings.get(name)
     )
     reasons = [
-        f"the {_MUST_MATCH[change.setting]} differs: {_show(change.old)} before, {_show(change.new)} now"
+        f"the {_MUST_MATCH[change.setting]} differs: {show_setting(change.old)} before, {show_setting(change.new)} now"
         for change in changes
         if change.setting in _MUST_MATCH
     ]
@@ -129,12 +128,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     heads fewer than k times in at most 2.5 % of cases.
     """
     count = len(values)
-    below = 0.0
-    rank = 0
-    while rank < count:
-        below += math.comb(count, rank) / 2**count
-        if below > 0.025:
-            break
+    rank, ways, ways_below = 0, 1, 1  # binomial coefficients, in integers: a power of two has no float for long
+    while rank < count and 40 * ways_below <= 2**count:
+        ways = ways * (count - rank) // (rank + 1)
+        ways_below += ways
         rank += 1
     if rank == 0:
         return None
@@ -142,8 +139,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return ordered[rank - 1], ordered[count - rank]
 
 
-def _show(value: Any) -> str:
-    return "none" if value is None or value == [] else ", ".join(value) if isinstance(value, list) else str(value)
+def show_setting(value: Any) -> str:
+    """Return a setting in words."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return printable(", ".join(map(printable, values)), 300) or "none"
 
 
 _SAYS = {
@@ -162,12 +161,12 @@ def render_comparison(comparison: Comparison) -> str:
 def comparison_markdown(comparison: Comparison) -> str:
     """Return the comparison for a pull request."""
     lines = [f"**{_SAYS[comparison.verdict]}:** {_numbers(comparison)}", ""]
-    return "\n".join([*lines, *(f"- {line}" for line in _details(comparison))]).rstrip()
+    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _details(comparison))]).rstrip()
 
 
 def comparison_json(comparison: Comparison) -> str:
     """Return the comparison as JSON text."""
-    return json.dumps(asdict(comparison), indent=1)
+    return as_json(asdict(comparison))
 
 
 def _numbers(comparison: Comparison) -> str:
@@ -186,5 +185,8 @@ def _numbers(comparison: Comparison) -> str:
 
 def _details(comparison: Comparison) -> list[str]:
     lines = [f"Not comparable: {reason}." for reason in comparison.reasons]
-    lines += [f"Changed: {one.setting}: {_show(one.old)} -> {_show(one.new)}" for one in comparison.changes]
+    lines += [
+        f"Changed: {printable(one.setting)}: {show_setting(one.old)} -> {show_setting(one.new)}"
+        for one in comparison.changes
+    ]
     return lines

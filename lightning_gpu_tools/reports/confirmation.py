@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.quantities import format_duration
-from lightning_gpu_tools.reports.comparison import Change, compare, median_interval
+from lightning_gpu_tools.quantities import format_duration, printable
+from lightning_gpu_tools.reports.comparison import Change, compare, median_interval, show_setting
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
-from lightning_gpu_tools.reports.text import PHASE_LABELS
+from lightning_gpu_tools.reports.text import phase_label
 
 # What advice changes, by its name in Report.settings; all else must be alike.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
@@ -57,7 +57,7 @@ def earlier_report(folder: str | Path) -> Report | None:
     files = [here / FILE_NAME]
     if here.name.startswith("version_"):
         others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if file.parent != here]
-        files += sorted(others, key=lambda file: file.stat().st_mtime, reverse=True)
+        files += sorted(others, key=_modified_s, reverse=True)
     for file in files:
         if file.exists():
             try:
@@ -65,6 +65,13 @@ def earlier_report(folder: str | Path) -> Report | None:
             except ReportError:  # of a newer version, or not ours: nothing to compare with
                 return None
     return None
+
+
+def _modified_s(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # a link to nothing, or just removed
+        return 0.0
 
 
 def confirm(new: Report, old: Report) -> Confirmation | None:
@@ -83,7 +90,7 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         return None
     phase = _phase(old)
     if phase in _OUTSIDE_STEADY_STEPS:
-        if not _took_less(phase, new, old):
+        if not _took_less(phase, new, old) or not new.wall_s:
             return None
         return Confirmation(what=_phase_change(phase, new, old), speedup=_per_step(old) / _per_step(new) - 1)
     if advised:
@@ -106,7 +113,9 @@ def _faster(what: str, old_s: Sequence[float], new_s: Sequence[float]) -> Confir
 
 def _scaled(report: Report) -> list[float]:
     """Return the times of steady steps, for each sample where it is known how many a step has."""
-    return [step_s / (report.settings.get("batch_size") or 1) for step_s in report.step_s_blocks]
+    size = report.settings.get("batch_size")
+    samples = size if isinstance(size, int) and size > 0 else 1
+    return [step_s / samples for step_s in report.step_s_blocks]
 
 
 def _phase(report: Report) -> str | None:
@@ -133,8 +142,8 @@ def _phase_change(phase: str | None, new: Report, old: Report) -> str:
     assert phase is not None
     group, _, name = phase.partition("/")
     before, now = (format_duration(_phase_per_step(phase, report)) for report in (old, new))
-    return f"{name or PHASE_LABELS.get(group, group)} {before} -> {now} a step"
+    return f"{printable(name) or phase_label(group)} {before} -> {now} a step"
 
 
 def _setting_change(change: Change) -> str:
-    return f"{change.setting} {change.old} -> {change.new}"
+    return f"{change.setting} {show_setting(change.old)} -> {show_setting(change.new)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, score_of
-from lightning_gpu_tools.quantities import format_duration
+from lightning_gpu_tools.quantities import format_duration, printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,6 @@ def loader_line(loader: LoaderSummary) -> str:
     """Return the summary in one line."""
     if loader.settings is None or not loader.seconds:
         return f"NumWorkersFinder: {loader.reason}"
-    found = f"num_workers={loader.settings['num_workers']}"
+    found = f"num_workers={printable(loader.settings.get('num_workers'))}"
     state = "in use" if loader.applied else "not in use"
     return f"NumWorkersFinder found {found} in {format_duration(loader.seconds)} ({state}). {loader.reason}"

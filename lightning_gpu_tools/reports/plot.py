@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from lightning_gpu_tools.quantities import format_duration
+from lightning_gpu_tools.quantities import format_duration, printable
 from lightning_gpu_tools.reports.report import PLOT_NAME, GpuSummary, Report
-from lightning_gpu_tools.reports.text import PHASE_LABELS, phase_groups
+from lightning_gpu_tools.reports.text import phase_groups, phase_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,8 +62,8 @@ def _draw(report: Report) -> Figure:
     figure = Figure(figsize=(11, 2.0 + 1.25 * sum(heights)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0])
     verdict = report.diagnosis.verdict.replace("_", " ").upper()
-    title = textwrap.fill(f"{verdict}: {report.diagnosis.why}", 110)
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
+    title = textwrap.fill(f"{verdict}: {printable(report.diagnosis.why, 1000)}", 110)
+    figure.suptitle(_literal(title), x=0.01, ha="left", weight="bold", fontsize="medium")
     _draw_phases(axes[0], report)
     axes[0].set_ylabel("time [%]")
     for axis, (column, label, scale) in zip(axes[1:], rows, strict=True):
@@ -75,6 +75,11 @@ def _draw(report: Report) -> Figure:
     axes[-1].set_xlim(0, max(report.wall_s, 1e-9))
     _draw_legend(figure, report, axes)
     return figure
+
+
+def _literal(text: str) -> str:
+    """Return text so that matplotlib shows it as it is, without a formula between two dollar signs."""
+    return text.replace("$", r"\$")
 
 
 def _timelines(report: Report) -> list[tuple[str, str, float]]:
@@ -134,7 +139,7 @@ def _draw_legend(figure: Figure, report: Report, axes: Sequence[Axes]) -> None:
     for group, parts in phase_groups(report.phase_s).items():
         share = sum(parts.values()) / max(report.wall_s, 1e-9)
         if share >= _SMALLEST_SHARE_IN_LEGEND:
-            label = f"{PHASE_LABELS.get(group, group)} {100 * share:.0f} %"
+            label = _literal(f"{phase_label(group)} {100 * share:.0f} %")
             patches.append(Patch(color=_COLOURS.get(group, "#BBBBBB"), label=label))
     axes[0].set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize="small", frameon=False)

@@ -6,20 +6,25 @@ import dataclasses
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
-from typing import Any, TypeVar, get_args
+from typing import Any
 
-from lightning_gpu_tools.advice.findings import Diagnosis, Finding, Verdict
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
 from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
+from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary
+from lightning_gpu_tools.reports.typed_json import read
 
 SCHEMA_VERSION = 1
 FILE_NAME = "gpu_report.json"
+# A report with all there can be has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
+_MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
 
 
@@ -162,9 +167,16 @@ def slowest_rank(ranks: Sequence[RankSpeed]) -> tuple[RankSpeed, float] | None:
 
 
 def to_json(report: Report) -> str:
-    """Return the report as JSON text, one object with ``schema_version``. Numbers that JSON lacks become ``null``."""
-    data = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)}
-    return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
+    """Return the report as JSON text in ASCII, an object with ``schema_version``.
+
+    Numbers that JSON lacks become ``null``.
+    """
+    return as_json({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)}) + "\n"
+
+
+def as_json(data: Any) -> str:
+    """Return plain data as JSON text in ASCII, with ``null`` for the numbers that JSON lacks."""
+    return json.dumps(_finite(data), indent=1)
 
 
 def _finite(value: Any) -> Any:
@@ -178,87 +190,81 @@ def _finite(value: Any) -> Any:
 
 
 def from_json(text: str, source: str = "the text") -> Report:
-    """Return the report that :func:`to_json` wrote.
+    """Return the report that :func:`to_json` wrote. Fields that this version does not know are passed over.
 
     Args:
         text: The JSON text.
         source: Where it comes from; used in the error.
 
     Raises:
-        ReportError: It is no report, or one of a newer version of this package.
+        ReportError: It is no report, one of a newer version of this package, or holds what no report does: another
+            type, a number that is not finite or a negative time, more items than any training has.
     """
     try:
         data = json.loads(text)
-        version = data.pop("schema_version")
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if not isinstance(version, int):
+            raise ValueError("it is no object with an integer as schema_version")  # noqa: TRY004 - caught below
         if version > SCHEMA_VERSION:
             raise ReportError(
-                f"{source} was written by a newer version of lightning_gpu_tools (schema {version}, this one reads up "
-                f"to {SCHEMA_VERSION}): upgrade the package to read it."
+                f"{printable_path(source)} was written by a newer version of lightning_gpu_tools (schema "
+                f"{printable(version)}, this one reads up to {SCHEMA_VERSION}): upgrade the package to read it."
             )
-        _check(data)
-        diagnosis = data.pop("diagnosis")
-        findings = tuple(
-            _made(Finding, {**finding, "ceiling": math.inf if finding["ceiling"] is None else finding["ceiling"]})
-            for finding in diagnosis.pop("findings")
-        )
-        data |= {
-            "gpus": tuple(_made(GpuSummary, {**gpu, "errors": tuple(gpu.get("errors", ()))}) for gpu in data["gpus"]),
-            "step_s_blocks": tuple(data.get("step_s_blocks", ())),
-            "unseen": tuple(data.get("unseen", ())),
-            "spans": tuple(PhaseSpan(*span) for span in data.get("spans", ())),
-            "ranks": tuple(_made(RankSpeed, rank) for rank in data.get("ranks", ())),
-            "memory_growth": tuple(_made(MemoryGrowth, growth) for growth in data.get("memory_growth", ())),
-            "loader": _made(LoaderSummary, data["loader"]) if data.get("loader") else None,
-        }
-        return _made(Report, {**data, "diagnosis": _made(Diagnosis, {**diagnosis, "findings": findings})})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ReportError(f"{source} is not a report of lightning_gpu_tools ({FILE_NAME}): {error}") from error
+        report: Report = read(Report, data, _AS_WRITTEN)
+        if min(report.step_s_blocks, default=1.0) < _SHORTEST_S:
+            raise ValueError("step_s_blocks holds a step of less than a nanosecond")
+    except RecursionError:
+        reason = "it is nested too deep"
+    except ValueError as error:
+        reason = str(error)
+    else:
+        findings = tuple(map(_unbounded, report.diagnosis.findings))
+        return dataclasses.replace(report, diagnosis=dataclasses.replace(report.diagnosis, findings=findings))
+    raise ReportError(
+        f"{printable_path(source)} is not a report of lightning_gpu_tools: {reason}. Give it the {FILE_NAME} that "
+        "GPUUtilizationMonitor has written."
+    ) from None
 
 
-def _check(data: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if what every reader of a report relies on is something else."""
-    for name, kind in _TYPES.items():
-        if not isinstance(data[name], kind):
-            raise TypeError(f"{name} is {data[name]!r}")
-    for seconds in (*data["phase_s"].values(), *data.get("step_s_blocks", ())):
-        if not isinstance(seconds, (int, float)):
-            raise TypeError(f"a number of seconds is {seconds!r}")
-    if data["diagnosis"]["verdict"] not in get_args(Verdict):
-        raise ValueError(f"the verdict is {data['diagnosis']['verdict']!r}")
+# What to_json has made of the numbers that JSON lacks.
+_AS_WRITTEN = {"ceiling": float | None, "ceiling_lower": float | None, "evidence": Mapping[str, Any]}
+_SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "outcome": str,
-    "steps": int,
-    "wall_s": (int, float),
-    "phase_s": dict,
-    "settings": dict,
-    "diagnosis": dict,
-}
-
-_T = TypeVar("_T")
-
-
-def _made(kind: type[_T], fields: Mapping[str, Any]) -> _T:
-    """Build a dataclass from what a file holds. A field that this version does not know is a later addition."""
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in fields.items() if name in known})
+def _unbounded(finding: Finding) -> Finding:
+    """Return the finding with the infinity that was written as ``null``."""
+    bounds = (math.inf if bound is None else bound for bound in (finding.ceiling, finding.ceiling_lower))
+    return dataclasses.replace(finding, ceiling=next(bounds), ceiling_lower=next(bounds))
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
     """Return the report in a file, or in the folder that holds a ``gpu_report.json``.
 
+    Whatever the path leads to, this neither waits nor reads more than 16 MiB.
+
     Raises:
-        ReportError: There is none, or it cannot be read.
+        ReportError: There is none, or it cannot be read; see :func:`from_json`.
     """
     file = Path(path)
-    if file.is_dir():
-        file = file / FILE_NAME
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"No report can be read from {str(file)!r}: {error}") from error
+        if file.is_dir():
+            file = file / FILE_NAME
+        with open(file, "rb", opener=_open_without_waiting) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ValueError("it is a pipe or a device; save what it gives to a file first")
+            content = stream.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it is larger than {format_bytes(_MAX_BYTES)}, which no report is")
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
+        raise ReportError(f"No report can be read from {printable(repr(str(file)), 300)}: {reason}.") from None
     return from_json(text, str(file))
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe at once, too, and not only when somebody writes into it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:

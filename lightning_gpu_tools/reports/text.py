@@ -1,15 +1,22 @@
-"""The report of a training run as text for the terminal, and as Markdown for a pull request."""
+"""The report of a training run as text for the terminal, and as Markdown for a pull request.
+
+A report may come from a file that anybody has written: each text of it is made printable where it is put in.
+"""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 
-from lightning_gpu_tools.quantities import format_bytes, format_duration
+from lightning_gpu_tools.quantities import format_bytes, format_duration, printable
 from lightning_gpu_tools.reports.loader_summary import loader_line
 from lightning_gpu_tools.reports.report import GpuSummary, Report, slowest_rank
 
 _WIDTH = 100
+_MAX_PARAGRAPH = 1000  # ten lines; the longest advice there is has four
+# What Markdown would take for markup inside of a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
+_MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report) -> str:
@@ -24,7 +31,7 @@ def render_text(report: Report) -> str:
         *(_gpu_line(gpu) for gpu in report.gpus),
     ]
     if report.gpu_note:
-        lines.append(textwrap.fill(report.gpu_note, _WIDTH))
+        lines.append(_wrapped(report.gpu_note))
     lines += (_wrapped(line) for line in (*map(str, report.memory_growth), *_rank_lines(report)))
     lines += (_wrapped(line) for line in _idle_lines(report))
     if report.loader is not None:
@@ -32,7 +39,8 @@ def render_text(report: Report) -> str:
     if report.wall_s > 0:
         lines += _time_tree(report)
     if report.unseen:
-        lines.append(_wrapped(f"Not timed, because this Lightning does not have it: {', '.join(report.unseen)}."))
+        unseen = ", ".join(map(printable, report.unseen))
+        lines.append(_wrapped(f"Not timed, because this Lightning does not have it: {unseen}."))
     if report.monitor_us_per_step is not None:
         line = f"Measuring this added at least {report.monitor_us_per_step:.0f} us to a step"
         if report.monitor_thread_us_per_step is not None:
@@ -45,18 +53,19 @@ def render_markdown(report: Report) -> str:
     """Return the report for a pull request: verdict, why and next, the rest in a block to unfold."""
     diagnosis = report.diagnosis
     details = render_text(report).split("\n\n", 1)[-1]
+    fence = max(["``", *re.findall("`+", details)]) + "`"  # nothing inside can end the block
     return "\n".join(
         [
-            f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({_run_line(report)})",
+            f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
-            f"- **Why:** {diagnosis.why}",
-            f"- **Next:** {diagnosis.next_step}",
+            f"- **Why:** {escape_markdown(diagnosis.why)}",
+            f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",
             "<details><summary>Where the time went</summary>",
             "",
-            "```text",
+            f"{fence}text",
             details,
-            "```",
+            fence,
             "",
             "</details>",
         ]
@@ -72,12 +81,20 @@ _VERDICT = {
 }
 
 
+def escape_markdown(text: str) -> str:
+    """Return text as Markdown that shows it on one line as it is, without what control characters or markup do."""
+    return _MARKUP.sub(r"\\\g<0>", printable(text, _MAX_PARAGRAPH))
+
+
 def _paragraph(title: str, text: str) -> str:
     head = f"{title + ':':<9}"
-    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    text = printable(text, _MAX_PARAGRAPH)
+    indent = " " * len(head)
+    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False) or head
 
 
 def _wrapped(text: str) -> str:
+    text = printable(text, _MAX_PARAGRAPH)
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -106,11 +123,11 @@ def _idle_lines(report: Report) -> list[str]:
 
 def _idle_label(phase: str) -> str:
     group, _, name = phase.partition("/")
-    return name or ("inside the training step" if phase == "training_step" else PHASE_LABELS.get(group, group))
+    return printable(name) or ("inside the training step" if phase == "training_step" else phase_label(group))
 
 
 def _run_line(report: Report) -> str:
-    parts = [report.outcome, f"{report.steps} steps in {format_duration(report.wall_s)}"]
+    parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
     if report.step_s_median:
         speed = f"{format_duration(report.step_s_median)} a step"
         if report.samples_per_s:
@@ -132,8 +149,8 @@ def _gpu_line(gpu: GpuSummary) -> str:
     if gpu.throttled_percent is not None:
         parts.append(f"throttled {gpu.throttled_percent:.0f} % of the time")
     if gpu.errors:
-        parts.append("ERRORS: " + ", ".join(gpu.errors))
-    return _wrapped(f"{node}GPU {gpu.index} {gpu.name or gpu.uuid}: " + ", ".join(parts))
+        parts.append("ERRORS: " + ", ".join(map(printable, gpu.errors)))
+    return _wrapped(f"{node}GPU {gpu.index} {printable(gpu.name or gpu.uuid)}: " + ", ".join(parts))
 
 
 def _utilization_parts(gpu: GpuSummary) -> list[str]:
@@ -181,6 +198,11 @@ PHASE_LABELS = {
 }
 
 
+def phase_label(group: str) -> str:
+    """Return what a group of phases is called."""
+    return PHASE_LABELS.get(group) or printable(group)
+
+
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the phases grouped by what stands before the slash, each group with its parts, biggest first.
 
@@ -202,8 +224,7 @@ def _time_tree(report: Report) -> list[str]:
     for i, (group, parts) in enumerate(groups.items()):
         last = i == len(groups) - 1
         mark = "  ◀ cause" if group in causes else ""
-        label = PHASE_LABELS.get(group, group)
-        lines.append(_branch("└─ " if last else "├─ ", label, sum(parts.values()), report) + mark)
+        lines.append(_branch("└─ " if last else "├─ ", phase_label(group), sum(parts.values()), report) + mark)
         named = {name: seconds for name, seconds in parts.items() if name}
         for j, (name, seconds) in enumerate(named.items()):
             stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
@@ -213,7 +234,7 @@ def _time_tree(report: Report) -> list[str]:
 
 def _branch(stem: str, label: str, seconds: float, report: Report) -> str:
     width = 44 - len(stem)
-    label = textwrap.shorten(label, width, placeholder="...")
+    label = printable(label, width)
     percent = 100 * seconds / report.wall_s
     per_step = format_duration(seconds / max(1, report.steps))
     return f"{stem}{label:<{width}}{format_duration(seconds):>10}{percent:>6.1f} %{per_step:>10} a step"

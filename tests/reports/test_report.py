@@ -150,10 +150,10 @@ def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
         ('{"schema_version": 99}', "newer version"),
         (to_json(REPORT)[:-40], "is not a report"),
         (to_json(REPORT).replace('"steps"', '"stairs"'), "is not a report"),
-        (with_field("settings", None), "settings is None"),
-        (with_field("phase_s", {"training_step": None}), "a number of seconds is None"),
-        (with_field("step_s_blocks", [None]), "a number of seconds is None"),
-        (with_field("diagnosis", {"verdict": "odd"}), "the verdict is 'odd'"),
+        (with_field("settings", None), "settings must be an object, got null"),
+        (with_field("phase_s", {"training_step": None}), "phase_s.training_step must be a number, got null"),
+        (with_field("step_s_blocks", [None]), r"step_s_blocks\[0\] must be a number, got null"),
+        (with_field("diagnosis", {"verdict": "odd"}), 'diagnosis.verdict must be one of .*, got "odd"'),
     ],
 )
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message: str) -> None:
