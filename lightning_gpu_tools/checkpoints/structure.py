@@ -242,12 +242,12 @@ def _check_record(storage: StorageInfo, record: Record | None) -> None:
 
 
 def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
-    stream: Any = _Bounded(file, size_bytes)
+    file.seek(0)
     for _ in range(3):  # magic number, protocol version, byte order
-        StructureReader(stream, size_bytes).load()
-    reader = StructureReader(stream, size_bytes, legacy=True)
+        StructureReader(file, size_bytes).load()
+    reader = StructureReader(file, size_bytes, legacy=True)
     content = reader.load()
-    keys = StructureReader(stream, size_bytes).load()
+    keys = StructureReader(file, size_bytes).load()
     # torch makes the parts of a nested tensor from its numbers, which come later.
     if sorted(keys) != sorted(reader.storages) or "torch._utils._rebuild_nested_tensor" in reader.globals:
         raise DamagedContentsError(Fault("is damaged: it does not hold the numbers that it describes", RESTORE))
@@ -260,19 +260,6 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise DamagedContentsError(_DAMAGE["legacy"])
     return Structure(path, "legacy", content, frozenset(reader.globals))
-
-
-class _Bounded:
-    """A file from which nobody asks for more than it has: Python reserves what it is asked for before it reads."""
-
-    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
-        self._file = file
-        self._size_bytes = size_bytes
-        self.readline = file.readline
-        file.seek(0)
-
-    def read(self, count: int) -> bytes:
-        return self._file.read(count if count < 1 << 16 else min(count, self._size_bytes - self._file.tell()))
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:

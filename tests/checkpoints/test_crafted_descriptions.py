@@ -175,8 +175,8 @@ def sizes(*numbers: int) -> bytes:
     return b"(" + b"".join(map(number, numbers)) + b"t"
 
 
-def storage(numel: int = 4, key: bytes = text("0"), kind: str = "FloatStorage") -> bytes:
-    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + key + text("cpu") + number(numel) + b"tQ"
+def storage(numel: int = 4, key: bytes = text("0"), kind: str = "FloatStorage", view: bytes = b"") -> bytes:
+    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + key + text("cpu") + number(numel) + view + b"tQ"
 
 
 def tensor(block: bytes, offset: int = 0, shape: bytes = sizes(4), strides: bytes = sizes(1)) -> bytes:
@@ -200,6 +200,14 @@ def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
     assert read_checkpoint(write(path, tensor(storage(), 2**40, sizes(0, 9), sizes(9, 1)))).shape == (0, 9)
 
 
+def nested_and_listed(depth: int) -> bytes:
+    """Lists in each other, and a tuple of all of them with the innermost last."""
+    remember = [b"r" + struct.pack("<L", level) for level in range(depth)]
+    recall = [b"j" + struct.pack("<L", level) for level in range(depth)]
+    lists = b"".join(b"]" + remember[level] + recall[level - 1] + b"a0" for level in range(1, depth))
+    return b"]" + remember[0] + b"0" + lists + b"(" + b"".join(reversed(recall)) + b"t"
+
+
 DEEP = 100_000
 CONTRADICTIONS = {
     "more numbers than the record has": (tensor(storage(5)), "record data/0 is shorter"),
@@ -209,6 +217,11 @@ CONTRADICTIONS = {
     "a negative number of elements": (storage(-4), "by what is no name and size"),
     "a huge number of elements": (storage(2**63), "by what is no name and size"),
     "a key that is a number": (storage(4, number(0)), "by what is no name and size"),
+    "a block with a part": (storage(4, view=b"N"), "in a way that no version of torch does"),
+    "a sparse tensor of five parts": (
+        call("torch._utils._rebuild_sparse_tensor", b"N", b"(" + tensor(storage()) * 5 + b"t"),
+        "a tensor as no version of torch does",
+    ),
     "one block in two ways": (b"(" + storage(4) + storage(4, kind="IntStorage") + b"t", "in two ways"),
     "one block of two lengths": (b"(" + storage(4) + storage(2) + b"t", "in two ways"),
     "a shape beyond the block": (tensor(storage(), 0, sizes(5)), r"\(5,\) does not fit"),
@@ -249,7 +262,7 @@ CONTRADICTIONS = {
     "deep dictionaries": (b"}" + (text("a") + b"}") * DEEP + b"s" * DEEP, "nested more than 200 deep"),
     "deep lists": (b"]" * DEEP + b"a" * (DEEP - 1), "nested more than 200 deep"),
     "deep tuples": (b")" + b"\x85" * DEEP, "nested more than 200 deep"),
-    "depth that is shared": (b"]q\0(" + b"]q\1h\0aq\0" * 300 + b"t", "nested more than 200 deep"),
+    "depth that is shared": (nested_and_listed(300), "nested more than 200 deep"),
     "deep attributes": (
         b"ccollections\nOrderedDict\n)R}" + text("a") + b")" + b"\x85" * DEEP + b"sb",
         "nested more than 200 deep",
@@ -357,6 +370,38 @@ def test_an_old_file_holds_each_block_of_numbers_that_it_describes(tmp_path: Pat
     refuse_everywhere(path, "does not hold the numbers that it describes")  # torch leaves the memory as it is
     path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
     refuse_everywhere(path, "damaged or cut file in torch's old format")
+
+
+def part(offset: int, length: int, key: str = "1") -> bytes:
+    """A part of a block of four numbers, as torch wrote it before 0.4."""
+    return storage(view=b"(" + text(key) + number(offset) + number(length) + b"t")
+
+
+PARTS = {
+    "a part beyond the block": (part(2, 3), "a part of the block of numbers 0 is outside of it"),
+    "a part that is called as the block": (part(2, 2, "0"), "a part of the block of numbers 0 is outside of it"),
+    "a block that is called as a part": (
+        b"(" + part(2, 2) + storage(2, text("1"), view=b"N") + b"t",
+        "no name and size",
+    ),
+    "a tensor beyond the part": (tensor(part(2, 2), 0, sizes(3)), "does not fit into its block of numbers 1"),
+}
+
+
+def test_a_part_of_a_block_of_numbers_is_inside_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    empty = old_file(path, {})
+    start = empty[: empty.index(b"}q\x00.") - 2]  # up to the description
+
+    def write_old(program: bytes) -> None:
+        keys = pickle.dumps(["0"], 2)
+        path.write_bytes(start + b"\x80\x02" + program + b"." + keys + struct.pack("<q4f", 4, 1, 2, 3, 4))
+
+    write_old(tensor(part(2, 2), 0, sizes(2)))
+    assert read_checkpoint(path).tolist() == [3, 4]
+    for program, match in PARTS.values():
+        write_old(program)
+        refuse_everywhere(path, match)
 
 
 def test_a_tar_archive_that_begins_as_an_old_file_is_refused(tmp_path: Path) -> None:
