@@ -243,23 +243,23 @@ def _check_record(storage: StorageInfo, record: Record | None) -> None:
 
 def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     file.seek(0)
-    for _ in range(3):  # magic number, protocol version, byte order
-        StructureReader(file, size_bytes).load()
-    reader = StructureReader(file, size_bytes, legacy=True)
-    content = reader.load()
-    keys = StructureReader(file, size_bytes).load()
+    # The magic number, the version, what machine wrote it, the contents, and the keys of the blocks of numbers.
+    readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
+    *_, content, keys = [reader.load() for reader in readers]
+    named = frozenset().union(*(reader.globals for reader in readers))
+    storages = readers[3].storages
     # torch makes the parts of a nested tensor from its numbers, which come later.
-    if sorted(keys) != sorted(reader.storages) or "torch._utils._rebuild_nested_tensor" in reader.globals:
+    if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise DamagedContentsError(Fault("is damaged: it does not hold the numbers that it describes", RESTORE))
     place = file.tell()
     for key in keys:  # each block of numbers comes after its length in 8 bytes
-        storage = reader.storages[key]
+        storage = storages[key]
         file.seek(place)
         length = file.read(8)
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise DamagedContentsError(_DAMAGE["legacy"])
-    return Structure(path, "legacy", content, frozenset(reader.globals))
+    return Structure(path, "legacy", content, named)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:

@@ -404,6 +404,17 @@ def test_a_part_of_a_block_of_numbers_is_inside_of_it(tmp_path: Path) -> None:
         refuse_everywhere(path, match)
 
 
+def test_no_pickle_of_an_old_file_is_left_out_of_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    empty = old_file(path, {})
+    version = pickle.dumps(1001, 2)
+    start = empty.index(version) + len(version)
+    contents = empty.index(b"}q\x00.") - 2
+    path.write_bytes(empty[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + empty[contents:])
+    with pytest.raises(UnsafeCheckpointError, match="does what no plain data needs"):
+        read_checkpoint(path)
+
+
 def test_a_tar_archive_that_begins_as_an_old_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     begin = old_file(path, {})[:15]
