@@ -260,9 +260,8 @@ def _warn_if_private(path: str) -> None:
     why = why_private(path)
     if why:
         warn_once(
-            f"The claims folder {path} {why}: jobs outside of it do not see its claims, nor are theirs seen here. Set "
-            "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share; an administrator can "
-            "provide one (docs/claims.md)."
+            f"The claims folder {path} {why}, so this job and jobs outside do not see each other's claims. Set "
+            "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share; docs/claims.md says how."
         )
 
 

@@ -11,11 +11,11 @@ def why_private(path: str) -> str | None:
     mount = mount_of(path, own_mounts)
     # Readable by everybody, except where /proc is mounted with hidepid: then it is not known.
     if mount != mount_of(path, _mounts_of("1") or own_mounts):
-        return "is on a mount that this job or service has for itself"
+        return "is private to this job, on a mount of its own"
     markers = ("/.dockerenv", "/run/.containerenv")  # written by Docker; by Podman
     is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
     if is_contained and mount == mount_of("/", own_mounts):
-        return "is part of this container"
+        return "is private to this container"
     return None
 
 
