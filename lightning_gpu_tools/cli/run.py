@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
         "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
-        "be run or found. Claims are files in /tmp/lightning-gpu-tools, or in the folder that "
-        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR names; containers see each other's where all mount that folder."
+        f"be run or found. {options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
     parser.add_argument(
