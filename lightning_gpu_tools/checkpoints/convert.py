@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import writing
+from lightning_gpu_tools.checkpoints.atomic_file import behind_links, writing
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
@@ -70,6 +70,8 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
 
     Raises:
         CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
+    If ``target`` is a symbolic link, the link stays and the file that it names is replaced or made.
+
         OSError: ``target`` cannot be written.
     """
     content = read_checkpoint(source)
@@ -77,14 +79,15 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     shown = printable_path(source)
     plan = _plan(shown, weights, content, changes)
     converted = _apply(plan, shown, weights, changes)
+    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     said = [f"{len(converted)} weights"]
     said += [
         part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
     ]
-    if target.endswith(".safetensors"):
-        _write_safetensors(target, converted, content, progress)
+    if as_safetensors:
+        _write_safetensors(file, converted, content, progress)
     elif changes.weights_only or not isinstance(content, Mapping) or not entry:
-        write_checkpoint(converted, target, progress)
+        write_checkpoint(converted, file, progress)
     else:
         rest = dict(content)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES:
@@ -94,8 +97,9 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
                     rest[name] = _apply(other, shown, content[name], changes)
             if "optimizer_states" in content:
                 rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(_put(rest, entry, converted), target, progress)
-    return f"{printable_path(target)}: {', '.join(part for part in said if part)}"
+        write_checkpoint(_put(rest, entry, converted), file, progress)
+    where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
+    return f"{where}: {', '.join(said)}"
 
 
 def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
