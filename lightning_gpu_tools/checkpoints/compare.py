@@ -146,8 +146,17 @@ def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     if one.is_quantized or not one.numel():
         return not one.numel()
-    plain = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, two))
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
+    return torch.equal(_bits(one), _bits(two))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype is torch.complex128:  # no integer is as long
+        plain = torch.view_as_real(plain)
+    return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
+
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -103,6 +104,22 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(run=_diff)
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Run without the cyclic garbage collector.
+
+    300,000 keys are millions of objects and no garbage; searching them again and again takes half of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
     from lightning_gpu_tools.checkpoints.structure import read_structure
@@ -118,6 +135,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
     from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
+@_collector_paused()
 
     start = time.monotonic()
     with _told(), local_copy(args.file) as local:
@@ -144,6 +162,7 @@ def _convert(args: argparse.Namespace) -> int:
     with _told():
         if exists(args.target) and not args.force:
             raise CheckpointError(f"{printable_path(args.target)} exists. --force replaces it.")
+@_collector_paused()
     import torch
 
     from lightning_gpu_tools.checkpoints.convert import Changes, convert
@@ -169,6 +188,7 @@ def _diff(args: argparse.Namespace) -> int:
     try:
         with _told(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
             found = compare(args.first, args.second, advance)
+@_collector_paused()
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
