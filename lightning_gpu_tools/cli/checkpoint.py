@@ -122,24 +122,30 @@ def _collector_paused() -> Iterator[None]:
 @_collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.structure import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
     with _told(), local_copy(args.file) as local:
         structure = dataclasses.replace(read_structure(local), path=args.file)
+        check_contents(structure.content, args.file, TensorInfo)
         summary = summarize(structure, os.path.getsize(local))
     _print(summary if args.json else render(summary, all_keys=args.all))
     return 0
 
 
+@_collector_paused()
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.structure import find_damage, read_structure
-@_collector_paused()
 
     start = time.monotonic()
     with _told(), local_copy(args.file) as local:
         structure = read_structure(local)
+        check_contents(structure.content, args.file, TensorInfo)
         size = os.path.getsize(local)
         with _progress("verifying", size) as advance:
             damage = find_damage(local, advance)
@@ -156,13 +162,13 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
+@_collector_paused()
 def _convert(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import exists
 
     with _told():
         if exists(args.target) and not args.force:
             raise CheckpointError(f"{printable_path(args.target)} exists. --force replaces it.")
-@_collector_paused()
     import torch
 
     from lightning_gpu_tools.checkpoints.convert import Changes, convert
@@ -182,13 +188,13 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
+@_collector_paused()
 def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 
     try:
         with _told(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
             found = compare(args.first, args.second, advance)
-@_collector_paused()
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
