@@ -167,6 +167,16 @@ def _are_dictionaries(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
 
 
+def _are_optimizers(value: Any) -> bool:
+    return _are_dictionaries(value) and all(
+        isinstance(state.get("state", {}), Mapping) and _are_groups(state.get("param_groups", [])) for state in value
+    )
+
+
+def _are_groups(value: Any) -> bool:
+    return _are_dictionaries(value) and all(isinstance(group.get("params"), list) for group in value)
+
+
 def _are_loops(value: Any) -> bool:
     return value is None or (
         _is_named(value) and all(_is_named(loop) and _are_dictionaries(list(loop.values())) for loop in value.values())
@@ -182,7 +192,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "current_model_state": (_is_named, "a dictionary with names for keys"),  # by WeightAveraging
     "callbacks": (_is_optional_dictionary, "a dictionary"),
     "loops": (_are_loops, "a dictionary of loops, each with a dictionary for every part of its progress"),
-    "optimizer_states": (_are_dictionaries, "a list of dictionaries"),
+    "optimizer_states": (_are_optimizers, "a list of the state_dicts of optimizers"),
     "lr_schedulers": (_are_dictionaries, "a list of dictionaries"),
 }
 _NOTES: dict[str, Callable[[Any], bool]] = {

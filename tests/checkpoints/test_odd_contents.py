@@ -201,7 +201,11 @@ ODD: dict[str, tuple[Any, str, frozenset[str]]] = {
         {"trainer"},
     ),
     "number as optimizers": (lightning_checkpoint(optimizer_states=4), "must be a list", {"trainer"}),
-    "odd optimizers": (lightning_checkpoint(optimizer_states=[{"state": 4, "param_groups": 4}]), "", frozenset()),
+    "odd optimizers": (
+        lightning_checkpoint(optimizer_states=[{"state": {"a": 4}, "param_groups": 4}]),
+        '"optimizer_states" .* must be a list of the state_dicts',
+        {"trainer"},
+    ),
     "odd manifest": (lightning_checkpoint(lightning_gpu_tools={"wrappers": [4], "devices": 4}), "", frozenset()),
     "list as a manifest": (lightning_checkpoint(lightning_gpu_tools=[4]), "", frozenset()),
     "600 digits": (lightning_checkpoint(epoch=10**600, global_step=-(10**600)), "", frozenset()),
