@@ -9,7 +9,9 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("torch", "lightning", "nvidia-ml-py", "lightning-gpu-tools")
+import lightning_gpu_tools
+
+PACKAGES = ("torch", "lightning", "nvidia-ml-py")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -28,6 +30,7 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "lightning-gpu-tools": lightning_gpu_tools.__version__,
     }
 
 

@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-benchmarks/results}
 mkdir -p "$folder"
-export PYTHONPATH=$PWD
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$folder/gpu_machine.csv"
 python3 -m pytest -m gpu -v --junitxml="$folder/gpu_tests.xml" 2>&1 | tee "$folder/gpu_tests.log"

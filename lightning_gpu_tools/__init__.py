@@ -11,6 +11,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from lightning_gpu_tools.environment import VERSION as __version__
+
 if TYPE_CHECKING:
     from lightning_gpu_tools.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
@@ -124,8 +126,6 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("lightning-gpu-tools")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

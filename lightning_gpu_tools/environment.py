@@ -1,8 +1,11 @@
-"""The environment variables that switch this package on and off, each read when it is asked for."""
+"""The package's version, and the environment variable that switches it off, read each time it is asked for."""
 
 from __future__ import annotations
 
 import os
+
+# Written here and not asked of the installation, so that a clone on PYTHONPATH knows it, too.
+VERSION = "0.1.0"
 
 
 def is_disabled() -> bool:

@@ -98,13 +98,14 @@ class GpuClaim(NamedTuple):
     """What a live job has said it needs of some GPUs, so that others do not take it away.
 
     Attributes:
-        job: Random name of the claim. The job hands it on to its children, which count the claim as their own.
+        job: Random name of the job. It hands it on to its children, which count the claim as their own.
         uuids: The GPUs and MIG instances, best first.
         kind: ``memory``: the given number of bytes of each; ``whole``: all of each, but others are not refused;
             ``exclusive``: all of each, and others are refused.
         memory_bytes: How much of each, for the kind ``memory``; else ``None``.
         pid: Process that made the claim, as it sees itself: in a container this is the container's number.
-        user: Owner of the claim, by the file system's word where it has one.
+        user: Owner of the claim, by the file system's word.
+        owner_id: The same user's number.
         hostname: Host or container of the process.
         since_s: Time of the claim, seconds since the epoch.
         group: Where a launcher starts several processes of one job on this machine: its name for them, by which the
@@ -118,6 +119,7 @@ class GpuClaim(NamedTuple):
     memory_bytes: int | None
     pid: int
     user: str
+    owner_id: int
     hostname: str
     since_s: float
     group: str | None = None
@@ -128,11 +130,11 @@ class GpuWaiter(NamedTuple):
     """A live job that waits for GPUs.
 
     Attributes:
-        name: The smaller, the longer it has waited.
+        name: Random name.
         uuids: The GPUs and MIG instances that it could use.
         requested: How many of them it waits for.
         pid: The process, as it sees itself.
-        user: Its owner, by the file system's word where it has one.
+        user: Its owner, by the file system's word.
         since_s: Since when, seconds since the epoch.
     """
 

@@ -18,7 +18,7 @@ _BYTES_PER_UNIT = {
     "tib": 2**40,
 }
 _SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_MOST_BYTES = 2**64  # NVML counts bytes in 64 bits
+MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -38,7 +38,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         size_bytes = size
     elif isinstance(size, str) and (match := _QUANTITY.fullmatch(size)):
         size_bytes = float(match[1]) * _BYTES_PER_UNIT.get(match[2].lower() or "b", math.nan)
-    if not 0 <= size_bytes < _MOST_BYTES:
+    if not 0 <= size_bytes < MAX_BYTES:
         raise ValueError(f'{name} must be a number of bytes or a size like "8GiB" or "500MB", got {size!r}.')
     return round(size_bytes)
 

@@ -184,9 +184,10 @@ def _load(
         try:
             found = model.load_state_dict(renamed, strict=strict)
         except RuntimeError as error:
-            found_by_torch = "\n".join(printable(line.expandtabs(2), 300) for line in str(error).split("\n"))
+            # Torch names keys of the file, each on a line that a tab begins.
+            error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
             raise CheckpointMismatchError(
-                f"{found_by_torch}\n  Torch found this while it was loading, so the model may be partly loaded. "
+                f"{error}\n  Torch found this while it was loading, so the model may be partly loaded. "
                 "Load a checkpoint that fits, or build the model anew."
             ) from error
     if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say

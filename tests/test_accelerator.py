@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NotEnoughGpusError, select_gpus
-from lightning_gpu_tools.selection.claims import open_ledger
+from lightning_gpu_tools.selection.claims import read_ledger, warn_once
 
 TESTS = Path(__file__).parent
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -47,7 +47,7 @@ def positions(driver: Driver, uuids: list[str]) -> list[int]:
 
 
 def live_claims(claims_dir: Path) -> list[tuple[str, int]]:
-    with open_ledger(claims_dir, create=False) as ledger:
+    with read_ledger(str(claims_dir)) as ledger:
         return [(claim.kind, len(claim.uuids)) for claim in ledger.claims()]
 
 
@@ -103,7 +103,37 @@ def test_exactly_what_a_scheduler_gave_is_left_alone(
     made = trainer(devices, min_free="70GiB")
     assert positions(driver, cpu_as_cuda.gpus_of(made)) == [int(entry) for entry in mask.split(",")]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == mask
-    assert not claims_dir.exists()
+    assert live_claims(claims_dir) == [("memory", len(mask.split(",")))]
+    trainer(devices)  # a second one leaves it alone, too
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == mask
+    assert len(live_claims(claims_dir)) == 1
+
+
+def test_what_a_scheduler_gave_is_claimed_for_others_to_see(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, run_cli: RunPython
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    trainer(2, exclusive=True)
+    others = {"CUDA_VISIBLE_DEVICES": None, "LIGHTNING_GPU_TOOLS_JOB": None}
+    answer = run_cli("pick", "-n", "2", env=others)
+    assert answer.stdout.split() == [f"{driver.gpus[1].uuid},{driver.gpus[0].uuid}"]
+    assert "claimed exclusively" in run_cli("pick", "-n", "3", env=others).stderr
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(True, False), (False, True), (True, True)])
+def test_two_jobs_on_what_a_scheduler_gave_are_told_and_share_no_exclusive_claim(
+    monkeypatch: pytest.MonkeyPatch,
+    claims_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    theirs: bool,
+    ours: bool,
+) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    select_gpus(exclusive=theirs)
+    trainer(1, exclusive=ours)
+    assert live_claims(claims_dir) == [("exclusive" if theirs else "whole", 1), ("whole", 1)]
+    assert f"(pid {os.getpid()}) has claimed{' exclusively' * theirs}. Both use it now" in caplog.text
 
 
 def test_the_choice_stays_inside_what_a_scheduler_gave(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,7 +534,7 @@ def test_tasks_of_slurm_agree_and_the_claim_lives_until_the_last_has_ended(
     tasks = [subprocess.Popen([sys.executable, path], env=slurm(i), stdin=-1, stdout=-1, text=True) for i in (0, 1)]
     lines = [task.stdout.readline() for task in tasks for _ in ("CORES", "TOLD") if task.stdout]
     assert told("".join(lines), driver) == {"built": {0: [3, 2], 1: [3, 2]}}
-    with open_ledger(claims_dir) as ledger:
+    with read_ledger(str(claims_dir)) as ledger:
         (claim,) = ledger.claims()
     for task in sorted(tasks, key=lambda task: task.pid != claim.pid):
         assert live_claims(claims_dir) == [("exclusive", 2)]

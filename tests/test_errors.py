@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import traceback
 
 import pytest
 
@@ -26,3 +27,17 @@ def test_not_enough_gpus_lists_each_reason_on_its_own_line() -> None:
     assert str(error).splitlines() == ["Asked for 2 GPUs.", "  GPU 0: 4.0 GiB free.", "  GPU 1: lost."]
     assert error.requested == 2
     assert error.rejected == ("GPU 0: 4.0 GiB free.", "GPU 1: lost.")
+
+
+@pytest.mark.parametrize(
+    "error_type", [errors.CheckpointMismatchError, errors.CheckpointNotFoundError, errors.ReportError]
+)
+def test_no_error_steers_a_terminal_whatever_was_put_into_it(error_type: type[Exception]) -> None:
+    error = error_type("net.ckpt:\n  no weight for \x1b[2J\u202e")
+    assert str(error) == "net.ckpt:\n  no weight for \\x1b[2J\\u202e"
+    assert "\x1b" not in "".join(traceback.format_exception_only(error))
+
+
+def test_the_warning_does_not_either() -> None:
+    assert str(errors.LowGPUUtilizationWarning("\x1b[2J")) == r"\x1b[2J"
+    assert str(errors.NotEnoughGpusError("None.", 1, ["GPU 0: \x9b2J"])) == "None.\n  GPU 0: \\x9b2J"

@@ -69,9 +69,9 @@ EDGES = {
     "reports.typed_json",
     "selection.affinity",
     "selection.claim_files",
-    "selection.claim_files_windows",
     "selection.claims",
     "selection.cuda",
+    "selection.mounts",
     "selection.picking",
     "selection.placement",
 }
@@ -147,7 +147,6 @@ NEIGHBOURS = {
 HOMES = {
     "pynvml": {"nvml"},
     "fcntl": {"selection.claim_files", "checkpoints.atomic_file"},
-    "filelock": {"selection.claim_files_windows"},
     "matplotlib": {"reports.plot"},
     "rich": {"cli", "loaders.presentation"},
     "torch": ADAPTERS | {"cli"},

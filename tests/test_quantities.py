@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.quantities import format_bytes, format_duration, parse_bytes, parse_duration, printable
+from lightning_gpu_tools.quantities import (
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_duration,
+    printable,
+    printable_lines,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,3 +98,10 @@ def test_what_python_refuses_to_print_is_shown_by_its_type() -> None:
         nested = [nested]
     assert printable(nested) == "<list>"
     assert printable(10**5000) == "<int>"
+
+
+@given(st.text())
+def test_lines_keep_their_ends_and_lose_every_other_control_character(text: str) -> None:
+    shown = printable_lines(text)
+    assert shown.count("\n") == text.count("\n")
+    assert all(map(str.isprintable, shown.split("\n")))

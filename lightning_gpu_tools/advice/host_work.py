@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.findings import Cause, Finding, counted
 from lightning_gpu_tools.advice.run_measurements import COPY, VALIDATION, RunMeasurements
+from lightning_gpu_tools.quantities import printable
 from lightning_gpu_tools.readings import LoaderSettings
 
 # A choice: validation is asked for by the user, so it is named only beyond a quarter of the wall time. After each
@@ -46,7 +47,9 @@ def host_work(run: RunMeasurements) -> list[Finding]:
                         known,
                         share,
                         evidence=evidence,
-                        advice=advice.format(name=name, times=times, rarely=rarely, keep_workers=keep_workers),
+                        advice=advice.format(
+                            name=printable(name), times=times, rarely=rarely, keep_workers=keep_workers
+                        ),
                     )
                 )
     return [*found, *_validation(run), *_copy_on_the_host(run)]

@@ -17,7 +17,8 @@ class LoaderTrial:
 
     Attributes:
         settings: The settings.
-        seconds: How long it took, with the steps that were left out because they were not steady.
+        seconds: How long it took, with the start of its workers and the steps that were left out because they were not
+            steady.
         block_step_s: Mean time from step to step in each of some blocks of consecutive steady steps.
         wait_s: Mean part of it in which training waited for a batch.
         cost: What a batch cost to load; ``None`` if it was not measured.

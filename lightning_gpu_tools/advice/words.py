@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.findings import Finding, Verdict
 from lightning_gpu_tools.advice.run_measurements import RunMeasurements
+from lightning_gpu_tools.quantities import printable
 
 _LOST_TO = {
     "data_loading": "Waiting for data",
@@ -37,10 +38,11 @@ def why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> 
     if verdict == "healthy" or not findings:
         return f"{gpu}Nothing on the host holds the training step up."
     first = findings[0]
-    named = {"name": "", "rank": "", **first.evidence}
+    name = printable(first.evidence.get("name", ""))
+    named = {"rank": "", **first.evidence, "name": name}
     lost_to = _LOST_TO[first.cause].format_map(named)
-    if first.cause == "callback" and "." in str(named["name"]):  # of the model: LitModel.on_train_batch_start
-        lost_to = f"The hook {named['name']}"
+    if first.cause == "callback" and "." in name:  # of the model: LitModel.on_train_batch_start
+        lost_to = f"The hook {name}"
     return f"{gpu}{lost_to} takes {100 * first.share:.0f} % of the wall time{_numbers(first)}."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from lightning_gpu_tools.monitoring.gpu_watch import GpuWatch
 from lightning_gpu_tools.monitoring.measurements import batch_bytes, trainer_gpus
 from lightning_gpu_tools.monitoring.rank_exchange import PATIENCE_S, RankExchange
 from lightning_gpu_tools.monitoring.step_clock import StepClock
+from lightning_gpu_tools.quantities import printable_path
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
 from lightning_gpu_tools.reports.report import Report, save_report
 from lightning_gpu_tools.reports.text import render_text
@@ -210,7 +212,7 @@ def _publish(report: Report, folder: str | None) -> None:
     """Print the report, and write it into the folder if there is one."""
     if folder is not None:
         report = _confirmed(report, folder)
-    print(f"\n{render_text(report)}")  # noqa: T201 - the report is for the person at the terminal
+    _print(f"\n{render_text(report)}")
     if folder is not None:
         _write(report, folder)
 
@@ -236,9 +238,15 @@ def _write(report: Report, folder: str) -> None:
     except OSError as error:  # the disk is full, the folder has gone: the training itself went well
         rank_zero_warn(f"The report could not be written to {folder!r}: {error}")
     else:
-        print("Report: " + " ".join(str(path) for path in written))  # noqa: T201
+        _print("Report: " + " ".join(map(printable_path, written)))
         if report.diagnosis.verdict == "low":
-            print(f"Verify a change: lightning-gpu-tools report NEW --against {written[0]}")  # noqa: T201
+            _print(f"Verify a change: lightning-gpu-tools report NEW --against {printable_path(written[0])}")
+
+
+def _print(text: str) -> None:
+    """Print for the person at the terminal, which may not be able to show every sign."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))  # noqa: T201
 
 
 def _is_writable(folder: str) -> bool:

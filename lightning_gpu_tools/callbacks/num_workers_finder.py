@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -59,7 +60,8 @@ class NumWorkersFinder(Callback):
 
     Args:
         budget_s: How long the trials may take, in seconds. That is training time, too, only with settings that may not
-            be the best ones; the trial of your own settings and a short one of others are made in any case.
+            be the best ones; the trial of your own settings and a short one of others are made in any case. Workers
+            that hang end their trial after 30 s.
         apply: Whether to use what was found. Else it is measured, and your own settings come back.
 
     Raises:
@@ -131,10 +133,11 @@ class NumWorkersFinder(Callback):
         self._finish()
 
     def _finish(self) -> None:
-        fit, self._fit = self._fit, None
+        fit = self._fit
         if fit is not None:
             fit.close()
-            self._result = fit.result
+            # Not before: if Ctrl-C comes meanwhile, this is called once more.
+            self._result, self._fit = fit.result, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_fit": None}
@@ -155,6 +158,7 @@ class _Fit:
         self.started = False
         # Says how long a loader is waited for that is left alone; the tuning of another one measures by itself.
         self._clock: StepClock | None = StepClock.attach(trainer)
+        self._as_own_work = functools.partial(self._clock.as_own_work, part=type(finder).__name__)
         self._shown: LoaderResult | None = None
         # Every loader of every stage goes through here, each time it is made.
         self._wrappers = Wrappers()
@@ -201,10 +205,12 @@ class _Fit:
         if not isinstance(loader, DataLoader) or why_fixed(loader) is not None:
             return None
         try:
-            return Switch(loader, watched=stage == "training" and self._tuning is None)
+            switch = Switch(loader, watched=stage == "training" and self._tuning is None)
         except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
             rank_zero_warn(f"NumWorkersFinder leaves the {stage} loader alone, which cannot be copied: {error!r}")
             return None
+        switch.as_own_work = self._as_own_work
+        return switch
 
     def _adopt_training(self, switch: Switch, before: Switch | None) -> None:
         # One of several loaders may be iterated to its end, and once more, within the limit of the epoch.
@@ -311,17 +317,19 @@ class _Fit:
             self._clock.detach(self._trainer)
 
     def close(self) -> None:
-        """Take everything off again."""
+        """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
+        for switch in self._switches.values():
+            switch.end_epoch()
         if self._tuning is not None:
             self._tuning.abandon()
             if self._shown is None and self._tuning.result is not None:
                 self._show(self._tuning.result)
+        for switch in self._switches.values():
+            switch.close()
         self._wrappers.undo()
         self._let_go_of_the_clock()
         for combined in self._combined_loaders:
             combined.flattened = [self._originals.get(id(loader), loader) for loader in combined.flattened]
-        for switch in self._switches.values():
-            switch.close()
 
     @property
     def _combined_loaders(self) -> list[CombinedLoader]:

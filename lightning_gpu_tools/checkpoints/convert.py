@@ -33,7 +33,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
-from lightning_gpu_tools.quantities import printable_path
+from lightning_gpu_tools.quantities import printable, printable_path
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -121,7 +121,8 @@ def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Change
         raise
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
-        raise CheckpointMismatchError(f"{source}: no key begins with {changes.drop_root!r}, so it cannot be dropped.")
+        root = printable(repr(changes.drop_root))
+        raise CheckpointMismatchError(f"{source}: no key begins with {root}, so it cannot be dropped.")
     return RenamePlan(
         renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
         unused=tuple(key for key in names if key not in kept),

@@ -56,7 +56,9 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
         )
     chosen = next(iter(entries)) if entry is None else entry
     if chosen not in entries:
-        raise CheckpointMismatchError(f"{shown} has no weights called {chosen!r}; it has {names or 'only one set'}.")
+        raise CheckpointMismatchError(
+            f"{shown} has no weights called {printable(repr(chosen))}; it has {names or 'only one set'}."
+        )
     return chosen, entries[chosen]
 
 

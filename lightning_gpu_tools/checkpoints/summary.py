@@ -118,7 +118,7 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
         size = sum(member["bytes"] or 0 for member in members)
         names = [member["key"] for member in members]
         keys = [printable(key, MAX_NAME) for key in names] if all_keys else group_keys(names)
-        rows += [(key, shape, members[0]["dtype"] or "-", format_bytes(size) if i == 0 else "\"")
+        rows += [(key, shape, printable(members[0]["dtype"] or "-", 30), format_bytes(size) if i == 0 else "\"")
                  for i, key in enumerate(keys)]  # fmt: skip
     return lines + table(rows)
 

@@ -59,19 +59,19 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
         reason: Why torch refuses it although they were allowed.
     """
     blocked = sorted(names)
-    harmless = [name for name in blocked if _HARMLESS.fullmatch(name)]
-    dangerous = [printable(name) for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
-    unknown = [printable(name) for name in blocked if name not in harmless and not _RUNS_CODE.fullmatch(name)]
+    harmless = [name for name in blocked if _HARMLESS.fullmatch(name) and name == printable(name)]
+    dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
+    unknown = [name for name in blocked if name not in harmless and name not in dangerous]
     reason = printable(reason, 300)
     lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
         lines.append(f"torch refuses it although it was allowed: {reason}. Plain lists, dictionaries and numbers load.")
     if dangerous:
-        lines.append(f"can run code when opened: {', '.join(dangerous)}. Only who wrote the file can vouch for it.")
+        lines.append(f"can run code when opened: {_listed(dangerous)}. Only who wrote the file can vouch for it.")
     if unknown:
-        lines.append(f"unknown: {', '.join(unknown)}. Look at their source before you allow them.")
+        lines.append(f"unknown: {_listed(unknown)}. Look at their source before you allow them.")
     if harmless:
-        lines.append(f"only hold values: {', '.join(map(printable, harmless))}.")
+        lines.append(f"only hold values: {', '.join(harmless)}.")
     if harmless and not dangerous and (not reason or "numpy.dtype" in harmless):
         allowed = [_HIDDEN_MODULE.sub("", name) for name in harmless]
         if "numpy.dtype" in allowed:  # an array names only this, but torch wants to know the class of its dtype too
@@ -82,3 +82,7 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
             f"torch.serialization.add_safe_globals([{', '.join(allowed)}])"
         )
     return "\n  ".join(lines)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(printable, names))

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.quantities import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
         "lightning_gpu_tools.GpuReading (sizes in bytes, null = not reported) plus `claims`, a list of objects with "
         "`user`, `pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since "
-        "the epoch), and `effective_free_bytes`: what is free and not claimed. `mig_instances` have the same fields."
+        "the epoch), and `effective_free_bytes`: what is free and not claimed. Both are null where claims cannot be "
+        "read. `mig_instances` have the same fields."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -70,32 +72,37 @@ def _watch(console: Any) -> int:
             return 0
 
 
-def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim]]:
+def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
+    """Return the GPUs and the claims on them, ``None`` where these cannot be read."""
     from lightning_gpu_tools import nvml
     from lightning_gpu_tools.selection import claims
 
     gpus = nvml.read_gpus()
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
-    with claims.open_ledger(claims.directory(), create=False) as ledger:
-        return gpus, ledger.claims(process_ids)
+    try:
+        with claims.read_ledger(claims.directory()) as ledger:
+            return gpus, ledger.claims(process_ids)
+    except ClaimsError as error:
+        claims.warn_once(f"{error} It is not known what jobs have claimed.")
+        return gpus, None
 
 
-def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim]) -> dict[str, Any]:
+def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, Any]:
     import dataclasses
 
     from lightning_gpu_tools.selection.ranking import effective_free_bytes
 
-    here = [claim for claim in claims if gpu.uuid in claim.uuids]
+    here = [claim for claim in claims or () if gpu.uuid in claim.uuids]
     fields = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
     return {
         **dataclasses.asdict(gpu),
         "mig_instances": [_as_json(instance, claims) for instance in gpu.mig_instances],
-        "effective_free_bytes": effective_free_bytes(gpu, here),
-        "claims": [{field: getattr(claim, field) for field in fields} for claim in here],
+        "effective_free_bytes": None if claims is None else effective_free_bytes(gpu, here),
+        "claims": None if claims is None else [{field: getattr(claim, field) for field in fields} for claim in here],
     }
 
 
-def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim]) -> Table:
+def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -116,10 +123,11 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim]) -> Table:
     return table
 
 
-def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim]) -> tuple[str, ...]:
+def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
+    now_s = time.time()
     claimed = [
-        f"{printable(claim.user)} (pid {claim.pid}): {_what(claim)} for {_age(claim)}"
-        for claim in claims
+        f"{claim.user} (pid {claim.pid}): {_what(claim)} for {format_duration(max(0.0, now_s - claim.since_s))}"
+        for claim in claims or ()
         if gpu.uuid in claim.uuids
     ]
     return (
@@ -129,7 +137,7 @@ def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim]) -> tuple[str, 
         _size(gpu.memory_total_bytes),
         "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
         _use(gpu),
-        "\n".join(claimed),
+        "?" if claims is None else "\n".join(claimed),
     )
 
 
@@ -155,10 +163,6 @@ def _memory(process: Any) -> str:
 
 def _size(size_bytes: int | None) -> str:
     return "?" if size_bytes is None else format_bytes(size_bytes)
-
-
-def _age(claim: GpuClaim) -> str:
-    return format_duration(max(0.0, time.time() - claim.since_s))
 
 
 def _what(claim: GpuClaim) -> str:

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# For the help of every command that reads or makes claims.
+ABOUT_CLAIMS = (
+    "Claims are files in /tmp/lightning-gpu-tools, or in the folder that LIGHTNING_GPU_TOOLS_CLAIMS_DIR names. Jobs "
+    "with a /tmp of their own (containers, SLURM's job_container/tmpfs) do not see each other's. For these an "
+    "administrator creates a folder on the host (install -d -m 1777 /run/lightning-gpu-tools), mounts it in every "
+    "container, and sets that variable for all users."
+)
+
 
 def add_requirements(parser: argparse.ArgumentParser) -> None:
     """Add ``-n``, ``--min-free``, ``--max-utilization``, ``--exclusive`` and ``--wait``."""

@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python "
         "train.py. "
-        "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver."
+        "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver. "
+        f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
     parser.add_argument(

@@ -9,6 +9,7 @@ import signal
 import sys
 
 from lightning_gpu_tools.cli import options
+from lightning_gpu_tools.quantities import printable_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
         "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
-        "be run or found. Claims are files in /tmp/lightning-gpu-tools, or in the folder that "
-        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR names; containers see each other's where all mount that folder."
+        f"be run or found. {options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
     parser.add_argument(
@@ -69,8 +69,8 @@ def _execute(command: list[str]) -> int:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)
     except FileNotFoundError:
-        print(f"lightning-gpu-tools: {command[0]}: command not found", file=sys.stderr)
+        print(f"lightning-gpu-tools: {printable_path(command[0])}: command not found", file=sys.stderr)
         return 127  # as a shell does, POSIX "Exit Status for Commands"
     except OSError as error:
-        print(f"lightning-gpu-tools: {command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"lightning-gpu-tools: {printable_path(command[0])}: {error.strerror}", file=sys.stderr)
         return 126

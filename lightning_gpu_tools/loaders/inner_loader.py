@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import signal
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_gpu_tools.loaders.index_source import IndexSource
 from lightning_gpu_tools.loaders.random_state import PrivateRandomness
@@ -25,9 +28,13 @@ from lightning_gpu_tools.readings import LoaderSettings
 # A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
 _DYING_MS = 200
 
+# How often to check that the workers are alive while a batch is waited for. Our default; torch's is 5 s.
+_POLL_S = 1.0
 
-# How often to look whether a worker that was not asked for by the user is still alive. A choice: torch takes 5 s.
-_LOOK_S = 1.0
+# How long workers may take to finish what they load when they are to end: torch gives each of them as long.
+_END_TIMEOUT_S = 5.0
+# How long they may then take to die of a signal. Our default: only a process that the kernel holds takes longer.
+_SIGNAL_TIMEOUT_S = 1.0
 
 
 class LostWorkerError(Exception):
@@ -82,18 +89,20 @@ class InnerLoader:
         try:
             with warnings.catch_warnings():
                 if not trusted:
-                    warnings.filterwarnings("ignore", "This DataLoader will create|Got pickle error")
+                    warnings.filterwarnings("ignore", "Got pickle error")
                 # Not iter(): a subclass may do more there, and does it around what this loader is a part of.
-                self._iterator: Any = self._loader._get_iterator()
+                self._iterator: Any = (
+                    _Workers(self._loader, math.inf if trusted else patience_s)
+                    if settings.num_workers
+                    else self._loader._get_iterator()
+                )
         except Exception:  # whatever it is goes on to the caller; the indices must not be lost with it
             source.put_back(self.take_pending())
             raise
-        self._workers: list[Any] = getattr(self._iterator, "_workers", [])
+        self._workers = self._iterator if isinstance(self._iterator, _Workers) else None
         self._around: Callable[[], AbstractContextManager[object]] = nullcontext
-        if self._workers and not trusted:
-            self._around = _WorkerGuard(self._iterator)
-            iterator: Any = self._iterator
-            iterator._try_get_data = _Patience(iterator._try_get_data, patience_s)
+        if self._workers is not None and not trusted:
+            self._around = _WorkerGuard(self._workers)
         elif not trusted and randomness is not None:
             self._around = randomness
 
@@ -119,10 +128,11 @@ class InnerLoader:
             LostWorkerError: A worker is gone or stuck, of settings that are not the user's own.
             Exception: The dataset has failed, in its own way.
         """
-        began_s = 0.0 if self._workers else time.thread_time()
+        alone = self._workers is None
+        began_s = time.thread_time() if alone else 0.0
         with self._around():
             batch = next(self._iterator)
-        if not self._workers:
+        if alone:
             self.alone_cpu_s += time.thread_time() - began_s
         self._feed.pending.popleft()
         return batch
@@ -139,7 +149,7 @@ class InnerLoader:
     @property
     def pids(self) -> list[int]:
         """The worker processes."""
-        return [worker.pid for worker in self._workers]
+        return [] if self._workers is None else self._workers.pids
 
     def iterator_attribute(self, name: str) -> Any:
         """Return an attribute of torch's iterator.
@@ -156,10 +166,83 @@ class InnerLoader:
         return pending
 
     def close(self) -> None:
-        """End the workers."""
+        """Load nothing more, end the workers and let go of them; nothing happens the second time."""
         self._feed.closed = True
-        if self._workers:
-            self._iterator._shutdown_workers()
+        if self._workers is not None:
+            self._workers.end()
+        self._workers, self._iterator, self._around = None, iter(()), nullcontext
+
+
+class _Workers(_MultiProcessingDataLoaderIter):
+    """torch's iterator over worker processes, which end when :meth:`end` is called and at no other moment.
+
+    torch ends them when the iterator is deleted. In a reference cycle, and a traceback that is kept makes one, the
+    garbage collector does that, wherever it happens to run, and after multiprocessing's finalizers have closed the
+    queues by which workers hear that they are to end: that stalls for 5 s a worker. A forked process inherits the
+    garbage and would end the workers of its parent.
+
+    Args:
+        loader: What to iterate.
+        patience_s: How long to wait for a batch. What a worker cannot hand over, because it cannot be pickled or too
+            many files are open, it drops: then none comes.
+    """
+
+    def __init__(self, loader: DataLoader[Any], patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._waited_s = 0.0
+        self._ending: threading.Thread | None = None
+        # torch sets both much the same, but not in time for a start that fails half-way.
+        self._workers: list[Any] = []
+        self._workers_status = [True] * loader.num_workers
+        try:
+            with _interrupt_deferred():
+                super().__init__(loader)
+        except BaseException:  # Ctrl-C too: nobody else knows of those that were started
+            if self._workers:
+                self.end()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes."""
+        return [worker.pid for worker in self._workers]
+
+    def _try_get_data(self, timeout: float = _POLL_S) -> tuple[bool, Any]:
+        """Wait for a batch; torch calls it until one comes."""
+        came, batch = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
+        self._waited_s = 0.0 if came else self._waited_s + timeout
+        if self._waited_s >= self._patience_s:
+            raise LostWorkerError(f"no batch came from the worker processes for {self._patience_s:g} s")
+        return came, batch
+
+    def _shutdown_workers(self) -> None:
+        """Do nothing: torch calls it when it has no more batches, and when it is deleted."""
+
+    def end(self) -> None:
+        """End the workers when they have loaded what they are at, or after some seconds by force.
+
+        It returns in any case. Some of torch's own steps have no time limit: waiting for its thread that pins memory,
+        and for a lock that a killed worker may have held. Therefore another thread takes them.
+        """
+        self.report_deaths(False)
+        if self._ending is None:
+            ending = threading.Thread(target=super()._shutdown_workers, daemon=True)
+            ending.start()
+            self._ending = ending
+        self._ending.join(_END_TIMEOUT_S)
+        for by_force in ("terminate", "kill"):
+            if self._ending.is_alive():
+                for worker in self._workers:
+                    getattr(worker, by_force)()
+                self._ending.join(_SIGNAL_TIMEOUT_S)
+
+    def report_deaths(self, wanted: bool) -> None:
+        """Have torch raise an error in the training thread when a worker dies, whatever it does there; or not."""
+        if wanted:
+            _set_worker_pids(id(self), tuple(self.pids))
+        elif self._worker_pids_set:
+            _remove_worker_pids(id(self))
+        self._worker_pids_set = wanted
 
 
 class _Feed:
@@ -195,57 +278,59 @@ class _WorkerGuard:
     are on only inside of this block. Who died outside of it is seen at its start.
     """
 
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
+    def __init__(self, workers: _Workers) -> None:
+        self._workers = workers
         self._ends = select.poll()
-        for worker in iterator._workers:
+        for worker in workers._workers:
             self._ends.register(worker.sentinel, select.POLLIN)
-        self._remove()
+        workers.report_deaths(False)
 
     def __call__(self) -> _WorkerGuard:
         return self
 
     def __enter__(self) -> None:
-        # A worker that ends in peace does so only when the iterator has ended, too.
-        if not self._iterator._shutdown and self._ends.poll(0):
+        if self._ends.poll(0):
             raise LostWorkerError(self._why())
-        _set_worker_pids(id(self._iterator), tuple(worker.pid for worker in self._iterator._workers))
-        self._iterator._worker_pids_set = True
+        self._workers.report_deaths(True)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._remove()
+        self._workers.report_deaths(False)
         if isinstance(error, Exception) and not isinstance(error, StopIteration) and self._ends.poll(_DYING_MS):
             raise LostWorkerError(self._why()) from error
 
-    def _remove(self) -> None:
-        if self._iterator._worker_pids_set:
-            _remove_worker_pids(id(self._iterator))
-            self._iterator._worker_pids_set = False
-
     def _why(self) -> str:
-        for worker in self._iterator._workers:
+        for worker in self._workers._workers:
             if worker.exitcode is not None:
                 return _how_it_ended(worker.exitcode)
         return "a worker process is gone"
 
 
-class _Patience:
-    """Stands in the place of the method by which torch's iterator waits for a batch, which it calls until one comes.
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C take effect at the end of a block in which processes are forked.
 
-    What a worker cannot hand over, because it cannot be pickled or too many files are open, it drops: then none comes.
+    Most likely it comes during the fork itself, which takes milliseconds. Python then raises KeyboardInterrupt in a
+    function that the logging module has registered for after a fork, where exceptions are ignored.
     """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    home, interrupts = os.getpid(), []
 
-    def __init__(self, wait: Callable[[float], tuple[bool, Any]], patience_s: float) -> None:
-        self._wait = wait
-        self._patience_s = patience_s
-        self._waited_s = 0.0
+    def defer(*arguments: Any) -> None:
+        if os.getpid() == home:
+            interrupts.append(arguments)
+        else:
+            handler(*arguments)
 
-    def __call__(self, timeout: float = _LOOK_S) -> tuple[bool, Any]:
-        came, batch = self._wait(timeout)
-        self._waited_s = 0.0 if came else self._waited_s + timeout
-        if self._waited_s >= self._patience_s:
-            raise LostWorkerError(f"no batch came from the worker processes for {self._patience_s:g} s")
-        return came, batch
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if interrupts:
+            handler(*interrupts[0])
 
 
 def _how_it_ended(exitcode: int) -> str:

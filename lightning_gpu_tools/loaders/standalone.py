@@ -37,7 +37,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
             the reason in the result.
         step_time_s: How long a training step takes when its batch is there, in seconds.
         budget_s: How long the trials may take, in seconds; that of the loader's own settings and a short one of others
-            are made in any case.
+            are made in any case. Workers that hang end their trial after 30 s.
 
     Returns:
         The result: ``.settings``, ``.reason``, ``.scores``, ``.trials``.
@@ -68,7 +68,8 @@ def _find(loader: DataLoader[Any], step_time_s: float, budget_s: float) -> Loade
     switch = Switch(loader, watched=True)
     cuda = torch.cuda.is_available()
     terms = Terms(host=read_host_budget(), cuda=cuda, budget_s=budget_s, epoch_steps=length_of(loader), apply=False)
-    tuning = switch.listener = Tuning(switch, terms, ranks=OneRank())
+    # With the result known nobody asks for another batch: no workers are started for one.
+    tuning = switch.listener = Tuning(switch, terms, ranks=OneRank(), conclude=lambda result: switch.end_epoch())
     try:
         while tuning.result is None:
             batches = 0

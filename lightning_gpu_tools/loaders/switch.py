@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import warnings
 import weakref
@@ -57,6 +59,9 @@ class Switch:
 
     What fails with settings that are not the user's own is loaded again with the user's own.
 
+    All workers are started and ended here. They end when their settings are no longer in use, when the iteration that
+    they load for is over or dropped, and at the latest in :meth:`close`.
+
     Args:
         loader: For which :func:`~lightning_gpu_tools.loaders.settings.why_fixed` has nothing to say. It stays as it is.
         watched: Whether to measure the workers and to look for an :attr:`obstacle`.
@@ -71,6 +76,7 @@ class Switch:
         length: How many batches an epoch needs, if that is fewer than the sampler has.
         obstacle: Why other settings would change the batches, as far as that was seen; ``None`` if it was not.
         iterated: Whether the copy has been iterated by way of this object at all; a subclass may do it otherwise.
+        as_own_work: Calls a function that does what only the search for settings needs done.
     """
 
     def __init__(
@@ -87,6 +93,8 @@ class Switch:
         self.original = loader
         self.clock = clock
         self.longest_wait_s = 0.0
+        self.as_own_work: Callable[..., object] = _call
+        self._opened: set[InnerLoader] = set()  # and not ended
         self._randomness: PrivateRandomness | None = None
         self._seeds: torch.Generator | None = None
         self._copies = DatasetCopies(self.loader)
@@ -164,18 +172,18 @@ class Switch:
         vars(self.loader).pop("_get_iterator", None)
         vars(self.loader).update(vars(copy_with(self.loader, self.settings)))
         epoch, self._running = self.epoch, None
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.close()
         if epoch is not None:
             epoch.leave()
+        for inner in tuple(self._opened):
+            self.end(inner)
 
     def tell(self, what: Callable[[Listener], None]) -> None:
         """Tell the listener; if there is a fault in it, the loader goes on with the user's own settings and without."""
         if self.listener is None:
             return
+        call = self.as_own_work if self.watched else _call
         try:
-            what(self.listener)
+            call(what, self.listener)
         except Exception as error:  # noqa: BLE001 - looking for settings must not end a training
             self.listener = None
             self.use(self.users)
@@ -193,6 +201,8 @@ class Switch:
                 return Epoch(self, aside=True)
             # It may still be iterated, by somebody who had a right to: its workers are not taken away from it.
             self._kept = None
+        elif before is not None:
+            before.leave()
         self._running = None
         epoch = Epoch(self)
         self._running = weakref.ref(epoch)
@@ -235,7 +245,7 @@ class Switch:
                 return kept
         finally:
             if self._kept is None:
-                kept.close()
+                self.end(kept)
         return None
 
     def open(self, source: IndexSource, settings: LoaderSettings) -> InnerLoader:
@@ -257,10 +267,19 @@ class Switch:
             # Where the user's own workers draw random numbers, this process draws none.
             randomness=self._randomness if self.users.num_workers else None,
         )
+        self._opened.add(inner)
         if settings.persistent_workers:
             self._kept = inner
             self._kept_contents = None if self.users.persistent_workers else Contents(given)
         return inner
+
+    def end(self, inner: InnerLoader) -> None:
+        """End the workers that :meth:`open` has started."""
+        self.forget(inner)
+        # Only the workers of a trial are measured.
+        call = _call if inner.probe is None else self.as_own_work
+        call(inner.close)
+        self._opened.discard(inner)
 
     def _is_current(self) -> bool:
         """Return whether workers that were kept would load as new ones would, where the user would start new ones."""
@@ -305,11 +324,17 @@ class Epoch:
 
     def __init__(self, switch: Switch, *, aside: bool = False) -> None:
         self.last_s: float | None = None
+        self._chain: deque[InnerLoader] = deque()
+        self._home = os.getpid()
         self._switch = switch
         self._aside = aside
-        self._chain: deque[InnerLoader] = deque()
         self._contents: Contents | None = None
         self._begin()
+
+    def __del__(self) -> None:
+        # A forked process inherits this object, but the workers are not its own.
+        if os.getpid() == self._home and not sys.is_finalizing():
+            self.leave()
 
     def _begin(self) -> None:
         self.pause()
@@ -393,16 +418,21 @@ class Epoch:
         """Let the switch's present settings load from the next index on."""
         if self.source.finished or not self._chain:
             return
+        if not self.goes_on:  # nobody may ask for another batch; for who does, new workers are started then
+            self.leave()
+            return
         before = self._chain[-1]
         self._switch.forget(before)
         self._open()
         before.stop_taking()
 
     def leave(self) -> None:
-        """Let go of all loaders but one whose workers live on."""
-        for inner in self._chain:
-            if not self._switch.keeps(inner):
-                inner.close()
+        """Let go of all loaders, and end those whose workers do not live on."""
+        ended = [inner for inner in self._chain if not self._switch.keeps(inner)]
+        if ended:  # for who goes on nevertheless
+            self.source.put_back([index for inner in ended for index in inner.take_pending()])
+        for inner in ended:
+            self._switch.end(inner)
         self._chain.clear()
 
     def _open(self) -> None:
@@ -414,7 +444,7 @@ class Epoch:
         except Exception as error:
             if settings == switch.users:
                 raise
-            self._fall_back(settings, error)
+            switch.as_own_work(self._fall_back, settings, error)
 
     def _take(self) -> Any:
         if not self._chain:
@@ -425,22 +455,22 @@ class Epoch:
                 return next(inner)
             except StopIteration:
                 if len(self._chain) == 1 and not self.source.has_ready:
+                    if not self._switch.keeps(inner):
+                        self._switch.end(inner)
                     raise
                 self._chain.popleft()
-                self._switch.forget(inner)
-                inner.close()
+                self._switch.end(inner)
                 if not self._chain:  # there is more in the sampler than its length says
                     self.source.length = None
                     self._open()
             except Exception as error:
                 if inner.settings == self._switch.users:
                     raise
-                self._fall_back(inner.settings, error)
+                self._switch.as_own_work(self._fall_back, inner.settings, error)
 
     def _fall_back(self, settings: LoaderSettings, error: Exception) -> None:
         """Load everything that is not delivered yet with the user's own settings."""
         switch = self._switch
-        self.source.put_back([index for inner in self._chain for index in inner.take_pending()])
         for inner in self._chain:
             switch.forget(inner)
         self.leave()
@@ -448,6 +478,10 @@ class Epoch:
         set_settings(switch.loader, switch.users)
         self._open()
         switch.tell(lambda listener: listener.on_fault(settings, error))
+
+
+def _call(function: Callable[..., object], *args: object) -> None:
+    function(*args)
 
 
 def _shorter(a: int | None, b: int | None) -> int | None:

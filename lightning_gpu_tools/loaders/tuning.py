@@ -186,7 +186,9 @@ class Tuning:
         now = self._now = _Ongoing(visit, visit.skip)
         if not visit.skip:
             self._forget(now)
+        began_s = self._switch.clock()
         self._use(visit.settings)  # last: should it fail, the next trial begins at once
+        now.seconds += self._switch.clock() - began_s
 
     def _use(self, settings: LoaderSettings) -> None:
         """Set the loader, which may be in the place of the first one by now, to what was meant for that one."""
@@ -297,9 +299,9 @@ class Tuning:
 
     def _finish(self, settings: LoaderSettings, reason: str, *, applied: bool, confirmed: bool | None = None) -> None:
         self._now = None
+        self._result(settings, reason, applied=applied, confirmed=confirmed)
         self._use(settings if applied else self._case.users)
         self._switch.watched = False
-        self._result(settings, reason, applied=applied, confirmed=confirmed)
 
     def _result(self, settings: LoaderSettings, reason: str, *, applied: bool, confirmed: bool | None = None) -> None:
         scores = score(self._trials)

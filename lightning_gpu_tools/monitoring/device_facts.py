@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_gpu_tools.advice.run_measurements import GpuFacts
+from lightning_gpu_tools.quantities import printable
 
 # A choice: so many names are enough to begin with.
 _MOST_NAMES = 5
@@ -55,7 +56,7 @@ def left_on_cpu(module: LightningModule) -> tuple[str, ...]:
         for name, value in vars(submodule).items():
             # Names with an underscore are torch's and Lightning's own: _parameters, _buffers, _modules, _trainer.
             if not name.startswith("_") and (what := _on_cpu(value)):
-                found[f"{owner}.{name} ({what})"] = None
+                found[printable(f"{owner}.{name} ({what})", 200)] = None
     return tuple(found)[:_MOST_NAMES]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
+from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpu_readings import GpuReading
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.monitoring import sampler
@@ -236,6 +237,6 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         **({} if settings is None else dataclasses.asdict(settings)),
         "torch": torch.__version__,
-        "lightning": importlib.metadata.version("lightning"),
-        "lightning_gpu_tools": importlib.metadata.version("lightning-gpu-tools"),
+        "lightning": lightning.__version__,
+        "lightning_gpu_tools": VERSION,
     }

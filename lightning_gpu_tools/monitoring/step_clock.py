@@ -82,6 +82,7 @@ class StepClock:
             self._watch.account, (DATA_LOADING, EPOCH_START, MONITORING)
         )
         self._around_fetch = self._watch.current
+        self._before_fetch_s = 0.0
         self._fetch = ""
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._gpu: GpuTimeline | None = None
@@ -165,9 +166,12 @@ class StepClock:
         """Whether training has begun at all."""
         return self._started > 0
 
-    def as_own_work(self, function: Callable[..., object], *args: object) -> None:
-        """Call the function, with its time booked on this package."""
-        around = self._watch.switch(self._monitoring)
+    def as_own_work(self, function: Callable[..., object], *args: object, part: str = "") -> None:
+        """Call the function, with its time booked on this package, or on a part of it that is named."""
+        if not self._running:
+            function(*args)
+            return
+        around = self._watch.switch(self._watch.account(f"{MONITORING}/{part}") if part else self._monitoring)
         try:
             function(*args)
         finally:
@@ -303,12 +307,14 @@ class StepClock:
         around = self._around_fetch = watch.current
         around.seconds += now_s - watch.since_s
         watch.since_s = now_s
+        self._before_fetch_s = (around if around is self._epoch_start else self._data_loading).seconds
         if around is self._epoch_start:
             return  # a loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator
         self.steps += 1
         watch.current = self._data_loading
         if self.steps >= self._next_look:
             self._look(now_s)
+            self._before_fetch_s = watch.current.seconds
         if now_s >= self.timeline.due_s:
             self.timeline.cut(now_s, self.seconds)
 
@@ -316,8 +322,9 @@ class StepClock:
         if action != self._fetch:
             return
         watch, now_s = self._watch, self._clock()
-        fetch_s = self.last_fetch_s = now_s - watch.since_s
-        watch.current.seconds += fetch_s
+        watch.current.seconds += now_s - watch.since_s
+        # Not simply since the fetch began: within it something else may have been booked, see `as_own_work`.
+        fetch_s = self.last_fetch_s = watch.current.seconds - self._before_fetch_s
         watch.since_s, watch.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
             fetch_cpu_s = time.thread_time() - self._fetch_cpu_since_s

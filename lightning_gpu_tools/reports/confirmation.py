@@ -57,7 +57,7 @@ def earlier_report(folder: str | Path) -> Report | None:
     files = [here / FILE_NAME]
     if here.name.startswith("version_"):
         others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if file.parent != here]
-        files += sorted(others, key=lambda file: file.stat().st_mtime, reverse=True)
+        files += sorted(others, key=_modified_s, reverse=True)
     for file in files:
         if file.exists():
             try:
@@ -65,6 +65,13 @@ def earlier_report(folder: str | Path) -> Report | None:
             except ReportError:  # of a newer version, or not ours: nothing to compare with
                 return None
     return None
+
+
+def _modified_s(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # a link to nothing, or just removed
+        return 0.0
 
 
 def confirm(new: Report, old: Report) -> Confirmation | None:

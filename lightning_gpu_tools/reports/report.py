@@ -208,8 +208,7 @@ def from_json(text: str, source: str = "the text") -> Report:
         if version > SCHEMA_VERSION:
             raise ReportError(
                 f"{printable_path(source)} was written by a newer version of lightning_gpu_tools (schema "
-                f"{printable(version)}, "
-                f"this one reads up to {SCHEMA_VERSION}): upgrade the package to read it."
+                f"{printable(version)}, this one reads up to {SCHEMA_VERSION}): upgrade the package to read it."
             )
         report: Report = read(Report, data, _AS_WRITTEN)
         if min(report.step_s_blocks, default=1.0) < _SHORTEST_S:
@@ -250,10 +249,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     try:
         if file.is_dir():
             file = file / FILE_NAME
-        # Not blocking, or a pipe would wait for its writer. A file is read the same way with and without.
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-        with open(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with open(file, "rb", opener=_open_without_waiting) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise ValueError("it is a pipe or a device; save what it gives to a file first")
             content = stream.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
@@ -263,6 +260,11 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
         raise ReportError(f"No report can be read from {printable(repr(str(file)), 300)}: {reason}.") from None
     return from_json(text, str(file))
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe at once, too, and not only when somebody writes into it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:

@@ -1,11 +1,13 @@
-"""The folder that all users of a machine share, and the kernel's locks on the files in it.
+"""The folder that all users of the machine share, and what live processes have put into it.
 
-A claim is a file that its holders keep locked (``flock``, shared among them). The kernel drops the locks of a process
-when it ends, however it ends, so a file that nobody has locked is a leftover. Every look and every change happens under
-one more lock, the file ``lock``, so that a look, which has to try a lock to see if it is held, disturbs nobody.
+What a process puts there is two files of one name: a record (``.json``), complete before it can be seen and never
+written again, and a Unix socket (``.sock``) on which the process listens. Nobody ever answers there. Whether one could
+connect is the question: the kernel ends the socket with the last process that has it, however that process ends.
 
-Nothing in a folder that everybody can write to is trusted: no symbolic link is followed, no read waits for the other
-end of a pipe, and no existing file is ever written to. The folder has to be on a local file system.
+Nobody in the folder is trusted. It has to be sticky, so that nobody else can remove, rename or replace a user's files;
+nobody else can write a record or open a socket; no symbolic link is followed, no read waits, and no file of another
+user is ever written to. What anybody can do is lock the folder, so that nobody waits for that lock without a limit.
+See docs/claims.md.
 """
 
 from __future__ import annotations
@@ -14,244 +16,349 @@ import contextlib
 import errno
 import fcntl
 import os
+import pwd
+import re
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.quantities import printable, printable_path
 
-# A pick holds the lock for about 0.1 s, so this is some hundred picks in front of ours: something hangs.
-_PATIENCE_S = 60.0
-# Between creating a file and setting its mode lie microseconds, but the process may lose the CPU.
-_CREATION_S = 2.0
-_LARGEST_RECORD_BYTES = 64 * 1024
-# fs.protected_regular (Linux): opening an existing file of someone else with O_CREAT fails in a folder like this one.
+# A pick holds the lock for about 0.1 s, so this is some 300 picks ahead of ours: the holder hangs, or means to.
+TIMEOUT_LOCK_S = 30.0
+# Between creating the folder and opening it to everybody lie microseconds, but the process may lose the CPU.
+_TIMEOUT_CREATION_S = 2.0
+# A record of 16 GPUs of 7 MIG instances each has 6 KiB.
+MAX_RECORD_BYTES = 64 * 1024
+# Of one user, the latest first. A job has a record for each of its processes on the machine.
+_MAX_RECORDS_PER_USER = 1000
+# The sticky bit keeps programs that clean /tmp from removing a file for its age, also systemd-tmpfiles
+# (XDG Base Directory Specification, XDG_RUNTIME_DIR). A job may run for longer.
+_RECORD_MODE, _SOCKET_MODE = 0o1644, 0o1666
+_NAME = re.compile(r"[a-z]+-[0-9a-f]{16}")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ELSEWHERE = "set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to another folder, the same for all users of the machine."
-_ADVICE = f"Its owner or an administrator can `chmod 1777` the folder and `chmod 666` the files in it; or {_ELSEWHERE}"
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ELSEWHERE = "set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share"
 
 
-class HeldFile(NamedTuple):
-    """A file that this process keeps locked until it ends or lets go.
+class Entry(NamedTuple):
+    """What a live process has put into the folder.
 
     Attributes:
-        descriptors: Of the file, and of the folder.
-        pid: The process that took it; a forked child has the descriptors, too, but does not hold the file.
+        name: Of its files, without the ending.
+        owner_id: The user that it belongs to, by the file system's word.
+        since_ns: When it was put there, nanoseconds since the epoch: the record's ctime, which nobody can set back.
     """
 
-    descriptors: tuple[int, int]
+    name: str
+    owner_id: int
+    since_ns: int
+
+
+class HeldEntry(NamedTuple):
+    """An entry that this process keeps until it ends or lets go.
+
+    Attributes:
+        name: As in :class:`Entry`.
+        folder: Descriptor of the folder.
+        listener: Descriptor of the socket.
+        pid: The process that made it; a forked child has the descriptors, too, but does not hold the entry.
+    """
+
+    name: str
+    folder: int
+    listener: int
     pid: int
 
     def pass_on(self) -> None:
-        """Let programs that this process executes keep the lock."""
-        for descriptor in self.descriptors:
-            os.set_inheritable(descriptor, True)
+        """Let the program that this process executes hold it."""
+        os.set_inheritable(self.listener, True)
 
     def let_go(self) -> None:
-        """Drop the lock."""
-        for descriptor in self.descriptors:
-            if self.pid == os.getpid():
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-
-class FoundFile(NamedTuple):
-    """What is known of a file: whether a live process holds it, its content, and the user that it belongs to."""
-
-    is_held: bool
-    content: bytes
-    owner_id: int
+        """Remove it, also if forked children still have its socket."""
+        if self.pid == os.getpid():
+            _remove(self.folder, self.name)
+        os.close(self.listener)
+        os.close(self.folder)
 
 
 class Folder:
-    """The folder while this process has it to itself; see ``locked_folder``."""
+    """The folder, open; see :func:`open_folder` and :func:`locked_folder`."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path = path
         self._descriptor = descriptor
 
-    def names(self) -> list[str]:
-        """Return the names of all files, sorted."""
-        return sorted(os.listdir(self._descriptor))
-
-    def look(self, name: str) -> FoundFile:
-        """Return what is known of a file.
+    def entries(self, kind: str) -> list[Entry]:
+        """Return what live processes have put there, the earliest first.
 
         Raises:
-            OSError: It is gone, a symbolic link, no file, or may not be read.
+            OSError: There are no descriptors left to ask with.
         """
-        descriptor = os.open(name, _READ, dir_fd=self._descriptor)
+        per_user: Counter[int] = Counter()
+        found = []
+        for entry in sorted(self._records(kind), key=lambda entry: entry.since_ns, reverse=True):
+            per_user[entry.owner_id] += 1
+            if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER and self._is_held(entry.name, entry.owner_id):
+                found.append(entry)
+        return sorted(found, key=lambda entry: (entry.since_ns, entry.name))
+
+    def read(self, entry: Entry) -> bytes:
+        """Return an entry's record.
+
+        Raises:
+            OSError: It is gone, or its owner does not let it be read.
+            ValueError: It is no record of this package: no file, of another user, too large.
+        """
+        descriptor = os.open(f"{entry.name}.json", _READ, dir_fd=self._descriptor)
         try:
-            is_held = not _try_lock(descriptor, fcntl.LOCK_EX)
-            content = os.read(descriptor, _LARGEST_RECORD_BYTES)
-            return FoundFile(is_held=is_held, content=content, owner_id=os.fstat(descriptor).st_uid)
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != entry.owner_id:
+                raise ValueError("it is no file of its owner's")
+            if found.st_size > MAX_RECORD_BYTES:
+                raise ValueError(f"it has {found.st_size} bytes, more than {MAX_RECORD_BYTES}")
+            return os.read(descriptor, MAX_RECORD_BYTES)
         finally:
             os.close(descriptor)
 
-    def holders(self, name: str) -> set[int]:
-        """Return the processes that have locked a file themselves, not those that were handed the lock.
-
-        Empty where the kernel does not list them, or under another device number, as for a subvolume of btrfs.
+    def put(self, kind: str, record: bytes) -> HeldEntry:
+        """Put an entry there, with the folder locked, and hold it.
 
         Raises:
-            OSError: The file is gone.
+            ClaimsError: The folder takes no files or no sockets; nothing is left there.
         """
-        found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-        try:
-            with open("/proc/locks") as locks:
-                return {int(words[-4]) for words in map(str.split, locks) if words[-3] == file}
-        except OSError:  # no Linux
-            return set()
+        from socket import AF_UNIX, socket
 
-    def create(self, name: str, content: bytes) -> HeldFile:
-        """Write a new file that every user can read, and hold it.
-
-        Raises:
-            OSError: It cannot be written, for want of space for example; nothing is left of it.
-        """
-        descriptor = os.open(name, _CREATE, 0o666, dir_fd=self._descriptor)
+        name = f"{kind}-{os.urandom(8).hex()}"
+        listener = socket(AF_UNIX)
         try:
-            os.fchmod(descriptor, 0o666)  # whatever this process's umask is
-            if os.write(descriptor, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-        except OSError:
+            listener.bind(f"{self._here}/{name}.sock")
+            os.chmod(f"{name}.sock", _SOCKET_MODE, dir_fd=self._descriptor)
+            listener.listen(0)  # one connection is enough for those who ask; it is never accepted
+            self._write(name, record)
+        except OSError as error:
+            listener.close()
+            _remove(self._descriptor, name)
+            raise self._refusal(error) from error
+        return HeldEntry(name, folder=os.dup(self._descriptor), listener=listener.detach(), pid=os.getpid())
+
+    def clean_up(self) -> None:
+        """Remove what this user's ended processes have left, of all users as root, with the folder locked."""
+        owners = {}
+        with os.scandir(self._descriptor) as files:
+            for file in files:
+                name = os.path.splitext(file.name.removeprefix("."))[0]
+                with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                    if _NAME.fullmatch(name):
+                        owners[name] = file.stat(follow_symlinks=False).st_uid
+        for name, owner_id in owners.items():
+            if os.geteuid() in (0, owner_id) and not self._is_held(name, owner_id):
+                _remove(self._descriptor, name)
+
+    @property
+    def _here(self) -> str:
+        """The folder's path for calls that take no descriptor; socket addresses are 107 characters long at most."""
+        return f"/proc/self/fd/{self._descriptor}"
+
+    def _records(self, kind: str) -> Iterator[Entry]:
+        with os.scandir(self._descriptor) as files:
+            for file in files:
+                name, ending = os.path.splitext(file.name)
+                if ending == ".json" and _NAME.fullmatch(name) and name.startswith(f"{kind}-"):
+                    with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                        found = file.stat(follow_symlinks=False)
+                        yield Entry(name, found.st_uid, found.st_ctime_ns)
+
+    def _is_held(self, name: str, owner_id: int) -> bool:
+        """Return whether a process of the owner's has the socket of this name."""
+        try:
+            found = os.stat(f"{name}.sock", dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
+            return False
+        from socket import AF_UNIX, socket  # a twentieth of the time of a pick where there are no claims
+
+        with socket(AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(f"{self._here}/{name}.sock")
+            except BlockingIOError:  # somebody has asked before, and nobody accepts
+                return True
+            except PermissionError:  # by the owner's own will; or by a security module, which proves nothing
+                return bool(found.st_mode & stat.S_IWOTH)
+            except OSError as error:
+                return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
+        return True
+
+    def _write(self, name: str, record: bytes) -> None:
+        descriptor = os.open(f".{name}.json", _CREATE, 0o600, dir_fd=self._descriptor)
+        try:
+            if os.write(descriptor, record) < len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fchmod(descriptor, _RECORD_MODE)  # whatever this process's umask is
+        finally:
             os.close(descriptor)
-            self.remove(name)
-            raise
-        return self._hold(descriptor)
+        os.rename(f".{name}.json", f"{name}.json", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
-    def join(self, name: str) -> HeldFile:
-        """Hold a file together with those who hold it already.
-
-        Raises:
-            OSError: It is gone.
-        """
-        return self._hold(os.open(name, _READ, dir_fd=self._descriptor))
-
-    def remove(self, name: str) -> None:
-        """Remove a leftover. In a sticky folder only its owner can; others' leftovers wait for their owners."""
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor)
-
-    def _hold(self, descriptor: int) -> HeldFile:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        # systemd-tmpfiles removes what has not been touched for days from /tmp, except in folders that are locked
-        # (tmpfiles.d(5), "Age"). A job may well run for longer.
-        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._descriptor)
-        _try_lock(folder, fcntl.LOCK_SH)
-        return HeldFile(descriptors=(descriptor, folder), pid=os.getpid())
+    def _refusal(self, error: OSError) -> ClaimsError:
+        if error.errno == errno.EACCES:
+            return _unusable(self._path, "this user may not create files in it", _open_to_all(self._path))
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP):
+            return _unusable(self._path, "its file system has no Unix sockets", "Put it on a local file system")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _unusable(self._path, "its file system is full", "Free some space")
+        return _unusable(self._path, f"no file can be created in it ({error.strerror})", "Check its file system")
 
 
 @contextlib.contextmanager
-def locked_folder(path: str, *, create: bool) -> Iterator[Folder | None]:
-    """Have the folder to oneself for the duration of the block.
-
-    Args:
-        path: The folder.
-        create: Whether to create it. Otherwise ``None`` is given where it, and so any claim, does not exist.
+def open_folder(path: str) -> Iterator[Folder | None]:
+    """Have the folder open to read what is in it; ``None`` if it does not exist, so that nothing is.
 
     Raises:
-        ClaimsError: It cannot be used, or others have had it for a minute; the message says what to do.
+        ClaimsError: It cannot be read, or not be relied on; the message says why and what to do.
     """
+    try:
+        descriptor = _open(path)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield Folder(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked_folder(path: str) -> Iterator[Folder]:
+    """Have the folder to oneself for the duration of the block, and create it if there is none.
+
+    Raises:
+        ClaimsError: It cannot be used, or another process has had it all the time; the message says what to do.
+    """
+    give_up_s = time.monotonic() + TIMEOUT_LOCK_S
     while True:
-        with contextlib.ExitStack() as open_descriptors:
-            folder = _open_folder(path, create)
-            if folder is None:
-                yield None
+        descriptor = _create_and_open(path)
+        try:
+            # Whoever may remove the folder may have done so meanwhile, and two locks on two folders exclude nobody.
+            if _try_lock(descriptor) and _is_at(descriptor, path):
+                yield Folder(path, descriptor)
                 return
-            open_descriptors.callback(os.close, folder)
-            lock = _open_lock(folder, path, create)
-            if lock is None:
-                yield None
-                return
-            open_descriptors.callback(os.close, lock)
-            _wait_for(lock, os.path.join(path, "lock"))
-            # Whoever owns the folder can remove files from it, and two locks on two files exclude nobody.
-            if _is_same(lock, os.path.join(path, "lock")) and _is_same(folder, path):
-                yield Folder(folder)
-                return
+            if time.monotonic() > give_up_s:
+                reason = f"{_holder_of_lock(descriptor)} has locked it for {TIMEOUT_LOCK_S:.0f} s"
+                raise _unusable(path, reason, "End that process")
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has this descriptor, too
+            os.close(descriptor)
+        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that those who wait do not move in step
 
 
-def _open_folder(path: str, create: bool) -> int | None:
-    made = False
-    if create:
+def user_name(user_id: int) -> str:
+    """Return what messages call a user."""
+    with contextlib.suppress(KeyError):  # a user without a name, as in many containers
+        return printable(pwd.getpwuid(user_id).pw_name)
+    return f"uid {user_id}"
+
+
+def _create_and_open(path: str) -> int:
+    give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
+    while True:
+        made = False
         try:
             os.makedirs(path, mode=0o1777)
             made = True
         except FileExistsError:
             pass
         except OSError as error:
-            raise ClaimsError(
-                f"The folder for claims, {path}, cannot be created: {error.strerror}. An administrator may be able to, "
-                f"with `mkdir -m 1777`; or {_ELSEWHERE}"
-            ) from error
+            advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
+            raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            if made or not _is_being_made(path) or time.monotonic() > give_up_s:
+                descriptor = _open(path)
+                if made:
+                    os.fchmod(descriptor, 0o1777)  # whatever this process's umask is
+                return descriptor
+        time.sleep(0.01)
+
+
+def _is_being_made(path: str) -> bool:
+    """Return whether somebody else has created it so lately that he may not have opened it to everybody yet."""
+    found = os.lstat(path)
+    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
+
+
+def _open(path: str) -> int:
     try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise _unusable(path, "this user may not read it", _open_to_all(path)) from error
+    except NotADirectoryError as error:
+        kind = "a symbolic link, which is not followed" if os.path.islink(path) else "no folder"
+        raise _unusable(path, f"it is {kind}", "Remove it") from error
     except FileNotFoundError:
-        return None
+        raise
     except OSError as error:
-        reason = "it is a symbolic link or a file" if error.errno in (errno.ENOTDIR, errno.ELOOP) else error.strerror
-        raise ClaimsError(f"The folder for claims, {path}, cannot be used: {reason}. {_ADVICE}") from error
-    if made:
-        os.fchmod(folder, 0o1777)  # whatever this process's umask is
-    mode = os.fstat(folder).st_mode
+        raise _unusable(path, f"it cannot be opened ({error.strerror})", "Check its file system") from error
+    mode = os.fstat(descriptor).st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
-        os.close(folder)
-        raise ClaimsError(f"The folder for claims, {path}, lets users remove the files of others. {_ADVICE}")
-    return folder
+        os.close(descriptor)
+        raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
+    return descriptor
 
 
-def _open_lock(folder: int, path: str, create: bool) -> int | None:
-    give_up_s = time.monotonic() + _CREATION_S
-    while True:
-        try:
-            return os.open("lock", _READ, dir_fd=folder)
-        except FileNotFoundError:
-            if not create:
-                return None
-        except OSError as error:
-            # Whoever creates it may be between creating it and setting its mode.
-            if error.errno != errno.EACCES or time.monotonic() > give_up_s:
-                raise ClaimsError(f"{path}/lock cannot be opened: {error.strerror}. {_ADVICE}") from error
-            time.sleep(0.01)
-            continue
-        try:
-            lock = os.open("lock", _CREATE, 0o666, dir_fd=folder)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            if error.errno != errno.EACCES or time.monotonic() > give_up_s:
-                raise ClaimsError(f"{path}/lock cannot be created: {error.strerror}. {_ADVICE}") from error
-            time.sleep(0.01)
-            continue
-        os.fchmod(lock, 0o666)
-        return lock
+def _open_to_all(path: str) -> str:
+    try:
+        owner = f"{user_name(os.stat(path).st_uid)}, who owns it, or an administrator"
+    except OSError:  # a folder above it is closed, too
+        owner = "An administrator"
+    return f"{owner} can open it to all users: chmod 1777 {printable_path(path)}"
 
 
-def _wait_for(lock: int, path: str) -> None:
-    give_up_s = time.monotonic() + _PATIENCE_S
-    while not _try_lock(lock, fcntl.LOCK_EX):
-        if time.monotonic() > give_up_s:
-            raise ClaimsError(
-                f"Another process has held {path} for {_PATIENCE_S:.0f} s, so it is not known which GPUs are claimed. "
-                f"`fuser -v {path}` names it; if it hangs, end it."
-            )
-        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that those who wait do not move in step
+def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
+    return ClaimsError(f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}; or {_ELSEWHERE}.")
 
 
-def _is_same(descriptor: int, path: str) -> bool:
+def _remove(folder: int, name: str) -> None:
+    """Remove an entry's files, the record before what says that it is alive."""
+    for file in (f".{name}.json", f"{name}.json", f"{name}.sock"):
+        with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
+            os.unlink(file, dir_fd=folder)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
 
 
-def _try_lock(descriptor: int, operation: int) -> bool:
-    """Take a lock unless another one excludes it, be it this process's own through another descriptor."""
+def _holder_of_lock(descriptor: int) -> str:
+    """Name who has locked a file, as far as the kernel shows the process to this one."""
+    found = os.fstat(descriptor)
+    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for words in map(str.split, _read_text("/proc/locks").splitlines()):
+        if words[-3] == file and "->" not in words:  # an arrow marks those who wait
+            process = f"/proc/{words[-4]}"
+            with contextlib.suppress(OSError):
+                name = printable(_read_text(f"{process}/comm").strip())
+                return f"{name} of {user_name(os.stat(process).st_uid)} (pid {words[-4]})"
+    return "a process that cannot be seen from here"
+
+
+def _read_text(path: str) -> str:
     try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:  # hidden from this user
+        return ""

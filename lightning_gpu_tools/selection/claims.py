@@ -1,168 +1,181 @@
 """Claims: what live jobs have said they need of which GPUs, for all users of the machine to see.
 
-A claim lives as long as the processes that hold it, and not longer: the kernel sees to that, see ``claim_files``. What
-a claim says is JSON, so that people and other programs can read it; a record that makes no sense is named and ignored.
+Each process of a job has a record of its own; the job's claim lives as long as one of them. That a record counts only
+while a process of its owner lives is the business of ``claim_files``; here is what the records say. They are JSON, so
+that people and other programs can read them; one that makes no sense is named once and ignored. docs/claims.md has the
+protocol on one page.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import json
-import math
 import os
 import re
 import sys
-import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpu_readings import GpuClaim, GpuWaiter
-from lightning_gpu_tools.quantities import parse_bytes, printable
+from lightning_gpu_tools.quantities import MAX_BYTES, printable, printable_path
+from lightning_gpu_tools.selection.mounts import why_private
 
-# What only Windows needs is imported there: it would be a tenth of the time of a pick.
-if sys.platform == "win32":
-    import getpass
-    import socket
-    import tempfile
+if sys.platform == "linux":
+    from lightning_gpu_tools.selection import claim_files
+if TYPE_CHECKING:
+    from lightning_gpu_tools.selection.claim_files import Entry, Folder, HeldEntry
 
-    from lightning_gpu_tools.selection.claim_files_windows import Folder, HeldFile, locked_folder
+_Parsed = TypeVar("_Parsed")
+_DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
+_SCHEMA_VERSION = 2
+_KINDS = ("memory", "whole", "exclusive")
+_MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
+_MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
+_UUID = re.compile(r"[\w/-]{1,100}")
 
-    own_name, _hostname, _temporary_directory = getpass.getuser, socket.gethostname, tempfile.gettempdir
-else:
-    import pwd
-
-    from lightning_gpu_tools.selection.claim_files import Folder, HeldFile, locked_folder
-
-    def own_name() -> str:
-        """Return what the claims of this process have as their ``user``."""
-        return _user_name(os.getuid())
-
-    def _hostname() -> str:
-        return os.uname().nodename
-
-    def _temporary_directory() -> str:
-        return "/tmp"
-
-
-_CLAIM_NAME = re.compile(r"[0-9a-f]{16}\.claim")
-_WAITER_NAME = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.waiter")
-_SCHEMA_VERSION = 1
+# The jobs in which this process has a record, and the process that is meant: forked children inherit this.
+_own_records: dict[str, int] = {}
 
 
 class Held(NamedTuple):
-    """A claim or a place in the queue that this process holds, until it ends or releases it.
+    """A claim or a place in the queue that this process holds until it ends or releases it.
 
     Attributes:
         name: ``job`` of the ``GpuClaim``, ``name`` of the ``GpuWaiter``.
-        directory: Where the file is.
-        file: What the kernel knows it by.
+        entry: What keeps it.
     """
 
     name: str
-    directory: str
-    file: HeldFile
+    entry: HeldEntry
 
     def pass_on(self) -> None:
-        """Let programs that this process executes hold it, too."""
-        self.file.pass_on()
+        """Let the program that this process executes hold it."""
+        self.entry.pass_on()
 
     def release(self) -> None:
-        """Give it back; without effect on those who hold it together with this process."""
-        self.file.let_go()
-        # Removes the file, if nobody else holds it. If that fails now, the next who looks will do it.
-        with contextlib.suppress(ClaimsError), open_ledger(self.directory, create=False) as ledger:
-            ledger.clean_up()
+        """Give it back; without effect on other processes of the job."""
+        _own_records.pop(self.name, None)
+        self.entry.let_go()
 
 
 def directory() -> str:
-    """Return where claims live: ``LIGHTNING_GPU_TOOLS_CLAIMS_DIR``, else a folder for temporary files.
-
-    On POSIX systems it is below ``/tmp`` whatever ``TMPDIR`` says, which often is another folder for each user.
-    """
-    configured = os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR")
-    return configured or os.path.join(_temporary_directory(), "lightning-gpu-tools")
+    """Return where claims live: ``LIGHTNING_GPU_TOOLS_CLAIMS_DIR``, else ``lightning-gpu-tools`` in ``/tmp``."""
+    return os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY
 
 
 @contextlib.contextmanager
-def open_ledger(path: str, *, create: bool = True) -> Iterator[Ledger]:
-    """Have all claims to oneself for the duration of the block, so that nobody else looks or claims meanwhile.
-
-    Args:
-        path: Where the claims live, see ``directory``.
-        create: Whether to create that folder, which only those who claim need to.
+def read_ledger(path: str) -> Iterator[Ledger]:
+    """Read claims for the duration of the block, as others make and release them. Waits for nobody, creates nothing.
 
     Raises:
-        ClaimsError: The folder cannot be used; the message says what to do.
+        ClaimsError: They cannot be read, or not be relied on; the message says why and what to do.
     """
-    with locked_folder(path, create=create) as folder:
+    _check_platform()
+    _warn_if_private(path)
+    with claim_files.open_folder(path) as folder:
         yield Ledger(path, folder)
 
 
-class Ledger:
-    """All claims, while this process has them to itself; see ``open_ledger``."""
+@contextlib.contextmanager
+def open_ledger(path: str) -> Iterator[Ledger]:
+    """Have all claims to oneself for the duration of the block, so that nobody else claims meanwhile.
 
-    def __init__(self, path: str, folder: Folder | None) -> None:
+    Raises:
+        ClaimsError: The folder cannot be used, or is locked by somebody else; the message says what to do.
+    """
+    _check_platform()
+    _warn_if_private(path)
+    with claim_files.locked_folder(path) as folder:
+        folder.clean_up()
+        yield Ledger(path, folder, takes_claims=True)
+
+
+class Ledger:
+    """The claims and those who wait, as they were when first asked for.
+
+    Args:
+        path: Where they live.
+        folder: The open folder; ``None`` where there is none: then nothing is known to be claimed.
+        takes_claims: Whether this process has the folder to itself, so that it may add claims.
+    """
+
+    def __init__(self, path: str, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
         self._path = path
         self._folder = folder
+        self.takes_claims = takes_claims
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, the oldest first.
 
         Args:
-            process_ids: Processes that the driver lists on the GPUs. A claim is told which of them belong to it.
+            process_ids: Processes that the driver lists on the GPUs. A claim of memory is told which of them are its
+                job's.
         """
+        jobs: dict[tuple[object, ...], list[_ClaimRecord]] = {}
+        for record in self._claim_records:
+            claim = record.claim
+            # Only records of one user make one job: others can write any name.
+            same = (claim.owner_id, claim.job, claim.uuids, claim.kind, claim.memory_bytes)
+            jobs.setdefault(same, []).append(record)
         found = []
-        for name, owner_id, record in self._records(_CLAIM_NAME):
-            with self._naming(name):
-                claim = _parse_claim(record, name.removesuffix(".claim"), owner_id)
-                if claim.kind == "memory" and process_ids and record.get("pid_namespace") == _pid_namespace():
-                    holders = self._existing_folder().holders(name) or {claim.pid}
-                    claim = claim._replace(process_ids=_descendants(holders, process_ids))
-                found.append(claim)
-        return tuple(sorted(found, key=lambda claim: (claim.since_s, claim.job)))
-
-    def waiters(self) -> tuple[GpuWaiter, ...]:
-        """Return the jobs that wait, the one that has waited longest first."""
-        found = []
-        for name, owner_id, record in self._records(_WAITER_NAME):
-            with self._naming(name):
-                found.append(_parse_waiter(record, name.removesuffix(".waiter"), owner_id))
+        for records in jobs.values():
+            claim = records[0].claim
+            if process_ids and claim.kind == "memory":
+                holders = {one.claim.pid for one in records if one.process.is_here(one.claim.pid)}
+                claim = claim._replace(process_ids=_descendants(holders, process_ids))
+            found.append(claim)
         return tuple(found)
 
-    def clean_up(self) -> None:
-        """Remove what ended jobs have left; looking at the claims or waiters does so, too."""
-        self.claims()
-        self.waiters()
+    @functools.cached_property
+    def waiters(self) -> tuple[GpuWaiter, ...]:
+        """The jobs that wait, the one that has waited longest first."""
+        return tuple(self._parsed("wait", _parse_waiter))
+
+    @functools.cached_property
+    def _claim_records(self) -> tuple[_ClaimRecord, ...]:
+        return tuple(self._parsed("claim", _parse_claim))
 
     def take(
         self,
         uuids: Sequence[str],
         kind: Literal["memory", "whole", "exclusive"],
         memory_bytes: int | None = None,
+        *,
         group: str | None = None,
+        job: str | None = None,
     ) -> Held:
-        """Claim GPUs; the caller has seen to it that they can be claimed.
+        """Claim GPUs, with the ledger to oneself; the caller has seen to it that they can be claimed.
+
+        Args:
+            uuids: The GPUs and MIG instances, the best first.
+            kind: As in ``GpuClaim``.
+            memory_bytes: Of each, for the kind ``memory``.
+            group: As in ``GpuClaim``.
+            job: The job whose further process this is; ``None`` for a new one.
 
         Raises:
             ClaimsError: The claim cannot be written.
         """
-        claim = GpuClaim(
-            job=os.urandom(8).hex(),
-            uuids=tuple(uuids),
-            kind=kind,
-            memory_bytes=memory_bytes,
-            pid=os.getpid(),
-            user=own_name(),
-            hostname=_hostname(),
-            since_s=time.time(),
-            group=group,
-        )
-        return self._create(claim.job, ".claim", claim)
+        job = job or os.urandom(8).hex()
+        content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
+        held = Held(job, self._put("claim", content))
+        _own_records[job] = os.getpid()
+        return held
+
+    def join(self, claim: GpuClaim) -> Held | None:
+        """Hold a claim, too, so that it lives as long as the last process that does; ``None``: this one does already.
+
+        Raises:
+            ClaimsError: The record cannot be written.
+        """
+        if _own_records.get(claim.job) == os.getpid():
+            return None
+        return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
-        """Take the last place among those who wait.
+        """Take the last place among those who wait, with the ledger to oneself.
 
         Args:
             uuids: The GPUs and MIG instances that would do.
@@ -171,141 +184,165 @@ class Ledger:
         Raises:
             ClaimsError: The place cannot be written down.
         """
-        waiting = self.waiters()
-        number = int(waiting[-1].name.partition("-")[0]) + 1 if waiting else 0
-        waiter = GpuWaiter(
-            name=f"{number:012d}-{os.urandom(8).hex()}",
-            uuids=tuple(uuids),
-            requested=count,
-            pid=os.getpid(),
-            user=own_name(),
-            since_s=time.time(),
-        )
-        return self._create(waiter.name, ".waiter", waiter)
+        entry = self._put("wait", {"uuids": list(uuids), "requested": count})
+        return Held(entry.name, entry)
 
-    def join(self, claim: GpuClaim) -> Held:
-        """Hold a claim together with those who hold it already, so that it lives as long as the last of them.
+    def _put(self, kind: str, content: dict[str, Any]) -> HeldEntry:
+        assert self._folder is not None, "only open_ledger() gives a ledger to write to"
+        own = _ProcessIdentity.of(os.getpid())
+        record = {
+            "schema_version": _SCHEMA_VERSION,
+            **content,
+            "pid": os.getpid(),
+            "pid_namespace": own.namespace,
+            "started_ticks": own.started_ticks,
+            "hostname": os.uname().nodename,
+        }
+        return self._folder.put(kind, json.dumps(record, indent=1).encode())
 
-        Raises:
-            ClaimsError: It is gone.
-        """
-        try:
-            return Held(claim.job, self._path, self._existing_folder().join(f"{claim.job}.claim"))
-        except OSError as error:
-            raise ClaimsError(f"The claim on {', '.join(claim.uuids)} is gone: its holder has ended.") from error
-
-    def _records(self, pattern: re.Pattern[str]) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
-        """Yield name, owner and content of each live file, in the order of the names, and remove the others."""
+    def _parsed(self, kind: str, parse: Callable[[Any, Entry], _Parsed]) -> Iterator[_Parsed]:
+        """Yield what the live records of a kind say, the earliest first; name those that make no sense, and go on."""
         if self._folder is None:
             return
-        for name in filter(pattern.fullmatch, self._folder.names()):
-            with self._naming(name):
-                file = self._folder.look(name)
-                if file.is_held:
-                    yield name, file.owner_id, json.loads(file.content)
-                else:
-                    self._folder.remove(name)
-
-    @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Name a file that makes no sense and go on: somebody else's mistake must not keep anybody from the GPUs."""
-        try:
-            yield
-        except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            import logging  # takes a twentieth of the time of a pick
-
-            _log = logging.getLogger(__name__)
-            _log.warning("%s cannot be read and is ignored: %.300r", os.path.join(self._path, name), error)
-
-    def _create(self, name: str, ending: str, content: GpuClaim | GpuWaiter) -> Held:
-        record = {field: getattr(content, field) for field in content._fields if field != "process_ids"}
-        record.update(schema_version=_SCHEMA_VERSION, pid_namespace=_pid_namespace())
-        try:
-            file = self._existing_folder().create(name + ending, json.dumps(record, indent=1).encode())
-        except OSError as error:
-            raise ClaimsError(
-                f"{os.path.join(self._path, name)}{ending} cannot be written: {error.strerror}."
-            ) from error
-        return Held(name, self._path, file)
-
-    def _existing_folder(self) -> Folder:
-        if self._folder is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path)
-        return self._folder
+        for entry in self._folder.entries(kind):
+            try:
+                parsed = parse(json.loads(self._folder.read(entry)), entry)
+            except FileNotFoundError:  # released meanwhile
+                continue
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                # Somebody else's mistake, or malice, must not keep anybody from the GPUs.
+                owner = claim_files.user_name(entry.owner_id)
+                file = printable_path(os.path.join(self._path, f"{entry.name}.json"))
+                warn_once(f"{file} of {owner} cannot be read and is ignored: {printable(repr(error))}")
+                continue
+            yield parsed
 
 
-def _parse_claim(record: dict[str, Any], job: str, owner_id: int | None) -> GpuClaim:
+class _ProcessIdentity(NamedTuple):
+    """What tells a process from another one that has or had the same number."""
+
+    namespace: str | None
+    started_ticks: int | None
+
+    @classmethod
+    def of(cls, pid: int) -> _ProcessIdentity:
+        return cls(_pid_namespace(), _parent_and_start(pid)[1])
+
+    def is_here(self, pid: int) -> bool:
+        """Return whether the process of that number, as this process counts them, is the one that is meant."""
+        return self == _ProcessIdentity.of(pid) and self.started_ticks is not None
+
+
+class _ClaimRecord(NamedTuple):
+    """One process's record of its job's claim."""
+
+    claim: GpuClaim
+    process: _ProcessIdentity
+
+
+@functools.lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Log a warning, the first time in this process."""
+    import logging  # takes a twentieth of the time of a pick
+
+    logging.getLogger(__name__).warning("%s", message)
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux":
+        raise ClaimsError("Claims need Linux, so it is not known which GPUs other jobs have claimed.")
+
+
+def _warn_if_private(path: str) -> None:
+    # Whoever names a folder has seen to it; and children would repeat what the first process of a job has said.
+    if path != _DEFAULT_DIRECTORY or "LIGHTNING_GPU_TOOLS_JOB" in os.environ:
+        return
+    why = why_private(path)
+    if why:
+        warn_once(
+            f"The claims folder {path} {why}, so this job and jobs outside do not see each other's claims. Set "
+            "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share; docs/claims.md says how."
+        )
+
+
+def _parse_claim(record: Any, entry: Entry) -> _ClaimRecord:
     """Turn a record into a claim; fields that a newer version may have added are ignored."""
-    kind, group = record["kind"], record.get("group")
-    if kind not in ("memory", "whole", "exclusive"):
+    kind = record["kind"]
+    if kind not in _KINDS:
         raise ValueError(f"kind is {kind!r:.80}")
-    if not (group is None or isinstance(group, str)):
-        raise ValueError(f"group is {group!r:.80}")
-    return GpuClaim(
-        job=job,
+    claim = GpuClaim(
+        job=_text(record, "job", 100),
         uuids=_uuids(record),
         kind=kind,
-        memory_bytes=parse_bytes(record["memory_bytes"], "memory_bytes") if kind == "memory" else None,
-        pid=int(record["pid"]),
-        user=_user(record, owner_id),
-        hostname=printable(record["hostname"]),
-        since_s=_seconds(record),
-        group=group,
+        memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
+        pid=_number(record, "pid", 1, _MAX_PID),
+        user=claim_files.user_name(entry.owner_id),
+        owner_id=entry.owner_id,
+        hostname=printable(_text(record, "hostname", 255)),
+        since_s=entry.since_ns / 1e9,
+        group=None if record.get("group") is None else _text(record, "group", 4096),
     )
+    return _ClaimRecord(claim, _ProcessIdentity(record.get("pid_namespace"), record.get("started_ticks")))
 
 
-def _parse_waiter(record: dict[str, Any], name: str, owner_id: int | None) -> GpuWaiter:
+def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
     return GpuWaiter(
-        name=name,
+        name=entry.name,
         uuids=_uuids(record),
-        requested=int(record["requested"]),
-        pid=int(record["pid"]),
-        user=_user(record, owner_id),
-        since_s=_seconds(record),
+        requested=_number(record, "requested", 1, _MAX_UUIDS),
+        pid=_number(record, "pid", 1, _MAX_PID),
+        user=claim_files.user_name(entry.owner_id),
+        since_s=entry.since_ns / 1e9,
     )
 
 
-def _uuids(record: dict[str, Any]) -> tuple[str, ...]:
+def _uuids(record: Any) -> tuple[str, ...]:
     uuids = record["uuids"]
-    if not (isinstance(uuids, list) and all(isinstance(uuid, str) for uuid in uuids)):
+    are_uuids = isinstance(uuids, list) and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in uuids)
+    if not are_uuids or len(uuids) > _MAX_UUIDS:
         raise ValueError(f"uuids is {uuids!r:.80}")
     return tuple(uuids)
 
 
-def _seconds(record: dict[str, Any]) -> float:
-    since_s = float(record["since_s"])
-    if not math.isfinite(since_s):
-        raise ValueError(f"since_s is {since_s}")
-    return since_s
+def _number(record: Any, name: str, minimum: int, maximum: int) -> int:
+    value = record[name]
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {value!r:.80}")
+    return value
 
 
-def _user(record: dict[str, Any], owner_id: int | None) -> str:
-    """Return whose file it is. What the record says counts only where files have no owners."""
-    return printable(record["user"]) if owner_id is None else _user_name(owner_id)
-
-
-def _user_name(user_id: int) -> str:
-    if sys.platform != "win32":
-        with contextlib.suppress(KeyError):  # a user without a name, as in many containers
-            return pwd.getpwuid(user_id).pw_name
-    return f"uid {user_id}"
+def _text(record: Any, name: str, max_length: int) -> str:
+    value = record[name]
+    if not isinstance(value, str) or len(value) > max_length:
+        raise ValueError(f"{name} is {value!r:.80}")
+    return value
 
 
 def _pid_namespace() -> str | None:
-    """Return a name of the numbering of processes, which differs between containers; ``None`` where there is one."""
+    """Return a name of the numbering of processes, which differs between containers."""
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux
+    except OSError:  # /proc is not mounted
         return None
 
 
 def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
     """Return which processes are among the holders of a claim or come from one of them."""
-    import psutil  # a fifth of the time of a pick, and only needed where memory is claimed
-
     found = set()
     for pid in process_ids:
-        with contextlib.suppress(psutil.Error):  # ended meanwhile, or hidden
-            if not {pid, *(parent.pid for parent in psutil.Process(pid).parents())}.isdisjoint(holders):
-                found.add(pid)
+        ancestor: int | None = pid
+        while ancestor and ancestor not in holders:
+            ancestor = _parent_and_start(ancestor)[0]
+        if ancestor:
+            found.add(pid)
     return frozenset(found)
+
+
+def _parent_and_start(pid: int) -> tuple[int | None, int | None]:
+    """Return a process's parent and when it started, in clock ticks since boot; ``None`` if it ended or is hidden."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the name before that may hold anything
+    except OSError:
+        return None, None
+    return int(fields[1]), int(fields[19])  # fields 4 and 22 of proc_pid_stat(5)

@@ -6,12 +6,12 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple
 
-from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.errors import ClaimsError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.quantities import format_duration, parse_bytes, parse_duration
 from lightning_gpu_tools.selection import claims, cuda
@@ -24,7 +24,7 @@ _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4
 _ANNOUNCE_EVERY_S = 60.0
 
-# Names of the claims that this process and its children count as their own, comma-separated.
+# Names of the jobs whose claims this process and its children count as their own, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 
 
@@ -73,7 +73,7 @@ class GpuSelection:
     def adopt(self) -> None:
         """Count the claim as one of this process and of its children, so that it does not stand in their way."""
         if self._claim:
-            os.environ[JOB_VARIABLE] = ",".join(dict.fromkeys([*own_jobs(), self._claim.name]))
+            adopt_job(self._claim.name)
 
     def pass_on(self) -> None:
         """Let the program that this process is about to execute hold the claim."""
@@ -137,7 +137,8 @@ def select_gpus(
     Raises:
         NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message says why each other one does not.
         NvmlUnavailableError: There is no usable NVIDIA driver.
-        ClaimsError: It cannot be told which GPUs are claimed.
+        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` rest on them. Without these it is
+            logged as a warning, and the GPUs are not claimed.
         ValueError: An argument is out of range.
     """
     return pick(Request.parse(count, min_free, max_utilization, exclusive, wait, claim))
@@ -196,7 +197,7 @@ def pick(request: Request) -> GpuSelection:
     with nvml.session():
         if request.wait_s is not None:
             return _wait_and_pick(request, request.wait_s)
-        with claims.open_ledger(claims.directory(), create=request.claim or request.group is not None) as ledger:
+        with _ledger(request) as ledger:
             return _attempt(request, ledger)
 
 
@@ -205,9 +206,59 @@ def visible() -> tuple[GpuReading, ...]:
     return _read(None)[1]
 
 
+def known_claims() -> tuple[GpuClaim, ...]:
+    """Return the live claims; none where they cannot be read, which whoever claims is told."""
+    with contextlib.suppress(ClaimsError), claims.read_ledger(claims.directory()) as ledger:
+        return ledger.claims()
+    return ()
+
+
 def own_jobs() -> list[str]:
-    """Return the names of the claims that this process counts as its own."""
+    """Return the names of the jobs that this process counts as its own."""
     return [job for job in os.environ.get(JOB_VARIABLE, "").split(",") if job]
+
+
+def is_of_own_job(claim: GpuClaim) -> bool:
+    """Return whether a claim is that of this process's job. Others know its name, too, so its owner counts."""
+    return claim.job in own_jobs() and _is_trusted(claim)
+
+
+def _is_trusted(claim: GpuClaim) -> bool:
+    return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
+
+
+def adopt_job(job: str) -> None:
+    """Count a job's claims as those of this process and of its children."""
+    os.environ[JOB_VARIABLE] = ",".join(dict.fromkeys([*own_jobs(), job]))
+
+
+@contextlib.contextmanager
+def _ledger(request: Request) -> Iterator[claims.Ledger]:
+    """The claims: to oneself if there is something to write, as they are if not; empty where they cannot be read."""
+    path = claims.directory()
+    writes = request.claim or request.group is not None or request.wait_s is not None
+    with contextlib.ExitStack() as stack:
+        try:
+            ledger = stack.enter_context(claims.open_ledger(path) if writes else claims.read_ledger(path))
+        except ClaimsError as error:
+            try:
+                ledger = stack.enter_context(claims.read_ledger(path))  # as where another process has locked it
+            except ClaimsError:
+                ledger = claims.Ledger(path)
+                _go_on_without(error, request, "It is not known what other jobs have claimed.")
+            else:
+                _go_on_without(error, request)
+        yield ledger
+
+
+def _go_on_without(error: ClaimsError, request: Request, consequence: str = "") -> None:
+    """Say that claims cannot be read or made; raise the error if a promise rests on them."""
+    needs = request.requirements
+    if request.group is not None or (request.claim and (needs.exclusive or needs.min_free_bytes is not None)):
+        raise error
+    if request.claim:
+        consequence += " The GPUs of this job are not claimed."
+    claims.warn_once(f"{error} {consequence.strip()}".strip())
 
 
 def _wait_and_pick(request: Request, wait_s: float) -> GpuSelection:
@@ -216,17 +267,23 @@ def _wait_and_pick(request: Request, wait_s: float) -> GpuSelection:
     deadline_s = time.monotonic() + wait_s
     announce_s = -math.inf
     with contextlib.ExitStack() as place_in_queue:
-        place = None
+        place = ""
+        is_worth_it = False
         while True:
-            with claims.open_ledger(claims.directory()) as ledger:
-                ahead = [waiter for waiter in ledger.waiters() if place is None or waiter.name < place.name]
+            with _ledger(request) as ledger:
+                names = [waiter.name for waiter in ledger.waiters]
+                ahead = ledger.waiters[: names.index(place) if place in names else None]
                 try:
                     return _attempt(request, ledger, ahead)
                 except NotEnoughGpusError as error:
                     reasons = error
-                    if place is None:
-                        place = ledger.queue(_attainable(request, reasons), request.requirements.count)
-                        place_in_queue.callback(place.release)
+                    if not is_worth_it:
+                        uuids = _attainable(request, reasons)
+                        is_worth_it = True
+                        if ledger.takes_claims:
+                            waiter = ledger.queue(uuids, request.requirements.count)
+                            place = waiter.name
+                            place_in_queue.callback(waiter.release)
             now_s = time.monotonic()
             if now_s >= deadline_s:
                 message = f"Waited {format_duration(wait_s)}. {reasons.args[0]}"
@@ -264,9 +321,9 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     process_ids = {process.pid for gpu in _with_instances(gpus) for process in gpu.processes or ()}
     live = ledger.claims(process_ids)
     for other in reversed(live):
-        if _is_choice_of_job(other, request) and set(other.uuids) <= {gpu.uuid for gpu in visible}:
-            return _take_over(other, visible, ledger.join(other))
-    others = [other for other in live if other.job not in own_jobs()]
+        if is_choice_of_job(other, request) and set(other.uuids) <= {gpu.uuid for gpu in visible}:
+            return _take_over(other, visible, ledger.join(other) if ledger.takes_claims else None)
+    others = [other for other in live if not is_of_own_job(other)]
     ranking = rank_gpus(visible, others, request.requirements, {os.getpid()}, ahead)
     if len(ranking.candidates) < request.requirements.count:
         if brief:  # the reasons take all there is to read
@@ -276,22 +333,25 @@ def _attempt(request: Request, ledger: claims.Ledger, ahead: Sequence[GpuWaiter]
     if request.among is not None:
         chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
     held = None
-    if request.claim or request.group is not None:
-        kind, memory_bytes = _what_to_claim(request)
-        held = ledger.take([str(one.gpu.uuid) for one in chosen], kind, memory_bytes, request.group)
+    if ledger.takes_claims and (request.claim or request.group is not None):
+        kind, memory_bytes = what_to_claim(request)
+        try:
+            held = ledger.take([str(one.gpu.uuid) for one in chosen], kind, memory_bytes, group=request.group)
+        except ClaimsError as error:
+            _go_on_without(error, request)
     return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
 
 
-def _is_choice_of_job(claim: GpuClaim, request: Request) -> bool:
+def is_choice_of_job(claim: GpuClaim, request: Request) -> bool:
     """Return whether another process of this job has made the choice already, and this process only has to follow.
 
     To choose anew could give another order, or nothing: meanwhile the job itself uses these GPUs.
     """
     if request.group is not None and claim.group == request.group:
-        return claim.user == claims.own_name()  # anybody can write any name of a group
+        return _is_trusted(claim)  # anybody can write any name of a group
     # Lightning's DDP starts its other ranks by running the script again, so that they ask what the first one has asked.
     is_rank = "LOCAL_RANK" in os.environ
-    return is_rank and claim.job in own_jobs() and len(claim.uuids) == request.requirements.count
+    return is_rank and is_of_own_job(claim) and len(claim.uuids) == request.requirements.count
 
 
 def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tuple[Candidate, ...]:
@@ -353,7 +413,8 @@ def _with_instances(gpus: Sequence[GpuReading]) -> list[GpuReading]:
     return [part for gpu in gpus for part in (gpu.mig_instances or (gpu,))]
 
 
-def _what_to_claim(request: Request) -> tuple[Literal["memory", "whole", "exclusive"], int | None]:
+def what_to_claim(request: Request) -> tuple[Literal["memory", "whole", "exclusive"], int | None]:
+    """Return the kind of claim that a request asks for, and its ``memory_bytes``."""
     if not request.claim:
         return "memory", 0  # only to be found by the others of the group
     if request.requirements.exclusive:
@@ -363,6 +424,6 @@ def _what_to_claim(request: Request) -> tuple[Literal["memory", "whole", "exclus
     return "whole", None
 
 
-def _take_over(claim: GpuClaim, visible: Sequence[GpuReading], held: claims.Held) -> GpuSelection:
+def _take_over(claim: GpuClaim, visible: Sequence[GpuReading], held: claims.Held | None) -> GpuSelection:
     by_uuid = {gpu.uuid: gpu for gpu in visible}
     return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)

@@ -1,8 +1,8 @@
 """Which CUDA devices a training uses, decided once for all its processes on this machine.
 
 Every process of a distributed job builds its own ``Trainer`` and asks here. The first one picks and claims; the others
-find that claim, by the name that it left in their environment or by what their launcher calls the job, and hold it
-together with it. So they agree without talking to each other, and the claim lives as long as the last of them.
+find that claim, by the name that it left in their environment or by what their launcher calls the job, and claim the
+same for the same job. So they agree without talking to each other, and the claim lives as long as the last of them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpu_readings import GpuClaim
 from lightning_gpu_tools.selection import claims, cuda, picking
 from lightning_gpu_tools.selection.ranking import rank_gpus
 
 # Lightning shows what its own loggers say from INFO on; other loggers are silent unless the user configures them.
 _log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")
-
-# Claims that this process holds, by name. Kept because what is not referenced any more would still be held.
-_joined: dict[str, claims.Held] = {}
 
 
 def place(
@@ -57,6 +55,7 @@ def place(
     group = _launcher_group(devices)
     if _is_granted(count, uuids) or (group and _is_masked() and len(uuids) < count):
         _log.info("CUDA_VISIBLE_DEVICES has been set to %d GPUs, %d are asked for: left as it is.", len(uuids), count)
+        _claim_granted(uuids, request._replace(group=group))
         return None
     choice = picking.pick(
         request._replace(
@@ -87,8 +86,7 @@ def how_many(request: picking.Request) -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
     if ranks and _launcher_group(-1):
         return int(ranks)
-    with claims.open_ledger(claims.directory(), create=False) as ledger:
-        others = [claim for claim in ledger.claims() if claim.job not in picking.own_jobs()]
+    others = [claim for claim in picking.known_claims() if not picking.is_of_own_job(claim)]
     # Several, because MIG instances do not qualify then: they cannot be combined.
     several = replace(request.requirements, count=2)
     return max(1, len(rank_gpus(gpus, others, several, {os.getpid()}).candidates))
@@ -128,13 +126,41 @@ def _is_granted(count: int, uuids: Sequence[str]) -> bool:
     return _is_masked() and len(uuids) == count and not divided
 
 
+def _claim_granted(uuids: Sequence[str], request: picking.Request) -> None:
+    """Claim GPUs that a scheduler or the user has given to this job, so that other jobs see that they are in use.
+
+    That choice is not questioned: what speaks against it is logged as a warning.
+    """
+    if not request.claim:
+        return
+    try:
+        with claims.open_ledger(claims.directory()) as ledger:
+            here = [claim for claim in ledger.claims() if not set(claim.uuids).isdisjoint(uuids)]
+            for claim in here:
+                if picking.is_choice_of_job(claim, request) and set(claim.uuids) == set(uuids):
+                    ledger.join(claim)
+                    picking.adopt_job(claim.job)
+                    return
+            others = [claim for claim in here if not picking.is_of_own_job(claim)]
+            kind, memory_bytes = picking.what_to_claim(request)
+            for claim in others:
+                if kind == "exclusive" or claim.kind == "exclusive":
+                    claims.warn_once(
+                        f"CUDA_VISIBLE_DEVICES gives this job {', '.join(sorted({*claim.uuids} & {*uuids}))}, which "
+                        f"{claim.user} (pid {claim.pid}) has claimed{' exclusively' * (claim.kind == 'exclusive')}. "
+                        "Both use it now; pick the GPUs with this package to avoid that."
+                    )
+                    kind = "whole"  # two exclusive claims of one GPU would both be untrue
+            picking.adopt_job(ledger.take(uuids, kind, memory_bytes, group=request.group).name)
+    except ClaimsError as error:
+        claims.warn_once(f"{error} The GPUs of this job are not claimed.")
+
+
 def _own_claims() -> list[GpuClaim]:
     """Return the claims that this process, or the one that started it, has made; the latest first."""
-    jobs = picking.own_jobs()
-    if not jobs:
+    if not picking.own_jobs():
         return []
-    with claims.open_ledger(claims.directory(), create=False) as ledger:
-        return [claim for claim in reversed(ledger.claims()) if claim.job in jobs]
+    return [claim for claim in reversed(picking.known_claims()) if picking.is_of_own_job(claim)]
 
 
 def _own_choice(devices: int, uuids: Sequence[str]) -> GpuClaim | None:
@@ -145,16 +171,19 @@ def _own_choice(devices: int, uuids: Sequence[str]) -> GpuClaim | None:
 
 def _join(claim: GpuClaim) -> None:
     """Hold an own claim, too, so that it does not end with the process that made it."""
-    if claim.pid != os.getpid() and claim.job not in _joined:
+    try:
         with claims.open_ledger(claims.directory()) as ledger:
-            _joined[claim.job] = ledger.join(claim)
+            ledger.join(claim)
+    except ClaimsError as error:
+        claims.warn_once(f"{error} The claim of this job ends with the process {claim.pid} that made it.")
 
 
 def _use(chosen: list[str], uuids: list[str], started: bool) -> list[int]:
     """Make the chosen GPUs this process's devices and return their numbers."""
     if started:
         return sorted(uuids.index(uuid) for uuid in chosen)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    if chosen != uuids:  # what a scheduler has written stays as it is
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     return list(range(len(chosen)))
 
 

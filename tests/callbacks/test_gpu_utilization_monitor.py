@@ -1,6 +1,7 @@
 """The monitor in real trainings: over a fake driver, without a driver, and when things go wrong in the middle."""
 
 import copy
+import io
 import json
 import os
 import pickle
@@ -331,3 +332,14 @@ def test_the_json_is_standard_json_with_a_schema_version(tmp_path: Path) -> None
     text = (folder / "gpu_report.json").read_text()
     data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert data["schema_version"] == 1
+
+
+def test_a_terminal_without_box_drawing_gets_the_rest_and_the_file_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    folder = train(tmp_path, GPUUtilizationMonitor(), limit_train_batches=3)
+    assert load_report(folder).steps == 3
+    terminal.flush()
+    assert b"?? training step" in terminal.buffer.getvalue()  # type: ignore[attr-defined]

@@ -154,7 +154,7 @@ def test_nobody_has_to_read_what_was_picked(driver: Driver, run_cli: RunCli) -> 
 
 def test_what_the_command_writes_to_a_closed_stream_does_not_go_to_the_claim(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu()]
-    job = f"echo words >&2; cat {claims_dir}/*.claim"
+    job = f"echo words >&2; cat {claims_dir}/*.json"
     answer = subprocess.run(
         ["sh", "-c", '"$@" 2>&-', "sh", *RUN, "--", "sh", "-c", job], capture_output=True, text=True
     )
@@ -201,7 +201,7 @@ def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_di
         job.send_signal(signal.SIGINT)
         assert "Traceback" not in job.communicate()[1]
     assert job.returncode == 130
-    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+    assert [entry.name for entry in claims_dir.iterdir()] == []
 
 
 def test_gpus_shows_who_holds_what_since_when(driver: Driver, run_cli: RunCli) -> None:

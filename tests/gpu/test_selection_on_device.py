@@ -81,7 +81,7 @@ from lightning_gpu_tools import nvml
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.selection.ranking import effective_free_bytes
 (gpu,) = [gpu for gpu in nvml.read_gpus() if gpu.uuid == selection.uuids[0]]
-with claims.open_ledger(claims.directory()) as ledger:
+with claims.read_ledger(claims.directory()) as ledger:
     (claim,) = ledger.claims([process.pid for process in gpu.processes or ()])
 known = os.getpid() in claim.process_ids
 print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.memory_free_bytes, known]))

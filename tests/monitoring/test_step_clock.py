@@ -231,6 +231,22 @@ def test_validation_inside_a_step_is_a_pause_of_it(time: HandClock, tmp_path: Pa
     assert [(b.steps, b.wall_s, b.paused_s) for b in watch.clock.blocks] == [(10, 15.0, 5.0)] * 3
 
 
+def test_own_work_within_a_fetch_is_no_wait_for_data(time: HandClock, tmp_path: Path) -> None:
+    def load(seconds: float) -> None:
+        time.spend(seconds)
+        watch.clock.as_own_work(time.spend, 5.0, part="Search")
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch])
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(10, load, 3.0)))
+    booked = dict(watch.clock.seconds)
+    assert booked["monitoring/Search"] == 10 * 5.0
+    assert booked["data_loading"] + booked["epoch_start"] == 10 * 3.0
+    assert watch.clock.last_fetch_s == 3.0
+    load(3.0)
+    assert watch.clock.seconds == booked  # training is over
+
+
 def test_steady_steps_begin_anew_after_a_change_and_the_phases_go_on(time: HandClock, tmp_path: Path) -> None:
     class Change(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:

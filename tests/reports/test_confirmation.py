@@ -89,6 +89,13 @@ def test_a_callback_that_takes_less_time_now_is_named() -> None:
     )
 
 
+def test_a_hostile_name_of_a_callback_is_shown_harmlessly() -> None:
+    name = "\x1b[2J\n" + 1000 * "a"
+    found = str(confirm(report(5, phase_s={"training_step": 2.0}), old_with("callback", f"callback/{name}", name)))
+    assert found.startswith(r"\x1b[2J\naaa")
+    assert len(found) < 200
+
+
 def test_fewer_checkpoints_are_seen_in_the_whole_run() -> None:
     new = report(10, wall_s=2.0, phase_s={"checkpoint": 0.1, "training_step": 1.9})
     assert str(confirm(new, old_with("checkpoint", "checkpoint"))).endswith("a step: +100 %, measured.")
@@ -104,6 +111,9 @@ def test_the_run_before_is_found_at_the_same_place_or_in_the_newest_version(tmp_
     found = earlier_report(tmp_path / "version_2")
     assert found is not None
     assert found.wall_s == 0.4 * 30
+    (tmp_path / "version_7").mkdir()
+    (tmp_path / "version_7" / "gpu_report.json").symlink_to("nothing")
+    assert earlier_report(tmp_path / "version_2") == found
     (tmp_path / "gpu_report.json").write_text("something else")
     assert earlier_report(tmp_path) is None
 

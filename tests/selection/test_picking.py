@@ -96,7 +96,7 @@ def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None
     driver.gpus = [gpu(), gpu(lost=True), gpu()]
     with pytest.raises(NotEnoughGpusError, match="Asked for 3 GPUs, but 2 of 3 visible qualify"):
         select_gpus(3)
-    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+    assert [entry.name for entry in claims_dir.iterdir()] == []
 
 
 def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: Driver, claims_dir: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: D
     with select_gpus(exclusive=True) as selection:
         assert len(list(claims_dir.iterdir())) == 2
     selection.release()
-    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+    assert [entry.name for entry in claims_dir.iterdir()] == []
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_waiting_in_vain_ends_with_the_last_reasons_and_leaves_nothing(driver: D
     driver.gpus = [gpu(utilization=95)]
     with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95 % busy, asked for at most 5 %"):
         select_gpus(max_utilization=5, wait=1.2)
-    assert [entry.name for entry in claims_dir.iterdir()] == ["lock"]
+    assert [entry.name for entry in claims_dir.iterdir()] == []
 
 
 def test_what_can_never_be_is_not_waited_for(driver: Driver) -> None:
@@ -409,7 +409,7 @@ def test_those_who_wait_are_served_in_the_order_in_which_they_came(
         for name in "abc":
             command = [sys.executable, "-c", WAIT, name]
             waiting.append(subprocess.Popen(command, stdout=one_after_the_other, stderr=-1, text=True))
-            wait_until(lambda: len(list(claims_dir.glob("*.waiter"))) == len(waiting))
+            wait_until(lambda: len(list(claims_dir.glob("wait-*.json"))) == len(waiting))
     mine.release()
     for job in waiting:
         job.communicate()
@@ -420,8 +420,8 @@ def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: 
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("*.waiter")))
-        with open_ledger(claims_dir):  # so that it is not stopped while it has the ledger
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+        with open_ledger(str(claims_dir)):  # so that it is not stopped while it has the ledger
             job.send_signal(signal.SIGSTOP)
         mine.release()
         with pytest.raises(NotEnoughGpusError, match=rf"kept for .* \(pid {job.pid}\), who has waited longer"):
@@ -436,7 +436,7 @@ def test_a_small_request_gets_past_one_that_waits_for_more_where_there_is_room(
 ) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB", processes=[process(4711)]) for gib in (20, 40, 30)]
     with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
         assert indices(select_gpus(2, min_free="5GiB", wait=60)) == [2, 0]  # the best one is kept
         job.kill()
 
@@ -445,10 +445,10 @@ def test_ctrl_c_while_waiting_leaves_nothing(driver: Driver, claims_dir: Path) -
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
         job.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in job.communicate()[1]
-    assert not list(claims_dir.glob("*.waiter"))
+    assert not list(claims_dir.glob("wait-*.json"))
     mine.release()
 
 
@@ -456,7 +456,7 @@ def test_a_killed_waiter_holds_nobody_up(driver: Driver, claims_dir: Path) -> No
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("*.waiter")))
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
         job.kill()
     mine.release()
     assert indices(select_gpus(exclusive=True, wait=30)) == [0]

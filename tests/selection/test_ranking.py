@@ -22,7 +22,7 @@ def gpu(index: int, free: int | None = 40 * GIB, utilization: float | None = 0.0
 
 
 def claim(*uuids: str, kind: Any = "whole", memory: int | None = None, **fields: Any) -> GpuClaim:
-    fields = {"job": "j", "pid": 4182, "user": "alice", "hostname": "node7", "since_s": 0.0, **fields}
+    fields = {"job": "j", "pid": 4182, "user": "alice", "owner_id": 1000, "hostname": "node7", "since_s": 0.0, **fields}
     return GpuClaim(uuids=uuids, kind=kind, memory_bytes=memory, **fields)
 
 

@@ -1,0 +1,212 @@
+"""Files that are no report, or one that somebody has made up: one sentence each, at once, and never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import operator
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sample_report import REPORT
+
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
+from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
+from lightning_gpu_tools.quantities import printable_path
+from lightning_gpu_tools.reports import comparison as comparing
+from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
+from lightning_gpu_tools.reports.loader_summary import LoaderSummary
+from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, to_json
+from lightning_gpu_tools.reports.text import render_markdown, render_text
+
+RunCli = Callable[..., "CompletedProcess[str]"]
+
+SETTINGS = {"num_workers": 0, "prefetch_factor": None, "batch_size": 64}
+FULL = replace(
+    REPORT,
+    spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}),),
+    ranks=(RankSpeed(rank=0, node=0, own_step_s=0.01), RankSpeed(rank=1, node=0, own_step_s=0.02)),
+    memory_growth=(MemoryGrowth(what="Memory", bytes_per_s=1e6, grown_bytes=1e9, left_s=100.0),),
+    step_s_blocks=tuple(0.05 + i / 1e4 for i in range(8)),
+    loader=LoaderSummary(
+        users=SETTINGS,
+        settings=SETTINGS,
+        applied=True,
+        confirmed=True,
+        reason="It is faster.",
+        users_batches_per_s=10.0,
+        batches_per_s=20.0,
+        wait_share=0.1,
+        seconds=3.0,
+    ),
+    diagnosis=replace(REPORT.diagnosis, gpu_idle_percent={"callback/Slow": 12.0}, utilization_percent=34.0),
+    settings={**REPORT.settings, "gpu": ["NVIDIA H200"], "precision": "32-true"},
+    unseen=("Loop.run",),
+    gpu_note="GPU 1 is not measured.",
+    confirmation="num_workers 0 -> 4: +31 %, measured.",
+)
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the way to each value inside of plain data, the data itself included."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place, *(found for key, item in inside for found in places(item, (*place, key)))]
+
+
+DATA = json.loads(to_json(FULL))
+texts = st.text(st.sampled_from("a|`$<\\*[\x1b\x9b\n\r\u2028\u202e\ud800"), max_size=30)
+scalars = st.none() | st.booleans() | st.integers(-(10**400), 10**400) | st.integers(-2, 2) | st.floats() | texts
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
+
+
+def like(value: Any) -> st.SearchStrategy[Any]:
+    """Return values of the same type, which a report may well have, however odd they are."""
+    if isinstance(value, dict):
+        return st.dictionaries(texts, like(next(iter(value.values()), 0.5)), max_size=3)
+    if isinstance(value, list):
+        return st.lists(like(next(iter(value), "a")), max_size=9)
+    kinds = {bool: st.booleans(), str: texts, int: st.integers(0, 2**64), float: st.floats(0, 2.0**64)}
+    return kinds.get(type(value), st.none())
+
+
+def at(place: tuple[Any, ...]) -> Any:
+    return functools.reduce(operator.getitem, place, DATA)
+
+
+changed = st.sampled_from(places(DATA)[1:]).flatmap(lambda place: st.tuples(st.just(place), like(at(place)) | values))
+
+
+@given(st.lists(changed, min_size=1, max_size=3))
+@example([(("steps",), 10**300)])
+@example([(("wall_s",), 0), (("phase_s",), {})])
+@example([(("diagnosis", "findings", 0, "cause"), "checkpoint"), (("phase_s", "checkpoint"), 1e300)])
+def test_any_value_in_any_place_is_shown_or_refused_in_words(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+    data = copy.deepcopy(DATA)
+    for place, value in changes:
+        put(data, place, value)
+    try:
+        report = from_json(json.dumps(data), "gpu_report.json")
+    except ReportError as error:
+        shown = [str(error)]
+    else:
+        comparisons = [comparing.compare(report, FULL), comparing.compare(FULL, report, 0.05)]
+        shown = [to_json(report), render_text(report), render_markdown(report)]
+        shown += [comparing.render_comparison(one) for one in comparisons]
+        shown += [comparing.comparison_markdown(one) for one in comparisons]
+        shown += [comparing.comparison_json(one) for one in comparisons]
+        shown += [str(confirm(report, FULL)), str(confirm(FULL, report))]
+        json.loads(to_json(report), parse_constant=pytest.fail)
+    assert all(line.isprintable() for text in shown for line in text.split("\n"))
+
+
+def put(data: Any, place: tuple[Any, ...], value: Any) -> None:
+    """Put a value in a place of plain data, unless an earlier change has left no such place."""
+    with contextlib.suppress(LookupError, TypeError):
+        *way, last = place
+        for key in way:
+            data = data[key]
+        data[last] = value
+
+
+def test_what_a_training_writes_is_read_back_with_the_same_values() -> None:
+    assert from_json(to_json(FULL)) == FULL
+    assert json.loads(to_json(from_json(to_json(FULL)))) == json.loads(
+        json.dumps({"schema_version": 1, **asdict(FULL)})
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("steps",), float("inf"), "steps must be an integer, got Infinity"),
+        (("steps",), True, "steps must be an integer, got true"),
+        (("steps",), -1, "steps must not be negative, got -1"),
+        (("wall_s",), float("nan"), "wall_s must be a finite number of at most 2^64, got NaN"),
+        (("wall_s",), 10**300, "wall_s must be a finite number of at most 2^64, got 1000"),
+        (("wall_s",), -0.5, "wall_s must not be negative, got -0.5"),
+        (("phase_s", "training_step"), -1.0, "phase_s.training_step must not be negative"),
+        (("spans", 0, 1), -1.0, "spans[0].end_s must not be negative"),
+        (("spans", 0), [1], "spans[0] must be a list of begin_s, end_s, phase_s, got 1 items"),
+        (("step_s_blocks", 3), 0.0, "step_s_blocks holds a step of less than a nanosecond"),
+        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items, of at most 20,000"),
+        (("outcome",), ["completed"], "outcome must be a text, got a list"),
+        (("gpus", 0, "name"), 5, "gpus[0].name must be a text or null, got 5"),
+        (("gpus", 0, "timelines", "power_watts"), [[0.0, "1"]], 'power_watts[0][1] must be a number, got "1"'),
+        (("gpus", 0), {}, "gpus[0] has no 'index'"),
+        (("loader", "applied"), 1, "loader.applied must be true or false, got 1"),
+        (("diagnosis", "findings"), {}, "diagnosis.findings must be a list, got an object"),
+        (("settings", "x"), [[[[[[[[[1]]]]]]]]], "settings.x is nested deeper than 8 levels"),
+        (("phase_s", "\x1b[2J\n"), "a", r"phase_s.\x1b[2J\n must be a number"),
+        (("schema_version",), "1", "no object with an integer as schema_version"),
+        (("schema_version",), 10**40, "written by a newer version"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: Any, says: str) -> None:
+    data = copy.deepcopy(DATA)
+    put(data, place, value)
+    with pytest.raises(ReportError) as caught:
+        from_json(json.dumps(data), "gpu_report.json")
+    assert says in str(caught.value)
+    assert str(caught.value).startswith("gpu_report.json ")
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: None,
+    "empty": lambda path: path.touch(),
+    "brackets": lambda path: path.write_text("[" * 200_000),
+    "digits": lambda path: path.write_text("9" * 200_000),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
+    "huge": lambda path: os.truncate(os.open(path, os.O_RDWR | os.O_CREAT), 1 << 40),
+    "a pipe": make_fifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a loop": lambda path: path.symlink_to(path),
+    "a folder": lambda path: path.mkdir(),
+    "no object": lambda path: path.write_text("[]"),
+    "of a later version": lambda path: path.write_text('{"schema_version": 2}'),
+    "with NaN": lambda path: path.write_text(to_json(FULL).replace('"wall_s": 41.4', '"wall_s": NaN')),
+    "negative": lambda path: path.write_text(to_json(FULL).replace('"wall_s": 41.4', '"wall_s": -41.4')),
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
+@pytest.mark.parametrize("kind", NOT_REPORTS)
+def test_what_is_no_report_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
+    folder.mkdir()
+    path = folder / "gpu_report.json"
+    NOT_REPORTS[kind](path)
+    began_s = time.monotonic()
+    with pytest.raises(ReportError) as caught:
+        load_report(path)
+    assert printable_path(path) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert earlier_report(folder) is None
+    assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
+@pytest.mark.parametrize("kind", ["a pipe", "brackets", "negative"])
+def test_an_old_run_that_cannot_be_read_cannot_be_compared(run_cli: RunCli, tmp_path: Path, kind: str) -> None:
+    save_report(FULL, tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    NOT_REPORTS[kind](tmp_path / "old" / "gpu_report.json")
+    result = run_cli("report", str(tmp_path / "new"), "--against", str(tmp_path / "old"))
+    assert (result.returncode, result.stdout) == (3, "")
+    assert result.stderr.startswith("lightning-gpu-tools: cannot be compared: ")
+    assert result.stderr.count("\n") == 1
+    assert run_cli("report", str(tmp_path / "old")).returncode == 1

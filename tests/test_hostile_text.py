@@ -1,0 +1,422 @@
+"""Names in files and of GPUs that would steer a terminal or forge lines: every command, every error, a training."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import re
+import struct
+import time
+import traceback
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import Driver, gpu
+from lightning.pytorch import Callback, LightningModule
+from sample_report import REPORT
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    PortableCheckpointIO,
+    load_from_checkpoint,
+    load_weights,
+)
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.nvml import read_gpus
+from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.reports.report import load_report, to_json
+
+STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"
+EVIL = STEERS + 200_000 * "L" + "weight"
+
+pytestmark = [
+    pytest.mark.usefixtures("claims_dir"),
+    pytest.mark.skipif(os.name == "nt", reason="no file has such a name there"),
+]
+
+
+def assert_harmless(text: str) -> None:
+    """No character but line ends steers a terminal, no line is forged, and no name is shown to its 200,000th letter."""
+    assert {c for c in text if not (c.isprintable() or c == "\n")} == set()
+    assert not re.search(r"^\s*FORGED", text, re.MULTILINE), text[:3000]
+    assert 1500 * "L" not in text
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files with a name of that kind in every place where a format has a name, by what they are."""
+    folder = tmp_path_factory.mktemp("files") / "x\r\nFORGED\x1b[2J\u202e"
+    folder.mkdir()
+    weights = OrderedDict([(f"{EVIL}.{i}.weight", torch.ones(2, 2)) for i in range(2)])
+    lightning = {
+        "state_dict": weights,
+        "pytorch-lightning_version": EVIL,
+        "epoch": 1,
+        "hyper_parameters": {EVIL: EVIL},
+        "callbacks": {EVIL: {}},
+        "lightning_gpu_tools": {"wrappers": {EVIL: EVIL}, "devices": [EVIL], "torch": EVIL, "lightning": EVIL},
+    }
+    sound = {**lightning, "pytorch-lightning_version": "2.0.0"}
+    contents: dict[str, Any] = {
+        "sound.ckpt": sound,
+        "lightning.ckpt": lightning,
+        "weights.pt": weights,
+        "other.pt": OrderedDict([(f"module.{EVIL}.0.weight", torch.zeros(3, 2)), (f"{EVIL}x", torch.ones(1))]),
+        "several.pt": {EVIL: weights, EVIL + "2": weights},
+        "colliding.pt": {f"{STEERS}.weight": torch.ones(1), f"_orig_mod.{STEERS}.weight": torch.ones(1)},
+        "rooted.pt": {
+            f"{EVIL}.layer.weight": torch.ones(1, 4),
+            f"{EVIL}.layer.bias": torch.ones(1),
+            EVIL: torch.ones(1),
+        },
+        "two_roots.pt": {
+            f"{EVIL}{i}.{name}": torch.ones(1, 4) for i in range(2) for name in ("layer.weight", "layer.bias")
+        },
+        "misfit.pt": {f"{EVIL}.layer.weight": torch.ones(5, 4), f"{EVIL}.layer.bias": torch.ones(1)},
+        "sparse.pt": {f"{EVIL}.layer.weight": torch.ones(1, 4).to_sparse(), f"{EVIL}.layer.bias": torch.ones(1)},
+        "two_fit.pt": {EVIL + "1": Model().state_dict(), EVIL + "2": Model().state_dict()},
+        "rooted.ckpt": {
+            "pytorch-lightning_version": "2.0.0",
+            "state_dict": {f"{EVIL}.{name}": torch.ones(1, 4) for name in ("layer.weight", "other")},
+        },
+        "no_weights.pt": {EVIL: 1},
+        "fits\r\nFORGED.pt": Model().state_dict(),
+        "cli.ckpt": {**sound, "state_dict": Model().state_dict(), "hyper_parameters": {"_instantiator": EVIL}},
+        "class.ckpt": {
+            **sound,
+            "state_dict": Model().state_dict(),
+            "hyper_parameters": {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": EVIL},
+        },
+    }
+    paths = {}
+    for name, content in contents.items():
+        paths[name] = str(folder / name)
+        torch.save(content, paths[name])
+    paths["legacy.pt"] = str(folder / "legacy.pt")
+    torch.save(weights, paths["legacy.pt"], _use_new_zipfile_serialization=False)
+    paths["unsafe.pt"] = str(folder / "unsafe.pt")
+    replace_pickle(paths["weights.pt"], paths["unsafe.pt"], pickle_of_class(EVIL, EVIL))
+    paths["runs_code.pt"] = str(folder / "runs_code.pt")
+    replace_pickle(paths["weights.pt"], paths["runs_code.pt"], pickle_of_class("os", "\x1b[2J\u202e" + 200_000 * "L"))
+    paths["harmless.pt"] = str(folder / "harmless.pt")
+    replace_pickle(paths["weights.pt"], paths["harmless.pt"], pickle_of_class("torch.nn.modules.x", 200_000 * "L"))
+    paths["damaged.pt"] = str(folder / "damaged.pt")
+    damaged = bytearray(Path(paths["weights.pt"]).read_bytes())
+    damaged[damaged.index(struct.pack("<f", 1.0) * 4)] ^= 1
+    Path(paths["damaged.pt"]).write_bytes(damaged)
+    paths["photos.pt"] = str(folder / "photos.pt")
+    with zipfile.ZipFile(paths["photos.pt"], "w") as archive:
+        archive.writestr(STEERS + "L" * 1000, "meow")
+    paths["weights.safetensors"] = str(folder / "weights.safetensors")
+    write_safetensors(paths["weights.safetensors"], {EVIL: 4})
+    paths["short.safetensors"] = str(folder / "short.safetensors")
+    write_safetensors(paths["short.safetensors"], {EVIL: 400})
+    paths["dtype.safetensors"] = str(folder / "dtype.safetensors")
+    write_safetensors(paths["dtype.safetensors"], {"a": 4}, dtype=EVIL)
+    for name, plain, evil in (("device.pt", "cpu", EVIL), ("record.pt", "1", EVIL)):
+        paths[name] = str(folder / name)
+        with zipfile.ZipFile(paths["weights.pt"]) as archive:
+            (record,) = (record for record in archive.namelist() if record.endswith("data.pkl"))
+            content = archive.read(record).replace(as_text(plain), as_text(evil))
+        replace_pickle(paths["weights.pt"], paths[name], content)
+    for kind, inside in (("folder", f"a{STEERS}.ckpt"), ("sharded\r\nFORGED", ".metadata")):
+        (folder / kind).mkdir()
+        (folder / kind / inside).write_bytes(Path(paths["weights.pt"]).read_bytes())
+        paths[kind] = str(folder / kind)
+    paths["missing"] = str(folder / "folder" / "missing\r\nFORGED\x1b[2J.ckpt")
+    paths["report.json"] = str(folder / "report.json")
+    Path(paths["report.json"]).write_text(hostile_report())
+    paths["good.json"] = str(folder / "good.json")
+    Path(paths["good.json"]).write_text(to_json(REPORT))
+    return paths
+
+
+def pickle_of_class(module: str, name: str) -> bytes:
+    """A pickle that calls something, and nothing more."""
+    return b"\x80\x04" + b"".join(pickle.dumps(text, 4)[2:-1] for text in (module, name)) + b"\x93)R."
+
+
+def replace_pickle(source: str, target: str, content: bytes) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for record in old.namelist():
+            new.writestr(record, content if record.endswith("data.pkl") else old.read(record))
+
+
+def as_text(text: str) -> bytes:
+    """A text as torch.save writes it."""
+    content = text.encode()
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
+def write_safetensors(path: str, lengths: dict[str, int], dtype: str = "F32") -> None:
+    entries = {
+        name: {"dtype": dtype, "shape": [size // 4], "data_offsets": [0, size]} for name, size in lengths.items()
+    }
+    metadata = {"format": EVIL, "tied": json.dumps({EVIL: EVIL}), "lightning_gpu_tools": json.dumps({"torch": EVIL})}
+    header = json.dumps({"__metadata__": metadata, **entries}).encode()
+    Path(path).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def hostile_report() -> str:
+    """A valid report with such a name wherever it has a text."""
+    report = json.loads(to_json(REPORT))
+    phases = {EVIL: 1.0, f"callback/{EVIL}": 2.0}
+    report |= dict.fromkeys(("outcome", "started_at", "gpu_note", "confirmation"), EVIL)
+    report |= {"phase_s": {**report["phase_s"], **phases}, "unseen": [EVIL], "spans": [[0.0, 1.0, phases]]}
+    report["settings"] = {EVIL: [EVIL], "gpu": [EVIL], "batch_size": EVIL, "model": EVIL}
+    report["memory_growth"] = [{"what": EVIL, "bytes_per_s": 1.0, "grown_bytes": 1.0}]
+    report["gpus"][0] |= {"uuid": EVIL, "name": EVIL, "errors": [EVIL], "timelines": {EVIL: [[0.0, 1.0]]}}
+    report["diagnosis"] |= {"why": EVIL, "next_step": EVIL, "gpu_idle_percent": phases}
+    report["diagnosis"]["findings"][0] |= {"advice": EVIL, "evidence": {EVIL: EVIL, "name": EVIL}}
+    unknown = dict.fromkeys(("confirmed", "users_batches_per_s", "batches_per_s", "wait_share"))
+    evil = {"users": {EVIL: EVIL}, "settings": {"num_workers": EVIL}, "reason": EVIL}
+    report["loader"] = {**unknown, **evil, "applied": True, "seconds": 1.0}
+    return json.dumps(report)
+
+
+CHECKPOINTS = (
+    "lightning.ckpt", "weights.pt", "other.pt", "several.pt", "colliding.pt", "rooted.pt", "two_roots.pt", "misfit.pt",
+    "sparse.pt", "two_fit.pt", "no_weights.pt", "fits\r\nFORGED.pt", "cli.ckpt", "legacy.pt", "unsafe.pt",
+    "runs_code.pt", "harmless.pt", "damaged.pt", "device.pt", "record.pt", "photos.pt", "weights.safetensors",
+    "short.safetensors", "dtype.safetensors", "folder", "sharded\r\nFORGED", "missing",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "FILE"],
+        ["inspect", "FILE", "--all"],
+        ["verify", "FILE"],
+        ["convert", "FILE", "TARGET.ckpt"],
+        ["convert", "FILE", "TARGET.safetensors", "--dtype", "bfloat16"],
+        ["convert", "FILE", "TARGET.ckpt", "--entry", EVIL, "--add-root", EVIL],
+        ["convert", "FILE", "TARGET.ckpt", "--drop-root", EVIL],
+        ["convert", "FILE", "TARGET.ckpt", "--like", "weights.pt"],
+        ["convert", "FILE", "weights.pt"],
+        ["diff", "FILE", "weights.pt"],
+    ],
+    ids=lambda arguments: "-".join(one[:12] for one in arguments if one not in ("FILE", EVIL)),
+)
+def test_checkpoint_commands_show_hostile_names_harmlessly(
+    files: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], name: str
+) -> None:
+    target = str(tmp_path / "new\r\nFORGED")
+    code = main(["checkpoint", *(files.get(one, one).replace("TARGET", target) for one in with_file(arguments, name))])
+    shown = capfd.readouterr()
+    assert shown.err if code and arguments[0] != "diff" else shown.out or shown.err
+    assert_harmless(shown.out)
+    assert_harmless(shown.err)
+
+
+def with_file(arguments: list[str], name: str) -> list[str]:
+    return [name if one == "FILE" else one for one in arguments]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["checkpoint", "inspect", "lightning.ckpt", "--json"],
+        ["checkpoint", "verify", "weights.pt", "--json"],
+        ["checkpoint", "diff", "other.pt", "weights.pt", "--json"],
+        ["report", "report.json", "--format", "json"],
+        ["report", "report.json", "--against", "good.json", "--format", "json"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_ascii_with_whole_names(
+    files: dict[str, str], capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    main([files.get(one, one) for one in arguments])
+    shown = capfd.readouterr()
+    assert shown.out.isascii()
+    assert {c for c in shown.out if not c.isprintable()} == {"\n"}
+    names = json.dumps(json.loads(shown.out))
+    assert json.dumps(EVIL)[1:-1] in names or arguments[1] == "verify"
+
+
+@pytest.mark.parametrize("form", ["text", "markdown"])
+@pytest.mark.parametrize("old", [None, "good.json", "report.json"])
+def test_a_report_shows_hostile_names_harmlessly(
+    files: dict[str, str], capfd: pytest.CaptureFixture[str], form: str, old: str | None
+) -> None:
+    against = ["--against", files[old]] if old else []
+    assert main(["report", files["report.json"], "--format", form, *against]) == (3 if old else 0)
+    shown = capfd.readouterr().out
+    assert_harmless(shown)
+    if form == "markdown":
+        fenced = shown.split("````")  # longer than any that the names hold
+        assert len(fenced) in ({1} if old else {3})
+        outside = re.sub(r"\\.", "", fenced[0] + fenced[-1].replace("</details>", "").replace("\n", ""))
+        assert not set(outside.replace("<details><summary>Where the time went</summary>", "")) & set("`<[$|")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [EVIL],
+        ["pick", "-n", EVIL],
+        ["pick", "--min-free", EVIL],
+        ["pick", "--wait", EVIL],
+        ["report", "a", EVIL],
+        ["report", "a", "--format", EVIL],
+        ["report", "a", "--max-slowdown", EVIL],
+        ["report", EVIL],
+        ["checkpoint", EVIL],
+        ["checkpoint", "inspect", EVIL],
+        ["checkpoint", "convert", "a", "b", EVIL],
+        ["checkpoint", "convert", EVIL, EVIL],
+        ["checkpoint", "diff", EVIL, EVIL],
+        ["run", "-n", "1", "--", STEERS],
+    ],
+    ids=lambda arguments: "-".join("EVIL" if len(one) > 50 else one for one in arguments),
+)
+def test_arguments_are_repeated_harmlessly(
+    driver: Driver, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    driver.gpus = [gpu()]
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    shown = capfd.readouterr()
+    assert (code, shown.out) in [(1, ""), (2, ""), (3, ""), (127, "")]
+    assert_harmless(shown.err)
+
+
+NAME = STEERS + "L" * 20  # NVML has room for 96 bytes
+
+
+def test_gpu_names_and_claims_of_others_are_shown_harmlessly(
+    driver: Driver, claims_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [
+        gpu(name=NAME, uuid="GPU-\x1b[2J\u202e"),
+        gpu(name=NAME, errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}),
+    ]
+    claims_dir.mkdir(mode=0o1777)
+    (claims_dir / f"{STEERS}.claim").write_text(json.dumps({"user": NAME, "hostname": NAME}))
+    assert [reading.name for reading in read_gpus()] == [printable(NAME)] * 2
+    for arguments in (
+        ["gpus"],
+        ["gpus", "--json"],
+        ["pick"],
+        ["pick", "-n", "5"],
+        ["pick", "-n", "1", "--format", "json"],
+    ):
+        main(arguments)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{STEERS}")
+    main(["pick", "-n", "1"])
+    shown = capfd.readouterr()
+    assert r"\x1b[2J" in shown.out
+    assert_harmless(shown.out)
+    assert_harmless(shown.err)
+
+
+LIBRARY: dict[str, Callable[[str], object]] = {
+    "read": read_checkpoint,
+    "load_weights": lambda path: load_weights(Model(), path),
+    "load_weights not strict": lambda path: load_weights(Model(), path, strict=False),
+    "load_weights of a root": lambda path: load_weights(Model(), path, root=EVIL),
+    "load_from_checkpoint": lambda path: load_from_checkpoint(Model, path),
+    "plugin": lambda path: PortableCheckpointIO(verify=True).load_checkpoint(path),
+}
+
+
+@pytest.mark.parametrize("call", LIBRARY)
+@pytest.mark.parametrize("name", [*CHECKPOINTS[1:], "sound.ckpt", "class.ckpt"])
+def test_errors_and_reports_of_the_library_are_harmless(
+    files: dict[str, str], name: str, call: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    try:
+        result = LIBRARY[call](files[name])
+    except CheckpointError as error:
+        assert_harmless(str(error))
+        assert_harmless("".join(traceback.format_exception_only(error)))
+        causes = [error.__cause__, None if error.__suppress_context__ else error.__context__]
+        assert_harmless("".join(str(cause) for cause in causes))
+    else:
+        if not isinstance(result, (dict, LightningModule)):
+            assert_harmless(str(result))
+    assert_harmless("".join(str(warning.message) for warning in recwarn))
+
+
+@pytest.mark.parametrize("name", ["rooted.ckpt", "rooted.pt", "two_fit.pt", "no_weights.pt"])
+def test_the_plugin_shows_hostile_names_harmlessly(
+    files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, name: str
+) -> None:
+    model = Model()
+    model.strict_loading = False
+    trainer = quiet_trainer(tmp_path, plugins=[PortableCheckpointIO()], logger=False)
+    with caplog.at_level(logging.INFO):
+        try:
+            trainer.validate(model, loader(Samples(1)), ckpt_path=files[name], weights_only=True)
+        except CheckpointError as error:
+            assert_harmless(str(error))
+    for text in (*caplog.messages, *(str(one.message) for one in recwarn)):
+        assert_harmless(text.replace(files[name], "PATH"))  # Lightning names the path itself
+
+
+class RefusesToLoad(Model):
+    """Fails to load as torch does, which names keys of the file."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"Error(s) in loading:\n\tsize mismatch for {EVIL}: other shape.")
+
+
+def test_what_torch_says_of_keys_is_repeated_harmlessly(tmp_path: Path) -> None:
+    torch.save(Model().state_dict(), tmp_path / "sound.pt")
+    with pytest.raises(CheckpointError, match="size mismatch for") as caught:
+        load_weights(RefusesToLoad(), tmp_path / "sound.pt")
+    assert_harmless("".join(traceback.format_exception(caught.value)))
+
+
+class StopsTraining(Callback):
+    """Takes a while after each step, and raises an error of its own name at the 50th."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.005)
+        if args[-1] == 50:
+            raise type(type(self).__name__, (RuntimeError,), {})
+
+
+def test_a_training_shows_hostile_names_harmlessly(
+    driver: Driver,
+    files: dict[str, str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    name = STEERS + "L" * 2000
+    folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
+    folder.mkdir()
+    driver.gpus = [gpu(name=NAME, xid_events=[(0.0, 79)]), gpu(name=NAME, lost=True)]
+    stop = type(name, (StopsTraining,), {})()
+    module = type(name, (Model,), {})()
+    (folder / "gpu_report.json").write_text(Path(files["report.json"]).read_text())
+    callbacks = [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor(min_steps=5, min_seconds=0.0), stop]
+    trainer = quiet_trainer(folder, callbacks=callbacks, logger=False)
+    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError):
+        trainer.fit(module, loader(Samples(60)))
+    assert json.loads((folder / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
+    assert (folder / "gpu_report.json").read_bytes().isascii()
+    assert (folder / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None
+    assert load_report(folder).settings["model"] == name
+    shown = capfd.readouterr()
+    assert r"\x1b[2J" in shown.out
+    for text in (shown.out, shown.err, *caplog.messages, *(str(one.message) for one in recwarn)):
+        assert_harmless(text)
