@@ -85,7 +85,9 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
     parser.add_argument("--dtype", choices=_DTYPES, help="what floating-point weights become")
     parser.add_argument("--weights", action="store_true", help="leave out everything but the weights")
-    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists; a link stays, and its file is replaced")
+    parser.add_argument(
+        "--force", action="store_true", help="replace TARGET if it exists; of a link, the file that it names"
+    )
     parser.set_defaults(run=_convert)
 
 
