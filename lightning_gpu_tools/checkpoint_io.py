@@ -25,6 +25,8 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     name_file,
 )
+from lightning_gpu_tools.checkpoints.envelope import TRAINING_STATE, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.hyperparameters import migrated
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
@@ -34,6 +36,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     find_state_dicts,
     own_all_but_weights,
     own_what_modules_keep,
+    refuse_what_torch_cannot_copy,
     rename_optimizers,
     same_tensors,
     shapes_of,
@@ -147,15 +150,16 @@ class PortableCheckpointIO(CheckpointIO):
             if map_location is not None:
                 options["map_location"] = map_location
             checkpoint = self.inner.load_checkpoint(path, weights_only=weights_only, **options)
+            check_contents(checkpoint, path, torch.Tensor)
         else:
-            checkpoint = own_all_but_weights(
-                read_checkpoint(
-                    path,
-                    map_location="cpu" if map_location is None else map_location,
-                    weights_only=weights_only is not False,
-                    verify=self.verify,
-                )
+            content = read_checkpoint(
+                path,
+                map_location="cpu" if map_location is None else map_location,
+                weights_only=weights_only is not False,
+                verify=self.verify,
             )
+            check_contents(content, path, torch.Tensor)
+            checkpoint = own_all_but_weights(content)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
         return fitted
 
@@ -213,6 +217,7 @@ class PortableCheckpointIO(CheckpointIO):
             if trainer.state.status is not TrainerStatus.RUNNING:
                 return checkpoint
             checkpoint = _as_lightning_checkpoint(checkpoint, path)
+        _check_for_trainer(checkpoint, trainer, path)
         keys, state = read_model(model, checkpoint["state_dict"])
         if self.inner is None:
             own_what_modules_keep(checkpoint["state_dict"], keys)
@@ -223,6 +228,7 @@ class PortableCheckpointIO(CheckpointIO):
                 strict=model.strict_loading,
                 same_tensor=same_tensors(checkpoint["state_dict"]),
             )
+            refuse_what_torch_cannot_copy(checkpoint["state_dict"], plan, keys, state)
         except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
             if _may_still_change(model):
                 return checkpoint
@@ -312,6 +318,21 @@ def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, A
 def _may_still_change(model: LightningModule) -> bool:
     """Whether a hook of the user's comes after the plugin that may change the checkpoint, the model or the loading."""
     return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
+
+
+def _check_for_trainer(checkpoint: Mapping[str, Any], trainer: Trainer, path: str | Path) -> None:
+    """Find what the Trainer would stumble over after the plugin has handed it the checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Trainer migrates it again, and warns
+        current = migrated(checkpoint, path)
+    check_entries(current, path, TRAINING_STATE)
+    loops = current.get("loops")
+    loop = None if trainer.state.fn is None else f"{trainer.state.fn.value}_loop"
+    if loops is not None and loop is not None and loop not in loops:
+        raise BrokenCheckpointError(
+            f'"loops" of {printable_path(path)} has no "{loop}", which the Trainer needs to go on. Take "loops" out '
+            "and save the checkpoint again, to begin at epoch 0."
+        )
 
 
 def _devices(weights: Mapping[str, Any]) -> list[str]:

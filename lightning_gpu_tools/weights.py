@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lightning_gpu_tools.checkpoints.content import describe_content, name_file
+from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.key_tree import PathSet, is_copied_into, without_private_segments
+from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, without_private_segments
 from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import (
@@ -24,6 +25,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     find_state_dicts,
     own_all_but_weights,
     own_what_modules_keep,
+    refuse_what_torch_cannot_copy,
     same_tensors,
     shapes_of,
 )
@@ -113,6 +115,7 @@ def load_weights(
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
     content = read_checkpoint(path, weights_only=weights_only)
+    check_contents(content, path, torch.Tensor)
     with _naming(path, type(model)):
         entry, weights, plan = _choose(model, content, root, strict)
         plan, loaded = _load(model, weights, plan, strict)
@@ -171,7 +174,7 @@ def _load(
 ) -> tuple[RenamePlan, tuple[str, ...]]:
     """Load the weights; return the plan as it came out, and the model keys that got theirs."""
     keys, state = read_model(model)
-    _refuse_what_torch_cannot_copy(weights, plan, keys, state)
+    refuse_what_torch_cannot_copy(weights, plan, keys, state)
     offered = plan.left_over(strict=strict)
     renamed = plan.apply(weights, keep=offered)
     for key in plan.kept:
@@ -190,47 +193,6 @@ def _load(
     if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say
         return plan, (*plan.renames.values(), *plan.tied)
     return _came_out(model, keys, plan, offered, found, left_out)
-
-
-def _refuse_what_torch_cannot_copy(
-    weights: Mapping[str, Any], plan: RenamePlan, keys: ModelKeys, state: Mapping[str, Any]
-) -> None:
-    converted = PathSet(keys.self_loading)
-    refused = [
-        f"{printable(old)} ({_kind(weights[old])} instead of {_kind(state[new])})"
-        for old, new in plan.renames.items()
-        if shape_of(state[new]) is not None and new not in converted and not _can_copy(weights[old], state[new])
-    ]
-    if refused:
-        more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
-        raise CheckpointMismatchError(
-            f"Torch cannot copy {', '.join(refused[:4])}{more}. Nothing was changed. Store them as the model has them, "
-            "or take them out of the file and load it with strict=False."
-        )
-
-
-def _can_copy(value: Any, target: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is target.layout
-        and value.is_nested == target.is_nested
-        and value.is_quantized <= target.is_quantized
-        and (hasattr(target, "device_mesh") or not _is_one_part(value))
-    )
-
-
-def _is_one_part(value: Any) -> bool:
-    """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    if not hasattr(value, "device_mesh") or value.device_mesh.size() == 1:
-        return False
-    return not torch.distributed.is_initialized()
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {printable(type(value).__name__)}"
-    layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
 
 
 @contextlib.contextmanager
@@ -374,14 +336,16 @@ def load_from_checkpoint(
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
+        BrokenCheckpointError: An entry is not what Lightning writes there, or the file is damaged.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
     """
     from lightning_gpu_tools.checkpoints.hyperparameters import as_lightning_checkpoint, build_module
 
     device = "cpu" if map_location is None else map_location
-    content = own_all_but_weights(read_checkpoint(path, map_location=device, weights_only=weights_only))
-    checkpoint = as_lightning_checkpoint(content, path)
-    model = build_module(model_class, checkpoint, hparams_file, kwargs)
+    content = read_checkpoint(path, map_location=device, weights_only=weights_only)
+    check_contents(content, path, torch.Tensor)
+    checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path)
+    model = build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()
     # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.

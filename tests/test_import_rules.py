@@ -30,6 +30,7 @@ DECISIONS = {
     "advice.run_measurements",
     "advice.words",
     "checkpoints.content",
+    "checkpoints.envelope",
     "checkpoints.key_groups",
     "checkpoints.key_renaming",
     "checkpoints.key_tree",

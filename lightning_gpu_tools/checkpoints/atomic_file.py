@@ -79,6 +79,16 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         _upload(filesystem, temporary.name, name)
 
 
+def behind_links(path: str | os.PathLike[str]) -> str:
+    """Return the path of the file that a symbolic link names, also if it is not there yet; other paths as they are.
+
+    To be written instead of a link that is to stay. :func:`writing` puts the new file in the link's own place: the
+    ``last.ckpt`` of a Trainer may be a link to its best checkpoint, which the next save must not touch.
+    """
+    filesystem, name = _place(path)
+    return os.path.realpath(name) if filesystem is None and os.path.islink(name) else os.fspath(path)
+
+
 def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether there is anything at a local path or URL."""
     filesystem, name = _place(path)

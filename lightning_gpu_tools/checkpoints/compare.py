@@ -14,10 +14,10 @@ from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import choose_weights
+from lightning_gpu_tools.checkpoints.state_dicts import check_repetition, choose_weights
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
-from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.quantities import printable, printable_path
 
 # 128 MiB at a time, as float64.
@@ -72,6 +72,11 @@ def compare(first: str, second: str, progress: Callable[[int], None] = lambda _:
         plan = plan_renaming(dict.fromkeys(one), ModelKeys(shapes=dict.fromkeys(two)), strict=False)
     except CheckpointMismatchError:  # nothing in common
         plan = RenamePlan(renames={})
+    except CheckpointError as error:
+        error.args = (f"{printable_path(first)} and {printable_path(second)}: {error.args[0]}",)
+        raise
+    check_repetition(first, {old: one[old] for old in plan.renames})
+    check_repetition(second, {new: two[new] for new in plan.renames.values()})
     differences: list[Difference] = []
     for old, new in plan.renames.items():
         differences.extend(_differences(new, one[old], two[new]))
@@ -96,6 +101,10 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         return
     if one.dtype != two.dtype:
         yield Difference(key=key, what="dtype", detail=f"{_dtype(one)} and {_dtype(two)}")
+    if one.is_meta or two.is_meta:
+        if one.is_meta is not two.is_meta:
+            yield Difference(key=key, what="values", detail="in one file only")
+        return
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
     if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):
         return
@@ -109,18 +118,27 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         )
 
 
-def _same(one: Any, two: Any) -> bool:
-    """Whether two values are the same down to the last bit, whatever they hold and however they are nested."""
+def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> bool:
+    """Whether two values are the same down to the last bit, whatever they hold and however they are nested.
+
+    ``compared`` holds the containers that were compared before: a small file can hold one in a billion places.
+    """
+    compared = set() if compared is None else compared
+    if isinstance(one, (Mapping, list, tuple)):
+        if (id(one), id(two)) in compared:
+            return True  # or the comparison has ended with the first of them
+        compared.add((id(one), id(two)))
     if shape_of(one) is not None and shape_of(two) is not None:
         return not any(_differences("", one, two))
     if isinstance(one, Mapping) and isinstance(two, Mapping):
-        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+        return one.keys() == two.keys() and all(_same(one[key], two[key], compared) for key in one)
     if type(one) is not type(two):
         return False
     if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_same, one, two))
+        return len(one) == len(two) and all(_same(a, b, compared) for a, b in zip(one, two, strict=True))
     if isinstance(one, torch.Tensor):  # nested
-        return _same(one.unbind(), two.unbind())
+        ones, twos = one.unbind(), two.unbind()
+        return len(ones) == len(twos) and all(map(_same, ones, twos))
     if isinstance(one, (set, frozenset)):
         return bool(one == two)
     return pickle.dumps(one) == pickle.dumps(two)  # also where there is no ==, or one that is not true of a NaN
@@ -146,8 +164,17 @@ def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     if one.is_quantized or not one.numel():
         return not one.numel()
-    plain = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, two))
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
+    return torch.equal(_bits(one), _bits(two))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype is torch.complex128:  # no integer is as long
+        plain = torch.view_as_real(plain)
+    return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
+
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _shape(tensor: torch.Tensor) -> str:

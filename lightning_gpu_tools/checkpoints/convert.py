@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import writing
+from lightning_gpu_tools.checkpoints.atomic_file import behind_links, writing
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
     MODEL_STATES,
     is_lightning_checkpoint,
 )
+from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_repetition,
     choose_weights,
     is_state_dict,
     rename_optimizers,
@@ -30,7 +32,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shapes_of,
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
-from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.quantities import printable, printable_path
 
 _SAFETENSORS_DTYPES = {
@@ -68,6 +70,8 @@ class Changes:
 def convert(source: str, target: str, changes: Changes, progress: Progress = lambda _: None) -> str:
     """Write ``target`` from ``source`` and say what was done. ``target`` is safetensors if it is called so.
 
+    If ``target`` is a symbolic link, the link stays and the file that it names is replaced or made.
+
     Raises:
         CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
         OSError: ``target`` cannot be written.
@@ -75,27 +79,31 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     content = read_checkpoint(source)
     entry, weights = choose_weights(source, content, changes.entry)
     shown = printable_path(source)
+    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     plan = _plan(shown, weights, content, changes)
-    converted = _apply(plan, shown, weights, changes)
+    _check_written_size(source, weights, plan, changes, as_safetensors)
+    converted = _apply(plan, shown, weights, changes, as_safetensors)
     said = [f"{len(converted)} weights"]
     said += [
         part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
     ]
-    if target.endswith(".safetensors"):
-        _write_safetensors(target, converted, content, progress)
+    if as_safetensors:
+        _write_safetensors(file, converted, content, progress)
     elif changes.weights_only or not isinstance(content, Mapping) or not entry:
-        write_checkpoint(converted, target, progress)
+        write_checkpoint(converted, file, progress)
     else:
         rest = dict(content)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES:
             for name in {*MODEL_STATES} - {entry}:
                 if is_state_dict(content.get(name)):
                     other = _plan(shown, content[name], content, changes)
-                    rest[name] = _apply(other, shown, content[name], changes)
+                    _check_written_size(source, content[name], other, changes, as_safetensors)
+                    rest[name] = _apply(other, shown, content[name], changes, as_safetensors)
             if "optimizer_states" in content:
                 rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(_put(rest, entry, converted), target, progress)
-    return f"{printable_path(target)}: {', '.join(part for part in said if part)}"
+        write_checkpoint(_put(rest, entry, converted), file, progress)
+    where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
+    return f"{where}: {', '.join(said)}"
 
 
 def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
@@ -106,8 +114,11 @@ def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Change
         except CheckpointError as error:
             error.args = (f"{source} does not fit {printable_path(changes.like)}. {error.args[0]}", *error.args[1:])
             raise
-    known = content.get(MANIFEST, {}).get("wrappers", {}) if is_lightning_checkpoint(content) else {}
-    names = clean_names(weights, {*changes.wrappers, *known})
+    try:
+        names = clean_names(weights, {*changes.wrappers, *manifest_of(content).get("wrappers", ())})
+    except KeyCollisionError as error:
+        error.args = (f"{source}: {error.args[0]}",)
+        raise
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
@@ -118,7 +129,23 @@ def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Change
     )
 
 
-def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
+def _check_written_size(
+    source: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
+) -> None:
+    """Check those weights that are written out number by number, before any memory is taken for them."""
+    all_numbers = as_safetensors or changes.dtype is not None
+    taken = ((key, weights[key]) for key in (*plan.renames, *plan.tied.values()))
+    written_out = {
+        key: value
+        for key, value in taken
+        if shape_of(value) is not None and value.layout is torch.strided and (all_numbers or _has_rest(value))
+    }
+    check_repetition(source, written_out, changes.dtype)
+
+
+def _apply(
+    plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes, as_safetensors: bool
+) -> OrderedDict[str, Any]:
     """Return the weights with their new names and precision; those that are tied stay tied."""
     converted = plan.apply(weights)
     identity = same_tensors(converted)
@@ -127,8 +154,10 @@ def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: C
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _alone(_to_dtype(value, changes.dtype))
-            if _has_overflowed(value, made[same]):
+            made[same] = _to_dtype(value, changes.dtype)
+            if not as_safetensors:
+                made[same] = _alone(made[same])
+            if changes.dtype is not None and _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
     if beyond_range:
@@ -146,7 +175,7 @@ def _to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _has_overflowed(before: Any, after: Any) -> bool:
-    if shape_of(before) is None or before.layout is not torch.strided or before.dtype == after.dtype:
+    if shape_of(before) is None or before.layout is not torch.strided or before.dtype == after.dtype or before.is_meta:
         return False
     if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
         return False
@@ -155,12 +184,15 @@ def _has_overflowed(before: Any, after: Any) -> bool:
 
 def _alone(value: Any) -> Any:
     """Return a tensor without the rest of the storage that it is a part of, which torch.save would write too."""
+    return value.detach().clone() if _has_rest(value) else value
+
+
+def _has_rest(value: Any) -> bool:
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or shape_of(value) is None:
-        return value
+        return False
     if value.layout is not torch.strided or value.is_quantized:
-        return value
-    has_rest = value.untyped_storage().nbytes() > value.numel() * value.element_size()
-    return value.detach().clone() if has_rest else value
+        return False
+    return bool(value.untyped_storage().nbytes() > value.numel() * value.element_size())
 
 
 def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
@@ -170,44 +202,48 @@ def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]
 
 def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, progress: Progress) -> None:
     """Write the format itself, because its library writes in place: https://huggingface.co/docs/safetensors#format."""
-    unfit = [key for key, value in weights.items() if not _fits_safetensors(value)]
+    unfit = [key for key, value in weights.items() if not _fits_safetensors(key, value)]
     if unfit:
         raise CheckpointError(
-            f"{printable_path(target)}: safetensors holds plain tensors only, not {list_groups(unfit)}. Choose another "
-            "suffix than .safetensors to keep them."
+            f"{printable_path(target)}: safetensors holds plain tensors only, not {list_groups(unfit)}, "
+            "under names in UTF-8 other than __metadata__. Choose another suffix than .safetensors to keep them."
         )
-    first: dict[Hashable, str] = {}
+    first: dict[int, str] = {}
     tied: dict[str, str] = {}
-    identity = same_tensors(weights)
-    for key in weights:
-        leader = first.setdefault(identity.get(key, key), key)
+    for key, value in weights.items():
+        leader = first.setdefault(id(value), key)
         if leader != key:
             tied[key] = leader
     # The largest elements first, so that each tensor begins at a multiple of its element size.
-    order = sorted((key for key in weights if key not in tied), key=lambda key: -weights[key].element_size())
+    order = sorted((item for item in weights.items() if item[0] not in tied), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": _texts(weights, tied, content)}
     end = 0
-    for key in order:
-        start, end = end, end + weights[key].numel() * weights[key].element_size()
-        dtype = _SAFETENSORS_DTYPES[weights[key].dtype]
-        header[key] = {"dtype": dtype, "shape": list(weights[key].shape), "data_offsets": [start, end]}
+    for key, value in order:
+        start, end = end, end + value.numel() * value.element_size()
+        dtype = _SAFETENSORS_DTYPES[value.dtype]
+        header[key] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with writing(target) as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for key in order:
-            numbers = weights[key].detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        for _, value in order:
+            numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if numbers.numel():
                 progress(file.write(numbers.view(torch.uint8).numpy()))
 
 
-def _fits_safetensors(value: Any) -> bool:
-    return shape_of(value) is not None and value.layout is torch.strided and value.dtype in _SAFETENSORS_DTYPES
+def _fits_safetensors(key: str, value: Any) -> bool:
+    # Half of a surrogate pair is no Unicode; the second is the name of the format's own entry.
+    if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
+        return False
+    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+        return False
+    return value.dtype in _SAFETENSORS_DTYPES
 
 
 def _texts(weights: Mapping[str, Any], tied: Mapping[str, str], content: Any) -> dict[str, str]:
-    manifest = {"version": 1, "torch": str(torch.__version__)}
-    if is_lightning_checkpoint(content):
+    manifest: dict[str, Any] = {"version": 1, "torch": str(torch.__version__)}
+    if is_lightning_checkpoint(content) and isinstance(content[LIGHTNING_VERSION], str):
         manifest["lightning"] = content[LIGHTNING_VERSION]
     texts = {"format": "pt", MANIFEST: json.dumps(manifest)}
     versions = getattr(weights, "_metadata", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import inspect
 import os
 import sys
@@ -15,6 +17,7 @@ from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hpara
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.envelope import HYPERPARAMETERS_FORM, check_entries
 from lightning_gpu_tools.checkpoints.state_dicts import all_state_dicts
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.quantities import printable, printable_path
@@ -29,33 +32,62 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[
     """Return a checkpoint in the form of this version of Lightning; bare weights become one without hyperparameters.
 
     Raises:
-        BrokenCheckpointError: There are no weights in it.
+        BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.
     """
     if is_lightning_checkpoint(content):
-        checkpoint: dict[str, Any] = migrate_checkpoint(dict(content))[0]
-        return checkpoint
+        return migrated(content, path)
     entries = all_state_dicts(content)
     if not entries:
         raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
     return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
 
 
+def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a Lightning checkpoint in the form of this version of Lightning; the original is not changed.
+
+    Raises:
+        BrokenCheckpointError: It is not what the version that it names has written.
+    """
+    check_entries(checkpoint, path, (LIGHTNING_VERSION,))
+    changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
+    try:
+        return migrate_checkpoint({**checkpoint, **copy.deepcopy(changed_in_place)})[0]
+    except Exception as error:  # noqa: BLE001 - only Lightning's own functions run here, and check nothing they read
+        version = printable(checkpoint[LIGHTNING_VERSION])
+        raise BrokenCheckpointError(
+            f'{printable_path(path)} says that Lightning "{version}" has written it, but cannot be migrated from that '
+            f"version ({type(error).__name__}: {printable(error)}). Use an earlier checkpoint, or load its weights "
+            "with lightning_gpu_tools.load_weights."
+        ) from None
+
+
 def build_module(
     model_class: type[Module],
     checkpoint: Mapping[str, Any],
+    path: str | os.PathLike[str],
     hparams_file: str | os.PathLike[str] | None,
     arguments: Mapping[str, Any],
 ) -> Module:
     """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them.
 
+    What ``model_class`` itself raises is not changed.
+
     Raises:
+        BrokenCheckpointError: The hyperparameters are not what Lightning writes.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
         UnsafeCheckpointError: The checkpoint asks for a function or class that only LightningCLI may name.
     """
-    saved = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
-    values = dict(saved if hparams_file is None else _read_hparams(hparams_file))
+    check_entries(checkpoint, path, HYPERPARAMETERS_FORM)
+    if hparams_file is None:
+        check_entries(checkpoint, path, [model_class.CHECKPOINT_HYPER_PARAMS_KEY])
+        values = dict(checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+    else:
+        values = dict(_read_hparams(hparams_file))
     values.update(arguments)
-    parameters = inspect.signature(model_class.__init__).parameters
+    parameters = dict(inspect.signature(model_class.__init__).parameters)
+    me = next(iter(parameters))
+    del parameters[me]
+    values.pop(me, None)
     whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
     if whole in parameters and whole != "kwargs":  # the class takes all of them as one argument
         kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
@@ -68,10 +100,12 @@ def build_module(
     if instantiator is None:
         values.pop("_class_path", None)
         return model_class(**values)
-    return _build_for_cli(model_class, instantiator, values)
+    return _build_for_cli(model_class, path, instantiator, values)
 
 
-def _build_for_cli(model_class: type[Module], instantiator: Any, values: dict[str, Any]) -> Module:
+def _build_for_cli(
+    model_class: type[Module], path: str | os.PathLike[str], instantiator: Any, values: dict[str, Any]
+) -> Module:
     if instantiator not in _CLI_INSTANTIATORS:
         raise UnsafeCheckpointError(
             f"The checkpoint wants {printable(repr(instantiator))} to build its model. Only LightningCLI's own "
@@ -88,7 +122,13 @@ def _build_for_cli(model_class: type[Module], instantiator: Any, values: dict[st
             )
     from lightning.pytorch.cli import instantiate_module
 
-    model: Module = instantiate_module(model_class, values)
+    try:
+        model: Module = instantiate_module(model_class, values)
+    except argparse.ArgumentError as error:
+        raise BrokenCheckpointError(
+            f"{printable_path(path)} holds arguments that {model_class.__name__} does not take: "
+            f"{printable(error, 300)}. Give others as keyword arguments, or in an hparams_file."
+        ) from error
     return model
 
 

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
-from lightning_gpu_tools.errors import CheckpointMismatchError
-
 Shape = tuple[int, ...]
 
 # One dict a module: "name." -> the child module of that name, "name" -> the key of the module's own tensor.
@@ -31,7 +29,6 @@ WRAPPER_COUNTER = "n_averaged"
 _WRAPPER_CHILD = WRAPPER_SEGMENT + "."
 # No nesting that people build comes near it; a hostile file must not exhaust the stack.
 _MAX_WRAPPERS_IN_A_ROW = 32
-_DEEPEST = 200
 
 
 @dataclass
@@ -147,8 +144,6 @@ def _child(node: Node, name: str) -> Node | None:
 
 def _make(path: str, node_of: dict[str, Node]) -> Node:
     """Add the node at ``path`` and all above it. The parent is most often there already; this is the hot spot."""
-    if path.count(".") > _DEEPEST:
-        raise CheckpointMismatchError(f"No model is nested that deep: {path[:60]}… ({path.count('.')} levels)")
     parent, _, segment = path.rpartition(".")
     node = node_of.get(parent)
     if node is None:

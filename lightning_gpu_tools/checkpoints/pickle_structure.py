@@ -66,7 +66,7 @@ _DTYPE_OF_STORAGE = {
     "UntypedStorage": "uint8",
 }
 # Python's own limit of recursion is 1,000, and copying takes three calls for each level.
-_MAX_DEPTH = 200
+MAX_DEPTH = 200
 # A key of a dictionary is a text, a number or a few of them. A tuple in a tuple in a tuple ... is hashed by recursion
 # without a limit, and one that holds another twice, which holds another twice ..., never comes to an end.
 _MAX_KEY_PARTS = 256
@@ -500,8 +500,8 @@ def _refuse_deep_nesting(content: Any) -> None:
             heights[id(container)] = height
             if path:
                 path[-1][2] = max(path[-1][2], height + 1)
-        if len(path) + height > _MAX_DEPTH:
-            raise MalformedPickleError(f"its contents are nested more than {_MAX_DEPTH} deep")
+        if len(path) + height > MAX_DEPTH:
+            raise MalformedPickleError(f"its contents are nested more than {MAX_DEPTH} deep")
 
 
 def _containers_in(value: Any) -> list[Any]:

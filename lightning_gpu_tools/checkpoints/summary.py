@@ -15,6 +15,7 @@ from lightning_gpu_tools.checkpoints.content import (
     find_state_dicts,
     is_lightning_checkpoint,
 )
+from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_tree import (
     PRIVATE_SEGMENTS,
@@ -29,6 +30,7 @@ from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
+_MAX_COUNT = 2**63  # as torch counts
 WIDTH = 100
 
 
@@ -178,14 +180,12 @@ def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _manifest(structure: Structure) -> Mapping[str, Any]:
-    if isinstance(structure.content, Mapping) and isinstance(structure.content.get(MANIFEST), Mapping):
-        manifest: Mapping[str, Any] = structure.content[MANIFEST]
-        return manifest
+    if MANIFEST not in structure.metadata:
+        return manifest_of(structure.content)
     try:
-        read = json.loads(structure.metadata.get(MANIFEST, "{}"))
-    except ValueError:  # a text of that name by another program
+        return manifest_of({MANIFEST: json.loads(structure.metadata[MANIFEST])})
+    except (ValueError, RecursionError):  # a text of that name by another program
         return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _text(content: Any, name: str) -> str | None:
@@ -195,7 +195,7 @@ def _text(content: Any, name: str) -> str | None:
 
 def _number(content: Any, name: str) -> int | None:
     value = content.get(name) if isinstance(content, Mapping) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and abs(value) < _MAX_COUNT else None
 
 
 def _names(content: Any, name: str) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.quantities import format_bytes, format_duration, printable_path
 
@@ -84,7 +85,9 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
     parser.add_argument("--dtype", choices=_DTYPES, help="what floating-point weights become")
     parser.add_argument("--weights", action="store_true", help="leave out everything but the weights")
-    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
+    parser.add_argument(
+        "--force", action="store_true", help="replace TARGET if it exists; of a link, the file that it names"
+    )
     parser.set_defaults(run=_convert)
 
 
@@ -103,37 +106,50 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(run=_diff)
 
 
+@collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.structure import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
     with _told(), local_copy(args.file) as local:
         structure = dataclasses.replace(read_structure(local), path=args.file)
+        check_contents(structure.content, args.file, TensorInfo)
         summary = summarize(structure, os.path.getsize(local))
     _print(summary if args.json else render(summary, all_keys=args.all))
     return 0
 
 
+@collector_paused()
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import local_copy
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.structure import verify_file
 
     start = time.monotonic()
     with _told(), local_copy(args.file) as local:
         size = _size(local)
         with _progress("verifying", size) as advance:
-            checksums = verify_file(local, advance).has_checksums
+            structure = verify_file(local, advance)
+        check_contents(structure.content, args.file, TensorInfo)
     if args.json:
-        _print({"path": args.file, "sound": True, "checksums": checksums, "bytes": size})
+        _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": size})
     else:
-        how = "all checksums are right" if checksums else "the structure is sound (this file has no checksums)"
+        how = (
+            "all checksums are right"
+            if structure.has_checksums
+            else "the structure is sound (this file has no checksums)"
+        )
         _print(
             f"{printable_path(args.file)}: {how}, {format_bytes(size)} in {format_duration(time.monotonic() - start)}"
         )
     return 0
 
 
+@collector_paused()
 def _convert(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import exists
 
@@ -159,6 +175,7 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
+@collector_paused()
 def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 

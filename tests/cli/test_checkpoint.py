@@ -286,6 +286,21 @@ def test_every_action_takes_a_url(
     assert "no checkpoint at memory://b/gone" in run("inspect", "memory://b/gone")[2]
 
 
+def test_convert_writes_through_a_link(last: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "disk").mkdir()
+    real, link = tmp_path / "disk" / "real.pt", tmp_path / "link.pt"
+    link.symlink_to("disk/real.pt")
+    assert "link to" in run("convert", last, str(link))[1]  # its file is not there yet
+    first = real.read_bytes()
+    assert "exists" in run("convert", last, str(link))[2]
+    assert run("convert", last, str(link), "--add-root", "net", "--force")[0] == 0
+    assert link.is_symlink()
+    assert os.readlink(link) == "disk/real.pt"
+    assert real.read_bytes() != first
+    assert next(iter(torch.load(link)["state_dict"])).startswith("net.")
+    assert os.listdir(tmp_path / "disk") == ["real.pt"]
+
+
 def test_convert_renames_all_that_goes_by_the_models_names(net: Tied, tmp_path: Path, run: Run) -> None:
     raw, average = wrapped(net), wrapped(Tied())
     name = "model.module._orig_mod.norm.bias"

@@ -1,0 +1,204 @@
+"""The form of what a checkpoint holds: what this package, torch and Lightning take for granted, checked in one place.
+
+A file is written by anybody. Its entries are data of any type, nested to any depth; whatever works on them afterwards
+may rely on what is checked here, and need not ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, all_state_dicts
+from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, TensorInfo
+from lightning_gpu_tools.errors import BrokenCheckpointError
+from lightning_gpu_tools.quantities import printable, printable_path
+
+# What load_from_checkpoint and Trainer rely on, beside the weights.
+HYPERPARAMETERS_FORM = ("hparams_name", "hparams_type")
+TRAINING_STATE = ("callbacks", "current_model_state", "loops", "optimizer_states", "lr_schedulers")
+
+
+def check_contents(content: Any, path: object, tensor_type: type) -> None:
+    """Check how deep everything is nested, and that the weights go by name.
+
+    Args:
+        content: What a file holds, loaded or described.
+        path: The file; used in the error.
+        tensor_type: The class of its tensors, or of their descriptions.
+
+    Raises:
+        BrokenCheckpointError: Nothing can work with these contents.
+    """
+    # A description says nothing about what hangs on a tensor.
+    if _is_too_deep(content, () if tensor_type is TensorInfo else (tensor_type,)):
+        raise BrokenCheckpointError(
+            f"{printable_path(path)} nests its contents more than {MAX_DEPTH} levels deep, or without end. No "
+            "training needs that, and Python can neither copy nor save it."
+        )
+    for entry, weights in all_state_dicts(content, tensor_type).items():
+        where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
+        for key in weights:
+            if not isinstance(key, str):
+                raise BrokenCheckpointError(
+                    f"{where} has weights without a name: the key {printable(key)} is of type {type(key).__name__}. "
+                    "Save the state_dict of a module."
+                )
+            if key.count(".") > MAX_DEPTH:
+                raise BrokenCheckpointError(
+                    f"{where} has the key {printable(key)} of {key.count('.')} levels. No model is nested more than "
+                    f"{MAX_DEPTH} levels deep."
+                )
+        if not _are_versions(getattr(weights, "_metadata", None)):
+            raise BrokenCheckpointError(
+                f"{where} has wrong _metadata: torch keeps the version of each module there, as a whole number. Delete "
+                "that attribute of the state_dict and save it again."
+            )
+
+
+def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[str]) -> None:
+    """Check the types of those entries of a Lightning checkpoint that are about to be used.
+
+    Args:
+        checkpoint: A Lightning checkpoint.
+        path: The file; used in the error.
+        names: The entries; one that is missing is no fault.
+
+    Raises:
+        BrokenCheckpointError: One has another type than Lightning gives it.
+    """
+    for name in names:
+        is_right, wanted = _ENTRIES[name]
+        if name in checkpoint and not is_right(checkpoint[name]):
+            value = checkpoint[name]
+            raise BrokenCheckpointError(
+                f'"{name}" of {printable_path(path)} must be {wanted}, but is {printable(value)} of type '
+                f"{type(value).__name__}. Put it right or take it out, and save the checkpoint again."
+            )
+
+
+def manifest_of(content: Any) -> dict[str, Any]:
+    """Return what this package has noted in a checkpoint, as far as it has the form in which it is written."""
+    manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
+    if not isinstance(manifest, Mapping):
+        return {}
+    return {name: manifest[name] for name, is_right in _NOTES.items() if name in manifest and is_right(manifest[name])}
+
+
+def _is_too_deep(content: Any, carriers: tuple[type, ...]) -> bool:
+    """Whether containers are nested deeper than ``MAX_DEPTH``, counted along the longest way to each of them.
+
+    What hangs on objects of the classes ``carriers`` counts, too.
+    """
+    limit = MAX_DEPTH + 1  # with the list around all
+    heights: dict[int, int] = {}
+    path: list[tuple[Any, Iterator[Any]]] = [(None, iter([content]))]
+    tallest = [1]  # height of each container on the path, as far as it has been walked
+    while path:
+        container, rest = path[-1]
+        for part in rest:
+            if not isinstance(part, _CONTAINERS) and not (isinstance(part, carriers) and _attributes(part)):
+                continue
+            if id(part) not in heights:
+                heights[id(part)] = limit  # until it is known: a container that is met within itself has no end
+                path.append((part, _parts(part)))
+                tallest.append(1)
+                break
+            tallest[-1] = max(tallest[-1], heights[id(part)] + 1)
+        else:
+            path.pop()
+            heights[id(container)] = height = tallest.pop()
+            if path:
+                tallest[-1] = max(tallest[-1], height + 1)
+        if len(path) > limit or (path and tallest[-1] > limit):
+            return True
+    return False
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def _parts(container: Any) -> Iterator[Any]:
+    if isinstance(container, dict):
+        return chain(container, container.values(), _attributes(container))
+    return iter(container if isinstance(container, _CONTAINERS) else _attributes(container))
+
+
+def _attributes(value: Any) -> Collection[Any]:
+    """Return what a file has hung on a tensor or an OrderedDict, which is copied and saved with it."""
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    return attributes.values()
+
+
+def _are_versions(metadata: Any) -> bool:
+    return metadata is None or (
+        isinstance(metadata, dict)
+        and _is_named(metadata)
+        and all(isinstance(entry, dict) for entry in metadata.values())
+        and all(isinstance(entry.get("version"), (int, type(None))) for entry in metadata.values())
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_optional_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _makes_dictionaries(value: Any) -> bool:
+    return _is_optional_text(value) or (isinstance(value, type) and issubclass(value, Mapping))
+
+
+def _is_optional_dictionary(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _are_dictionaries(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
+
+
+def _are_optimizers(value: Any) -> bool:
+    return _are_dictionaries(value) and all(
+        isinstance(state.get("state", {}), Mapping) and _are_groups(state.get("param_groups", [])) for state in value
+    )
+
+
+def _are_groups(value: Any) -> bool:
+    return _are_dictionaries(value) and all(isinstance(group.get("params"), list) for group in value)
+
+
+def _are_loops(value: Any) -> bool:
+    return value is None or (
+        _is_named(value) and all(_is_named(loop) and _are_dictionaries(list(loop.values())) for loop in value.values())
+    )
+
+
+# What Lightning writes (CheckpointConnector.dump_checkpoint), and by what type it is read.
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    LIGHTNING_VERSION: (_is_text, "text"),
+    "hyper_parameters": (_is_named, "a dictionary with names for keys"),
+    "hparams_name": (_is_optional_text, "text"),
+    "hparams_type": (_makes_dictionaries, "a class of dictionaries"),
+    "current_model_state": (_is_named, "a dictionary with names for keys"),  # by WeightAveraging
+    "callbacks": (_is_optional_dictionary, "a dictionary"),
+    "loops": (_are_loops, "a dictionary of loops, each with a dictionary for every part of its progress"),
+    "optimizer_states": (_are_optimizers, "a list of the state_dicts of optimizers"),
+    "lr_schedulers": (_are_dictionaries, "a list of dictionaries"),
+}
+_NOTES: dict[str, Callable[[Any], bool]] = {
+    "wrappers": lambda value: _is_named(value) and all(map(_is_text, value.values())),
+    "devices": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "torch": _is_text,
+    "lightning": _is_text,
+}
+
+
+def _shown(path: object) -> str:
+    return printable(path, 300)
