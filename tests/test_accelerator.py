@@ -457,8 +457,10 @@ def test_a_new_torchrun_leaves_alone_what_the_ranks_of_a_killed_one_still_have(
 def test_launchers_of_two_users_share_no_choice_whatever_they_call_their_jobs(
     driver: Driver, script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    for folder in (*tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o777 if folder == tmp_path else 0o755)
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents:
+        if not folder.stat().st_mode & 0o005:
+            folder.chmod(0o755)
     (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
     # What it would import only then may lie where this user must not look.
     become = "import os, sys, psutil, lightning_gpu_tools.nvml, lightning_gpu_tools.selection.placement\n"
