@@ -168,7 +168,9 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
     if plain.dtype is torch.complex128:  # no integer is as long
         plain = torch.view_as_real(plain)
     return plain.view(_INTEGER_OF_SIZE[plain.element_size()])

@@ -227,9 +227,16 @@ def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, pr
     with writing(target) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, value in order:
-            numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            if numbers.numel():
-                progress(file.write(numbers.view(torch.uint8).numpy()))
+            if value.numel():
+                progress(file.write(_numbers(value).reshape(-1).view(torch.uint8).numpy()))
+
+
+def _numbers(value: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor one after the other, as they are in memory if they are."""
+    value = value.detach()
+    if value.is_contiguous() and value.is_cpu and not value.is_conj() and not value.is_neg():
+        return value
+    return value.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _fits_safetensors(key: str, value: Any) -> bool:

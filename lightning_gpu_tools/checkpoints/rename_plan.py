@@ -51,9 +51,11 @@ class RenamePlan:
         added: Counter[str] = Counter()
         for old, new in self.renames.items():
             if old != new:
-                before, after = Counter(old.split(".")[:-1]), Counter(new.split(".")[:-1])
-                removed.update((before - after).keys())
-                added.update((after - before).keys())
+                before, after = old.split(".")[:-1], new.split(".")[:-1]
+                for segment in {*before, *after}:
+                    change = after.count(segment) - before.count(segment)
+                    if change:
+                        (added if change > 0 else removed)[segment] += 1
         parts = [f'removed "{printable(segment)}." from {count} keys' for segment, count in sorted(removed.items())]
         parts += [f'added "{printable(segment)}." to {count} keys' for segment, count in sorted(added.items())]
         return ", ".join(parts)

@@ -285,9 +285,10 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
             raise DamagedContentsError(
                 Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
             )
-        if math.prod(shape) * BYTES_OF_DTYPE[dtype] != last - first:
+        numel = math.prod(shape)
+        if numel * BYTES_OF_DTYPE[dtype] != last - first:
             raise damage
-        storage = StorageInfo(name, dtype, "cpu", math.prod(shape))
+        storage = StorageInfo(name, dtype, "cpu", numel)
         content[name] = TensorInfo(dtype, shape, storage)
         places[name] = start + first
         ranges.append((first, last))

@@ -201,13 +201,21 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
         file.seek(0)
         numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
     weights: OrderedDict[str, Any] = OrderedDict()
+    whole: dict[str, torch.Tensor] = {}  # all of the file as numbers of each type
     with collector_paused():
         for name, info in structure.content.items():
-            start, dtype = structure.places[name], getattr(torch, info.dtype)
-            part = numbers[start : start + info.storage.size_bytes]
-            if start % dtype.itemsize:  # torch reads no number across the boundaries of its size
-                part = part.clone()
-            weights[name] = part.view(dtype).view(info.shape).to(device)
+            start = structure.places[name]
+            if info.dtype not in whole:
+                dtype = getattr(torch, info.dtype)
+                whole[info.dtype] = numbers[: size_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            first, rest = divmod(start, whole[info.dtype].itemsize)
+            if rest:  # torch reads no number across the boundaries of its size
+                part = numbers[start : start + info.storage.size_bytes].clone().view(whole[info.dtype].dtype)
+            else:
+                part = whole[info.dtype][first : first + info.storage.numel]
+            weights[name] = part.view(info.shape)
+        if str(device) != "cpu":
+            weights.update((name, value.to(device)) for name, value in weights.items())
     restore_metadata(weights, structure.metadata)
     return weights
 
