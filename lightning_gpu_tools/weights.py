@@ -29,6 +29,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     same_tensors,
     shapes_of,
 )
+from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -79,6 +80,7 @@ class LoadReport:
         return self.summary
 
 
+@collector_paused()
 def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -228,7 +228,7 @@ def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, pr
         file.write(struct.pack("<Q", len(text)) + text)
         for _, value in order:
             if value.numel():
-                progress(file.write(_numbers(value).reshape(-1).view(torch.uint8).numpy()))
+                progress(file.write(_numbers(value).reshape(-1).view(torch.uint8).numpy().data))
 
 
 def _numbers(value: torch.Tensor) -> torch.Tensor:
