@@ -51,7 +51,7 @@ class RenamePlan:
         added: Counter[str] = Counter()
         for old, new in self.renames.items():
             if old != new:
-                before, after = old.split(".")[:-1], new.split(".")[:-1]
+                before, after = _parts_that_differ(old, new)
                 for segment in {*before, *after}:
                     change = after.count(segment) - before.count(segment)
                     if change:
@@ -115,6 +115,15 @@ class RenamePlan:
             # A wrapper and what it wraps come out under one name; the inner one, later in the order, is the module.
             renamed._metadata = OrderedDict((rename(path), entry) for path, entry in metadata.items())  # type: ignore[attr-defined]
         return renamed
+
+
+def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
+    """Return the modules in two names of a weight; only those before the shorter name if the other one ends with it."""
+    if old.endswith(f".{new}"):
+        return old[: -len(new) - 1].split("."), []
+    if new.endswith(f".{old}"):
+        return [], new[: -len(old) - 1].split(".")
+    return old.split(".")[:-1], new.split(".")[:-1]
 
 
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = ()) -> dict[str, str]:

@@ -213,7 +213,7 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
                 part = numbers[start : start + info.storage.size_bytes].clone().view(whole[info.dtype].dtype)
             else:
                 part = whole[info.dtype][first : first + info.storage.numel]
-            weights[name] = part.view(info.shape)
+            weights[name] = part if len(info.shape) == 1 else part.view(info.shape)
         if str(device) != "cpu":
             weights.update((name, value.to(device)) for name, value in weights.items())
     restore_metadata(weights, structure.metadata)
