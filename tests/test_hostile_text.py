@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import re
+import socket
 import struct
 import time
 import traceback
@@ -301,14 +302,25 @@ NAME = STEERS + "L" * 20  # NVML has room for 96 bytes
 
 
 def test_gpu_names_and_claims_of_others_are_shown_harmlessly(
-    driver: Driver, claims_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    driver: Driver,
+    claims_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver.gpus = [
         gpu(name=NAME, uuid="GPU-\x1b[2J\u202e"),
         gpu(name=NAME, errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}),
     ]
-    claims_dir.mkdir(mode=0o1777)
-    (claims_dir / f"{STEERS}.claim").write_text(json.dumps({"user": NAME, "hostname": NAME}))
+    claims_dir.mkdir()
+    monkeypatch.chdir(claims_dir)  # the address of a socket is short
+    good = {"job": "j", "uuids": ["GPU-a"], "kind": "whole", "pid": 1, "hostname": NAME}
+    listeners = []
+    for name, record in (("claim-00000000deadbeef", good), ("claim-00000000deadbee0", {**good, "kind": STEERS})):
+        (claims_dir / f"{name}.json").write_text(json.dumps(record))
+        listeners.append(socket.socket(socket.AF_UNIX))
+        listeners[-1].bind(f"{name}.sock")
+        listeners[-1].listen()
     assert [reading.name for reading in read_gpus()] == [printable(NAME)] * 2
     for arguments in (
         ["gpus"],
@@ -321,7 +333,11 @@ def test_gpu_names_and_claims_of_others_are_shown_harmlessly(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{STEERS}")
     main(["pick", "-n", "1"])
     shown = capfd.readouterr()
+    for listener in listeners:
+        listener.close()
     assert r"\x1b[2J" in shown.out
+    assert "claim-00000000deadbee0.json" in caplog.text
+    assert_harmless("".join(caplog.messages))
     assert_harmless(shown.out)
     assert_harmless(shown.err)
 
@@ -337,7 +353,7 @@ LIBRARY: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("call", LIBRARY)
-@pytest.mark.parametrize("name", [*CHECKPOINTS[1:], "sound.ckpt", "class.ckpt"])
+@pytest.mark.parametrize("name", [*CHECKPOINTS, "sound.ckpt", "class.ckpt"])
 def test_errors_and_reports_of_the_library_are_harmless(
     files: dict[str, str], name: str, call: str, recwarn: pytest.WarningsRecorder
 ) -> None:
