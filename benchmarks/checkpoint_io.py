@@ -39,7 +39,7 @@ def child(action: str, plugin_name: str, path: str, gib: float) -> None:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-    from lightning_gpu_tools.checkpoint_io import PortableCheckpointIO
+    from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
     plugin: Any = PortableCheckpointIO() if plugin_name.startswith("Portable") else TorchCheckpointIO()
     count = int(gib * 1024 / TENSOR_MIB)

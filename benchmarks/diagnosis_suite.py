@@ -34,7 +34,7 @@ from toys import RIVALS_TOYS, TOYS, train
 
 from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.monitoring.step_clock import StepClock
+from lightning_gpu_tools.trainer.step_clock import StepClock
 
 MIN_EXPLAINED = 0.95
 

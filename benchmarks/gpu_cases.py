@@ -21,7 +21,7 @@ from measured_runs import GIB, LOADER, gpu_run, looks
 from simulated_gpu import train_on_simulated_gpu
 from trainings import Spending
 
-from lightning_gpu_tools.advice.run_measurements import (
+from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     LoadingFacts,
     ProfiledSteps,

@@ -29,7 +29,7 @@ from lightning_gpu_tools import (
     PortableCheckpointIO,
     load_weights,
 )
-from lightning_gpu_tools.quantities import parse_bytes
+from lightning_gpu_tools.units import parse_bytes
 
 CROP, SIZE = 96, 48  # pixels of the photograph, pixels after scaling
 

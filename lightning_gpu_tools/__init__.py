@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING
 from lightning_gpu_tools.environment import VERSION as __version__
 
 if TYPE_CHECKING:
-    from lightning_gpu_tools.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-    from lightning_gpu_tools.callbacks.gpu_utilization_advisor import GPUUtilizationAdvisor
-    from lightning_gpu_tools.callbacks.gpu_utilization_monitor import GPUUtilizationMonitor
-    from lightning_gpu_tools.callbacks.num_workers_finder import NumWorkersFinder
-    from lightning_gpu_tools.checkpoint_io import PortableCheckpointIO
+    from lightning_gpu_tools.checkpoints.weights import LoadReport, load_weights
     from lightning_gpu_tools.errors import (
         AmbiguousCheckpointError,
         BrokenCheckpointError,
@@ -36,23 +32,28 @@ if TYPE_CHECKING:
         UnknownOptionError,
         UnsafeCheckpointError,
     )
-    from lightning_gpu_tools.gpu_readings import GpuClaim, GpuProcess, GpuReading
+    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.loaders.standalone import find_loader_settings
     from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
-    from lightning_gpu_tools.strategies import (
+    from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
+    from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
+    from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
+    from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
+    from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint
+    from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder
+    from lightning_gpu_tools.trainer.strategies import (
         FreeMemoryDDPStrategy,
         FreeMemoryDeepSpeedStrategy,
         FreeMemoryFSDPStrategy,
         FreeMemoryStrategy,
     )
-    from lightning_gpu_tools.weights import LoadReport, load_from_checkpoint, load_weights
 
 _MODULE_OF = {
-    "FreeMemoryCUDAAccelerator": "accelerator",
-    "GPUUtilizationAdvisor": "callbacks.gpu_utilization_advisor",
-    "GPUUtilizationMonitor": "callbacks.gpu_utilization_monitor",
-    "NumWorkersFinder": "callbacks.num_workers_finder",
-    "PortableCheckpointIO": "checkpoint_io",
+    "FreeMemoryCUDAAccelerator": "trainer.accelerator",
+    "GPUUtilizationAdvisor": "trainer.gpu_utilization_advisor",
+    "GPUUtilizationMonitor": "trainer.gpu_utilization_monitor",
+    "NumWorkersFinder": "trainer.num_workers_finder",
+    "PortableCheckpointIO": "trainer.checkpoint_plugin",
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
     "AmbiguousCheckpointError": "errors",
@@ -70,19 +71,19 @@ _MODULE_OF = {
     "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
     "find_loader_settings": "loaders.standalone",
-    "GpuClaim": "gpu_readings",
-    "GpuProcess": "gpu_readings",
-    "GpuReading": "gpu_readings",
+    "GpuClaim": "gpus.readings",
+    "GpuProcess": "gpus.readings",
+    "GpuReading": "gpus.readings",
     "GpuSelection": "selection.picking",
     "list_gpus": "selection.picking",
     "select_gpus": "selection.picking",
-    "FreeMemoryDDPStrategy": "strategies",
-    "FreeMemoryDeepSpeedStrategy": "strategies",
-    "FreeMemoryFSDPStrategy": "strategies",
-    "FreeMemoryStrategy": "strategies",
-    "LoadReport": "weights",
-    "load_from_checkpoint": "weights",
-    "load_weights": "weights",
+    "FreeMemoryDDPStrategy": "trainer.strategies",
+    "FreeMemoryDeepSpeedStrategy": "trainer.strategies",
+    "FreeMemoryFSDPStrategy": "trainer.strategies",
+    "FreeMemoryStrategy": "trainer.strategies",
+    "LoadReport": "checkpoints.weights",
+    "load_from_checkpoint": "trainer.load_from_checkpoint",
+    "load_weights": "checkpoints.weights",
 }
 
 __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
@@ -141,4 +142,4 @@ def __dir__() -> list[str]:
 # is built. Where Lightning is not imported yet, importing it here would cost seconds; importing any of the names above
 # registers them just as well.
 if hasattr(sys.modules.get("lightning.pytorch"), "Trainer"):
-    importlib.import_module(f"{__name__}.strategies")
+    importlib.import_module(f"{__name__}.trainer.strategies")

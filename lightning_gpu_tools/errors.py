@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.quantities import printable_lines
+from lightning_gpu_tools.units import printable_lines
 
 
 class LightningGpuToolsError(Exception):

@@ -5,13 +5,33 @@ from __future__ import annotations
 import os
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from lightning_gpu_tools.readings import HostBudget
-
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBudget:
+    """What the host grants this process.
+
+    Attributes:
+        cores: CPU cores that can be used at once: the affinity mask, cut by the cgroup's quota, so possibly a fraction.
+        cores_in_reach: How many of them this job can get while others are busy on the machine. ``None`` if it was not
+            measured.
+        memory_available_bytes: Memory that can still be taken, cut by the cgroup's limit.
+        shm_free_bytes: Free space in ``/dev/shm``, through which workers hand over batches; ``None`` where there is
+            none.
+        local_ranks: Training processes on this machine that share the above.
+    """
+
+    cores: float
+    memory_available_bytes: int
+    shm_free_bytes: int | None
+    local_ranks: int = 1
+    cores_in_reach: float | None = None
 
 
 def read_host_budget(

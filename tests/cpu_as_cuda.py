@@ -17,8 +17,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
-from lightning_gpu_tools import nvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.selection.visibility import visible_gpus
 
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gpu_tools.advice.run_measurements import GpuIdle, RunMeasurements
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings, StepBlock
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import GpuIdle, LoaderSettings, RunMeasurements, StepBlock
 
 GIB = 2**30
 LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=True, batch_size=32)

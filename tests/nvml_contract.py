@@ -10,8 +10,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from lightning_gpu_tools import nvml
-from lightning_gpu_tools.nvml.probe import GpuProbe
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
 
 def every_gpu() -> list[Any]:

@@ -1,7 +1,8 @@
 """A report with something in every part of it, for the tests that need one."""
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-from lightning_gpu_tools.reports.report import GpuSummary, Report
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.report import Report
 
 FINDING = Finding(
     cause="data_loading",

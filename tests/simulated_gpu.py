@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from trainings import HandClock, Model, Samples, Spending, loader, quiet_trainer
 
-from lightning_gpu_tools.advice.run_measurements import RunMeasurements
-from lightning_gpu_tools.monitoring.step_clock import StepClock
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements
 
 # CUDA holds some thousand launches and then lets the host wait; here 10 launches are a step.
 _QUEUE = 30

@@ -35,9 +35,9 @@ from lightning_gpu_tools import (
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError
-from lightning_gpu_tools.nvml import read_gpus
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.gpus.nvml import read_gpus
 from lightning_gpu_tools.reports.report import load_report, to_json
+from lightning_gpu_tools.units import printable
 
 STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"
 EVIL = STEERS + 200_000 * "L" + "weight"

@@ -59,7 +59,7 @@ def test_lightning_finds_the_factory_of_callbacks_and_it_adds_none_unasked(run_p
         "    if e.value.startswith('lightning_gpu_tools.'): print(e.value, e.load()())"
     )
     result = run_python("-c", code, check=True)
-    assert result.stdout == "lightning_gpu_tools.entry_point:callbacks_factory []\n"
+    assert result.stdout == "lightning_gpu_tools.trainer.entry_points:callbacks_factory []\n"
 
 
 def test_the_wheel_installs_into_an_empty_environment_and_imports(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def test_a_block_of_the_readme_runs_as_it_stands(driver: Driver, run_python: Run
 
 
 def test_the_metrics_in_the_readme_are_the_ones_that_are_logged() -> None:
-    from lightning_gpu_tools.monitoring.gpu_metrics import gpu_metrics
-    from lightning_gpu_tools.monitoring.gpu_sharing import Sharing
-    from lightning_gpu_tools.readings import GpuWindow
+    from lightning_gpu_tools.gpus.metrics import gpu_metrics
+    from lightning_gpu_tools.gpus.samples import GpuWindow
+    from lightning_gpu_tools.gpus.sharing import Sharing
 
     def filled(kind: type[Any]) -> Any:
         return kind(**{field.name: 1 for field in dataclasses.fields(kind)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.run_measurements import GpuFacts
+from lightning_gpu_tools.training.run_measurements import GpuFacts
 
 # loadtune's aim: fill 80 % of the memory; the rest is for fragmentation, the CUDA context and the biggest sample.
 _FILL = 0.80

@@ -8,9 +8,8 @@ from statistics import median
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
-from lightning_gpu_tools.advice.run_measurements import DATA_LOADING, RunMeasurements, settled
-from lightning_gpu_tools.quantities import format_bytes, format_duration
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderSettings, RunMeasurements, settled
+from lightning_gpu_tools.units import format_bytes, format_duration
 
 # A choice: storage is the limit if the workers wait for it in more than 30 % of the looks at them, and compute less
 # than half of the time. SageMaker's IOBottleneck rule asks for an I/O wait of 50 %, of a single process.

@@ -16,9 +16,9 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.ranks import straggler
-from lightning_gpu_tools.advice.run_measurements import RunMeasurements
 from lightning_gpu_tools.advice.words import next_step, why
-from lightning_gpu_tools.quantities import format_duration
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_duration
 
 # A choice: who has more than this to change begins with the first.
 _MOST_FINDINGS = 4

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.findings import Finding, ceiling, counted
-from lightning_gpu_tools.advice.run_measurements import RunMeasurements
-from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
 
 # A choice: clocks held down by heat for less than 5 % of the time cost too little to be named.
 _MIN_THERMAL_PERCENT = 5.0

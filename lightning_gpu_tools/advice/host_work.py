@@ -6,9 +6,8 @@ Each is timed whole, so that its share is a count and no estimate.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.findings import Cause, Finding, counted
-from lightning_gpu_tools.advice.run_measurements import COPY, VALIDATION, RunMeasurements
-from lightning_gpu_tools.quantities import printable
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import COPY, VALIDATION, LoaderSettings, RunMeasurements
+from lightning_gpu_tools.units import printable
 
 # A choice: validation is asked for by the user, so it is named only beyond a quarter of the wall time. After each
 # epoch, on a fifth as many samples as there are to train on and without a backward pass, it takes some 7 %.

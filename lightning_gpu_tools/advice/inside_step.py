@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_gpu_tools.advice.batch_memory import larger_batch_advice
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.run_measurements import COPY, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 
 # A copy or a wait is worth a word from 5 % of the step on, as the DataLoader is to torch's TensorBoard plugin.
 _MIN_SHARE = 0.05

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Workers must be this much faster than the step, or the fluctuation of load times empties the queue (measured with 1 to
 # 8 workers: with exactly load time / step time workers, 6 to 9 % of the wait remained).

@@ -10,8 +10,9 @@ from statistics import mean, median
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, LoaderPlan, plan_loader
 from lightning_gpu_tools.advice.loader_trials import LoaderScore, LoaderTrial, score
-from lightning_gpu_tools.quantities import format_duration
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.units import format_duration
 
 # A choice: the time in which a block of steps is measured, as a part of the budget (1 s of 60 s), so that there is time
 # for some twenty visits of two blocks each.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median_low
 
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # TraceML's rule: the excess over the median rank is worth naming from 10 % of the step on, and a phase is the cause
 # only if it accounts for 80 % of it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.findings import Finding, Verdict
-from lightning_gpu_tools.advice.run_measurements import RunMeasurements
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import printable
 
 _LOST_TO = {
     "data_loading": "Waiting for data",

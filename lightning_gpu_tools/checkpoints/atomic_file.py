@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.quantities import printable_path
+from lightning_gpu_tools.units import printable_path
 
 if sys.platform != "win32":
     import fcntl

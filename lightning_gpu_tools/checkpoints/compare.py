@@ -18,7 +18,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import check_repetition, choose
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.quantities import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 # 128 MiB at a time, as float64.
 _VALUES_AT_ONCE = 1 << 24

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.quantities import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.

@@ -33,7 +33,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
-from lightning_gpu_tools.quantities import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

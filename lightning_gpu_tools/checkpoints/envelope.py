@@ -13,7 +13,7 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, all_state_dicts
 from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, TensorInfo
 from lightning_gpu_tools.errors import BrokenCheckpointError
-from lightning_gpu_tools.quantities import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 # What load_from_checkpoint and Trainer rely on, beside the weights.
 HYPERPARAMETERS_FORM = ("hparams_name", "hparams_type")

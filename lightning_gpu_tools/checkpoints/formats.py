@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 Format = Literal["zip", "legacy", "safetensors"]
 

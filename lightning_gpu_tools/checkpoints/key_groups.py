@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.units import printable
 
 MAX_NAME = 300  # no real model is known whose parameters have longer names
 

@@ -29,7 +29,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.units import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, ClassVar
 
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.units import printable
 
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),

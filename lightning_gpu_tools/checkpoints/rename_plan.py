@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, Shape, build_tree, is_wrapper_name
 from lightning_gpu_tools.errors import KeyCollisionError
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.units import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 
 def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:

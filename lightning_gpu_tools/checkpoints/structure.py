@@ -39,7 +39,7 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
     are_sizes,
 )
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
-from lightning_gpu_tools.quantities import format_bytes, printable
+from lightning_gpu_tools.units import format_bytes, printable
 
 _DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",

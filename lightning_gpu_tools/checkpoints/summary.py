@@ -27,7 +27,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
 from lightning_gpu_tools.checkpoints.structure import Structure, walk_tensors
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
 _MAX_COUNT = 2**63  # as torch counts

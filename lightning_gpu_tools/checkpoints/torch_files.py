@@ -27,7 +27,7 @@ from lightning_gpu_tools.checkpoints.structure import (
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
-from lightning_gpu_tools.quantities import printable_path
+from lightning_gpu_tools.units import printable_path
 
 
 def read_checkpoint(

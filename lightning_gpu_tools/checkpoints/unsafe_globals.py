@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lightning_gpu_tools.quantities import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
 # What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.

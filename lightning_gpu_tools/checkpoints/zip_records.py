@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from lightning_gpu_tools.checkpoints.formats import RESTORE, DamagedContentsError, Fault
-from lightning_gpu_tools.quantities import format_bytes, printable
+from lightning_gpu_tools.units import format_bytes, printable
 
 # APPNOTE.TXT 4.3.7, 4.3.12, 4.3.14, 4.3.15, 4.3.16.
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")

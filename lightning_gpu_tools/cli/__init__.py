@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
-from lightning_gpu_tools.quantities import printable, printable_lines
+from lightning_gpu_tools.units import printable, printable_lines
 
 COMMANDS = {
     "gpus": "show all GPUs, who uses them and who has claimed them",

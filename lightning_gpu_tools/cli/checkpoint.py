@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
-from lightning_gpu_tools.quantities import format_bytes, format_duration, printable_path
+from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 # Below this a file is read before anybody wonders whether something is happening.
 _LONG_FILE_BYTES = 256 << 20

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ.pop(name, None)
     import torch
 
-    from lightning_gpu_tools.demo import run_demo
+    from lightning_gpu_tools.trainer.demo import run_demo
 
     torch.set_num_threads(1)  # several threads wait for each other where the machine has other work
 

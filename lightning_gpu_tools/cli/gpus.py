@@ -8,14 +8,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.quantities import format_bytes, format_duration, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
 
-    from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading
+    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading
 
 _REFRESH_EVERY_S = 2.0
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _watch(console: Any) -> int:
     from rich.live import Live
 
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
 
     with nvml.session(), Live(_table(*_read()), console=console, auto_refresh=False) as live:
         try:
@@ -74,7 +74,7 @@ def _watch(console: Any) -> int:
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     """Return the GPUs and the claims on them, ``None`` where these cannot be read."""
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
     from lightning_gpu_tools.selection import claims
 
     gpus = nvml.read_gpus()

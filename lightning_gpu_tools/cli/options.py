@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_gpu_tools.quantities import parse_bytes, parse_duration
+from lightning_gpu_tools.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import GpuSelection

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from lightning_gpu_tools.cli import options
-from lightning_gpu_tools.quantities import printable_path
+from lightning_gpu_tools.units import printable_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from lightning_gpu_tools.loaders.index_source import IndexSource
 from lightning_gpu_tools.loaders.random_state import PrivateRandomness
 from lightning_gpu_tools.loaders.settings import copy_with
 from lightning_gpu_tools.loaders.worker_probe import WorkerProbe
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
 _DYING_MS = 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lightning_gpu_tools.monitoring.rank_exchange import RankExchange
+from lightning_gpu_tools.training.rank_exchange import RankExchange
 
 # A choice: the ranks wait for each other in every step, so one that comes so much later is gone.
 _PATIENCE_S = 60.0

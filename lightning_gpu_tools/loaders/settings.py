@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
@@ -68,3 +69,14 @@ def why_fixed(loader: object) -> str | None:
     if own_ways:
         return f"{kind.__qualname__} has its own {' and '.join(own_ways)}"
     return None
+
+
+def batch_bytes(batch: Any) -> int:
+    """Return the size of all tensors in a batch of nested lists, tuples and dictionaries, in bytes."""
+    if isinstance(batch, torch.Tensor):
+        return batch.element_size() * batch.numel()
+    if isinstance(batch, dict):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return 0
+    return sum(batch_bytes(part) for part in batch)

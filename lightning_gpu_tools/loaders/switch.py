@@ -22,7 +22,7 @@ from lightning_gpu_tools.loaders.inner_loader import InnerLoader
 from lightning_gpu_tools.loaders.random_state import PrivateRandomness
 from lightning_gpu_tools.loaders.settings import copy_with, set_settings, settings_of
 from lightning_gpu_tools.loaders.worker_probe import WorkerProbe
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Choices: a worker that is being tried and delivers nothing for so long is stuck, unless some batch was waited for so
 # long before that this is less than so many times that wait: a batch may take longer where more workers load.

@@ -11,13 +11,13 @@ from typing import Any
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_search import LoaderCase, LoaderDecision, Visit, confirmation, next_move
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, combine, is_slower, score, score_of
-from lightning_gpu_tools.host import private_memory_bytes
+from lightning_gpu_tools.host import HostBudget, private_memory_bytes
 from lightning_gpu_tools.loaders.inner_loader import LostWorkerError
 from lightning_gpu_tools.loaders.ranks import Ranks
+from lightning_gpu_tools.loaders.settings import batch_bytes
 from lightning_gpu_tools.loaders.switch import Switch
 from lightning_gpu_tools.loaders.worker_probe import spread
-from lightning_gpu_tools.monitoring.measurements import batch_bytes
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # A choice: an epoch must hold some steady steps, or so many in a row without any end a trial.
 _EPOCHS_IN_VAIN = 3

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 class ValidationLoader:

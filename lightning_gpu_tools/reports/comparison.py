@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
-from lightning_gpu_tools.quantities import format_duration, printable
 from lightning_gpu_tools.reports.report import Report, as_json
 from lightning_gpu_tools.reports.text import escape_markdown
+from lightning_gpu_tools.units import format_duration, printable
 
 # What must be alike so that a difference in speed is one of the program, by its name in Report.settings.
 _MUST_MATCH = {

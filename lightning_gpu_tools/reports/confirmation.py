@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.quantities import format_duration, printable
 from lightning_gpu_tools.reports.comparison import Change, compare, median_interval, show_setting
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import phase_label
+from lightning_gpu_tools.units import format_duration, printable
 
 # What advice changes, by its name in Report.settings; all else must be alike.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, score_of
-from lightning_gpu_tools.quantities import format_duration, printable
+from lightning_gpu_tools.units import format_duration, printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

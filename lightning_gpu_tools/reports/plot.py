@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from lightning_gpu_tools.quantities import format_duration, printable
-from lightning_gpu_tools.reports.report import PLOT_NAME, GpuSummary, Report
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.report import PLOT_NAME, Report
 from lightning_gpu_tools.reports.text import phase_groups, phase_label
+from lightning_gpu_tools.units import format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

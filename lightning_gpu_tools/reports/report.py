@@ -15,76 +15,18 @@ from typing import Any
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
-from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
-from lightning_gpu_tools.quantities import format_bytes, printable, printable_path
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary
 from lightning_gpu_tools.reports.typed_json import read
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
 FILE_NAME = "gpu_report.json"
 # A report with all there can be has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuSummary:
-    """One GPU over a whole run. What the hardware does not report is ``None``.
-
-    Attributes:
-        index: Torch device index on the node; with ``devices="all"`` the index that ``nvidia-smi`` shows.
-        uuid: The GPU.
-        name: Product name.
-        node: Number of the node; ``index`` counts within it.
-        utilization_percent_mean: Time-weighted over every sample of the driver outside of validation; the next two are
-            percentiles of it.
-        utilization_percent_p5: 5th percentile.
-        utilization_percent_p95: 95th percentile.
-        validation_utilization_percent_mean: The same mean, in validation.
-        memory_used_bytes_max: Peak, everybody's use included.
-        memory_total_bytes: Size of the memory.
-        power_watts_mean: Mean power draw.
-        energy_joules: Energy used during the run.
-        temperature_celsius_max: Hottest moment.
-        throttled_percent: Share of the time in which power or heat held the clocks down.
-        own_memory_bytes: Memory of this job's processes at the last look.
-        others_memory_bytes_max: The most that everybody else's listed processes used.
-        own_utilization_percent: How busy this job's processes kept the GPU.
-        others_utilization_percent: How busy all others kept it.
-        sm_active_percent: Hopper and later: mean over the run, as the next three.
-        sm_occupancy_percent: Warps resident against what would fit.
-        tensor_active_percent: Tensor cores busy.
-        dram_active_percent: Memory bandwidth used.
-        errors: What the GPU itself reported: Xid events, uncorrectable ECC errors.
-        timelines: Points (seconds since the start of training, value) of ``utilization_percent``,
-            ``memory_used_bytes`` and ``power_watts``, at most 2000 of each.
-    """
-
-    index: int
-    uuid: str
-    name: str | None = None
-    node: int = 0
-    utilization_percent_mean: float | None = None
-    utilization_percent_p5: float | None = None
-    utilization_percent_p95: float | None = None
-    validation_utilization_percent_mean: float | None = None
-    memory_used_bytes_max: int | None = None
-    memory_total_bytes: int | None = None
-    power_watts_mean: float | None = None
-    energy_joules: float | None = None
-    temperature_celsius_max: float | None = None
-    throttled_percent: float | None = None
-    own_memory_bytes: int | None = None
-    others_memory_bytes_max: int | None = None
-    own_utilization_percent: float | None = None
-    others_utilization_percent: float | None = None
-    sm_active_percent: float | None = None
-    sm_occupancy_percent: float | None = None
-    tensor_active_percent: float | None = None
-    dram_active_percent: float | None = None
-    errors: tuple[str, ...] = ()
-    timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +53,7 @@ class Report:
         started_at: ISO 8601, UTC.
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
-        phase_s: Wall time by phase, see :mod:`lightning_gpu_tools.monitoring.step_clock`.
+        phase_s: Wall time by phase, see :mod:`lightning_gpu_tools.trainer.step_clock`.
         step_s_median: Median time from step to step, steady steps only; ``None`` if there were none.
         diagnosis: Verdict and findings.
         gpus: The GPUs watched.

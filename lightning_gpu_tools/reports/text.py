@@ -9,9 +9,10 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-from lightning_gpu_tools.quantities import format_bytes, format_duration, printable
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.loader_summary import loader_line
-from lightning_gpu_tools.reports.report import GpuSummary, Report, slowest_rank
+from lightning_gpu_tools.reports.report import Report, slowest_rank
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; the longest advice there is has four

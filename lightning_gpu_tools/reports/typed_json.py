@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_gpu_tools.quantities import printable
+from lightning_gpu_tools.units import printable
 
 # No list or object of a report comes near: a timeline has 2000 points, and a job of 1,024 ranks as many entries.
 _MAX_ITEMS = 20_000

@@ -20,7 +20,7 @@ def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
     """
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
 
     if sys.platform != "linux":
         return None

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.quantities import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 # A pick holds the lock for about 0.1 s, so this is some 300 picks ahead of ours: the holder hangs, or means to.
 TIMEOUT_LOCK_S = 30.0

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpu_readings import GpuClaim, GpuWaiter
-from lightning_gpu_tools.quantities import MAX_BYTES, printable, printable_path
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter
 from lightning_gpu_tools.selection.mounts import why_private
+from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path
 
 if sys.platform == "linux":
     from lightning_gpu_tools.selection import claim_files

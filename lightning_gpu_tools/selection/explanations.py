@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading
-from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading
 from lightning_gpu_tools.selection.ranking import Candidate, Requirements, label, rank_gpus
+from lightning_gpu_tools.units import format_bytes
 
 
 def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from lightning_gpu_tools.gpu_readings import GpuLink
+from lightning_gpu_tools.gpus.readings import GpuLink
 from lightning_gpu_tools.selection.ranking import Candidate
 
 # Without a stated need, memory is all that is known to matter, so that a link may cost a tenth of it and not more.

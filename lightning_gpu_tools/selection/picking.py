@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, CudaAlreadyInitializedError, NotEnoughGpusError
-from lightning_gpu_tools.gpu_readings import GpuClaim, GpuReading, GpuWaiter
-from lightning_gpu_tools.quantities import format_duration, parse_bytes, parse_duration
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.explanations import sharding_hint, why_picked
 from lightning_gpu_tools.selection.ranking import Candidate, Ranking, Rejection, Requirements, attainable, rank_gpus
 from lightning_gpu_tools.selection.visibility import visible_gpus
+from lightning_gpu_tools.units import format_duration, parse_bytes, parse_duration
 
 # A look at 8 GPUs takes some 0.1 s. Random, so that those who wait do not all look at the same moment.
 _POLL_AFTER_S = 0.8
@@ -101,7 +101,7 @@ def list_gpus() -> list[GpuReading]:
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
     """
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
 
     return list(nvml.read_gpus())
 
@@ -191,7 +191,7 @@ class Request(NamedTuple):
 
 def pick(request: Request) -> GpuSelection:
     """Do what ``select_gpus`` does."""
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
 
     # One session for all the attempts: opening the driver can take seconds where persistence mode is off.
     with nvml.session():
@@ -358,7 +358,7 @@ def _choose(candidates: Sequence[Candidate], requirements: Requirements) -> tupl
     """Return the best set of them. How GPUs are joined is only asked if there is something to choose."""
     if requirements.count in (1, len(candidates)):
         return tuple(candidates[: requirements.count])
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
     from lightning_gpu_tools.selection.gpu_sets import best_set
 
     uuids = [str(one.gpu.uuid) for one in candidates]
@@ -379,7 +379,7 @@ def _suffices_brief(request: Request, ledger: claims.Ledger) -> bool:
 
 def _read(among: Sequence[str] | None, *, brief: bool = False) -> tuple[tuple[GpuReading, ...], tuple[GpuReading, ...]]:
     """Return all GPUs, and those of them and of their MIG instances that may be picked, in CUDA's order."""
-    from lightning_gpu_tools import nvml
+    from lightning_gpu_tools.gpus import nvml
 
     gpus = nvml.read_gpus(brief=brief)
     if among is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpu_readings import GpuClaim
+from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection import claims, cuda, picking
 from lightning_gpu_tools.selection.ranking import rank_gpus
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_gpu_tools.gpu_readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
-from lightning_gpu_tools.quantities import format_bytes
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
+from lightning_gpu_tools.units import format_bytes
 
 # From here on a GPU counts as busy. Source: nvitop's default border between light and moderate load (its option
 # --gpu-util-thresh). A step and not a scale, because a percent of noise must not outweigh 20 GiB of memory.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from lightning_gpu_tools.gpu_readings import GpuReading
+from lightning_gpu_tools.gpus.readings import GpuReading
 
 _T = TypeVar("_T")
 

@@ -14,7 +14,7 @@ from lightning_gpu_tools.advice.batch_memory import batch_size_that_fits
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.inside_step import wants_profile
-from lightning_gpu_tools.advice.run_measurements import (
+from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     LoadingFacts,
     ProfiledSteps,

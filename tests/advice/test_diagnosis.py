@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding
-from lightning_gpu_tools.advice.run_measurements import RunMeasurements, settled
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings, StepBlock
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, settled
 
 
 def block(wait_ms: float, rest_ms: float = 10.0, steps: int = 10, **options: float) -> StepBlock:

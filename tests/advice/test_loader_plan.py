@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
 GIB = 2**30

@@ -18,7 +18,8 @@ from lightning_gpu_tools.advice.loader_search import (
     next_move,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderTrial, is_slower, score
-from lightning_gpu_tools.readings import HostBudget, LoaderSettings
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 GIB = 2**30
 

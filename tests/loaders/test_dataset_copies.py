@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 class Records(Dataset[tuple[int, bool, int]]):

@@ -20,7 +20,7 @@ from trainings import Samples
 
 from lightning_gpu_tools.loaders import inner_loader
 from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 Run = Callable[..., "CompletedProcess[str]"]
 

@@ -15,7 +15,7 @@ from torch.utils.data._utils import signal_handling
 
 from lightning_gpu_tools.loaders import switch as switch_module
 from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 IN_ORDER = list(range(40))
 

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, W
 from lightning_gpu_tools.loaders.random_state import random_state
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.readings import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 COUNT = 23
 

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from sample_report import REPORT
 
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
-from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
-from lightning_gpu_tools.quantities import printable_path
 from lightning_gpu_tools.reports import comparison as comparing
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary
 from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, to_json
 from lightning_gpu_tools.reports.text import render_markdown, render_text
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.units import printable_path
 
 RunCli = Callable[..., "CompletedProcess[str]"]
 

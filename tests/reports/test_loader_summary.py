@@ -5,10 +5,10 @@ from dataclasses import replace
 from sample_report import REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, score
-from lightning_gpu_tools.readings import LoaderSettings
 from lightning_gpu_tools.reports.loader_summary import summarize
 from lightning_gpu_tools.reports.report import from_json, to_json
 from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 YOURS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
 TRIED = replace(YOURS, num_workers=4, prefetch_factor=2)

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
-from lightning_gpu_tools.monitoring.stopwatch import PhaseSpan
 from lightning_gpu_tools.reports.report import (
     RankSpeed,
     from_json,
@@ -26,6 +24,8 @@ from lightning_gpu_tools.reports.report import (
     to_json,
 )
 from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 
 def test_what_is_written_is_read_again() -> None:

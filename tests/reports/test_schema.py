@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-from lightning_gpu_tools.monitoring.memory_growth import MemoryGrowth
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.loader_summary import LoaderSummary
-from lightning_gpu_tools.reports.report import SCHEMA_VERSION, GpuSummary, RankSpeed, Report
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, RankSpeed, Report
 from lightning_gpu_tools.reports.text import PHASE_LABELS
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "report_schema.md").read_text()
 

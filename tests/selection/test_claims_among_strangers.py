@@ -35,7 +35,8 @@ from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
 import argparse, ctypes.util, dataclasses, logging, pynvml
-import lightning_gpu_tools.nvml.probe, lightning_gpu_tools.nvml.topology, lightning_gpu_tools.selection.gpu_sets
+import lightning_gpu_tools.selection.gpu_sets
+from lightning_gpu_tools.gpus.nvml import probe, topology
 from lightning_gpu_tools.cli import gpus, pick, run
 if "fake_driver" in sys.modules:
     select_gpus(claim=False)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lightning_gpu_tools.gpu_readings import GpuLink, GpuReading
+from lightning_gpu_tools.gpus.readings import GpuLink, GpuReading
 from lightning_gpu_tools.selection.gpu_sets import best_set
 from lightning_gpu_tools.selection.ranking import Candidate
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.gpu_readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection.ranking import Ranking, Requirements, attainable, effective_free_bytes, rank_gpus
 
 GIB = 2**30

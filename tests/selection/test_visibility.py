@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpu_tools.gpu_readings import GpuReading
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.visibility import parse_visible_devices, visible_gpus
 
 

@@ -1,0 +1,81 @@
+"""Single calls of NVML, with the errors that are answers turned into answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+from lightning_gpu_tools.gpus.readings import UtilizationSample
+from lightning_gpu_tools.units import printable
+
+# NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
+NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
+
+# After one of these, no other question about the GPU has an answer.
+GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
+
+
+def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NVML; ``None`` for what this hardware, driver or user never gets to know."""
+    try:
+        return function(*arguments)
+    except NEVER:
+        return None
+
+
+def product_name(handle: Any) -> str | None:
+    """Return the product's name, printable; ``None`` if the driver does not tell, or not in UTF-8."""
+    try:
+        name = ask(pynvml.nvmlDeviceGetName, handle)
+    except UnicodeDecodeError:
+        return None
+    return None if name is None else printable(name)
+
+
+def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NVML for what may just as well be unknown: ``None`` on every failure, and if an argument is ``None``."""
+    if None in arguments:
+        return None
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def newest(function: str, handle: Any) -> Any:
+    """Call the newest version of a function that the driver has; drivers before R510 have no ``_v3`` of these."""
+    try:
+        return getattr(pynvml, f"{function}_v3")(handle)
+    except pynvml.NVMLError_FunctionNotFound:
+        if not hasattr(pynvml, f"{function}_v2"):  # nvidia-ml-py before 12.550
+            raise
+        return getattr(pynvml, f"{function}_v2")(handle)
+
+
+def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSample], int]:
+    """Return the driver's samples after ``last_us``, oldest first, and the driver's time of the newest one."""
+    try:
+        _, answer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
+    except pynvml.NVMLError_NotFound:  # nothing newer
+        return [], last_us
+    # The order is not documented, and values far above 100 have been seen: https://github.com/Syllo/nvtop/issues/110
+    pairs = sorted(
+        (stamp_us, percent)
+        for sample in answer
+        if (stamp_us := sample.timeStamp) > last_us and (percent := sample.sampleValue.uiVal) <= 100
+    )
+    samples = [UtilizationSample(time_s=stamp_us / 1e6, percent=float(percent)) for stamp_us, percent in pairs]
+    return samples, pairs[-1][0] if pairs else last_us
+
+
+def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], int]:
+    """Return how busy each process kept the GPU since ``last_us``, in percent by pid, and the driver's newest time."""
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
+    except pynvml.NVMLError_NotFound:  # nobody used it
+        return {}, last_us
+    # One sample a process; values above 100 are as little to be believed as in the GPU's own samples.
+    percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
+    return percents, max((one.timeStamp for one in samples), default=last_us)

@@ -1,0 +1,77 @@
+"""The errors that a GPU reports by itself: Xid events of the driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+
+from lightning_gpu_tools.gpus.nvml.calls import tolerate
+
+# The more frequent ones, in the words of https://docs.nvidia.com/deploy/xid-errors/
+_XID_MEANS = {
+    13: "graphics engine exception, most often a bug of the program",
+    31: "memory page fault, most often a bug of the program",
+    43: "the GPU has stopped processing",
+    45: "preemptive cleanup, due to earlier errors",
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    63: "ECC page retirement or row remapping recorded",
+    64: "ECC page retirement or row remapping failed",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "high rate of single-bit ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "the GPU's system processor (GSP) does not answer",
+    120: "error of the GPU's system processor (GSP)",
+}
+
+# A GPU that fails may report many at once; a look takes at most so many, the rest waits for the next look.
+_MOST_AT_ONCE = 16
+
+
+class ErrorEvents:
+    """The Xid events of one GPU since the last look. They need not be permitted, as in some containers."""
+
+    def __init__(self) -> None:
+        self._event_set: Any = None
+
+    @property
+    def started(self) -> bool:
+        """Whether events are being collected."""
+        return self._event_set is not None
+
+    def start(self, handle: Any) -> None:
+        """Collect from now on.
+
+        Raises:
+            pynvml.NVMLError: The GPU reports none, or this user may not know.
+        """
+        self.close()
+        event_set = pynvml.nvmlEventSetCreate()
+        try:
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, event_set)
+        except pynvml.NVMLError:
+            tolerate(pynvml.nvmlEventSetFree, event_set)
+            raise
+        self._event_set = event_set
+
+    def read(self) -> list[str]:
+        """Return what has happened, in words. It does not need the GPU, which may just have been lost."""
+        found: list[str] = []
+        while self._event_set is not None and len(found) < _MOST_AT_ONCE:
+            # No time to wait: a timeout means that there is no event, and so does any other failure.
+            event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
+            if event is None:
+                break
+            found.append(
+                f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, 'see the Xid catalogue of NVIDIA')})"
+            )
+        return found
+
+    def close(self) -> None:
+        """Give everything back to the driver; idempotent."""
+        if self._event_set is not None:
+            tolerate(pynvml.nvmlEventSetFree, self._event_set)
+        self._event_set = None

@@ -1,0 +1,98 @@
+"""The GPU performance monitors (GPM) of Hopper and later: means over the time between two looks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pynvml
+
+from lightning_gpu_tools.gpus.nvml.calls import tolerate
+
+# nvmlGpmMetricId_t; percent, and MiB/s of PCIe
+GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10
+PCIE_TX, PCIE_RX = 20, 21
+_METRICS = (GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM, PCIE_TX, PCIE_RX)
+
+# nvml.h: two GPM samples "should be greater than 100ms" apart, "due to the internal sample refresh rate"
+_INTERVAL_S = 0.1
+
+
+class PerformanceMonitors:
+    """Two samples of one GPU or MIG instance that take turns, so that no time is left out between two looks.
+
+    Attributes:
+        pcie_bytes: Sent and received, as far as the monitors counted them.
+    """
+
+    def __init__(self, *, is_mig: bool) -> None:
+        self.pcie_bytes = [0.0, 0.0]
+        self._is_mig = is_mig
+        self._samples: list[Any] = []
+        self._since_s: float | None = None  # when the first of them was taken
+
+    @property
+    def started(self) -> bool:
+        """Whether this GPU has monitors and they have been looked at."""
+        return bool(self._samples)
+
+    def restart(self) -> None:
+        """Begin a new interval with the next look: the counters may have started again."""
+        self._since_s = None
+
+    def read(self, handle: Any, now_s: float) -> dict[int, float]:
+        """Return the means since the last look by metric; empty at the first look and where it was too soon.
+
+        Raises:
+            pynvml.NVMLError: They cannot be read; ``NVMLError_NotSupported`` if the GPU has none.
+        """
+        if not self._samples:
+            self._start(handle)
+        if self._since_s is not None and now_s - self._since_s < _INTERVAL_S:
+            return {}
+        first, second = self._samples
+        if self._since_s is None:
+            self._take(handle, first)
+            self._since_s = now_s
+            return {}
+        self._take(handle, second)
+        metrics = _difference(first, second)
+        # The interval of the next look begins where that of this one ends, so that nothing is left out.
+        self._samples = [second, first]
+        interval_s, self._since_s = now_s - self._since_s, now_s
+        for direction, metric in enumerate((PCIE_TX, PCIE_RX)):
+            self.pcie_bytes[direction] += metrics.get(metric, 0.0) * 2**20 * interval_s
+        return metrics
+
+    def close(self) -> None:
+        """Give the samples back to the driver."""
+        for sample in self._samples:
+            tolerate(pynvml.nvmlGpmSampleFree, sample)
+        self._samples = []
+
+    def _start(self, handle: Any) -> None:
+        whole_gpu = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if self._is_mig else handle
+        if not pynvml.nvmlGpmQueryDeviceSupport(whole_gpu).isSupportedDevice:
+            raise pynvml.NVMLError_NotSupported
+        self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
+
+    def _take(self, handle: Any, sample: Any) -> None:
+        if self._is_mig:
+            whole_gpu = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            pynvml.nvmlGpmMigSampleGet(whole_gpu, pynvml.nvmlDeviceGetGpuInstanceId(handle), sample)
+        else:
+            pynvml.nvmlGpmSampleGet(handle, sample)
+
+
+def _difference(first: Any, second: Any) -> dict[int, float]:
+    request = pynvml.c_nvmlGpmMetricsGet_t()
+    request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics, request.sample1, request.sample2 = len(_METRICS), first, second
+    for slot, metric in enumerate(_METRICS):
+        request.metrics[slot].metricId = metric
+    pynvml.nvmlGpmMetricsGet(request)
+    return {
+        answer.metricId: float(answer.value)
+        for answer in request.metrics[: len(_METRICS)]
+        if answer.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(answer.value) and answer.value >= 0
+    }

@@ -1,0 +1,199 @@
+"""One reading of every GPU of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pynvml
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus.nvml.calls import ask, newest, product_name, utilization_samples
+from lightning_gpu_tools.gpus.nvml.messages import why_unavailable, why_unreadable
+from lightning_gpu_tools.gpus.nvml.session import identify, session
+from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading
+from lightning_gpu_tools.gpus.utilization import mean_percent
+from lightning_gpu_tools.units import printable
+
+_COMPUTE_MODES: dict[int, ComputeMode] = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: "exclusive_thread",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
+}
+
+# The driver keeps the samples of the last seconds (about 20 s). On some products (GB10) it adds none while the GPU is
+# idle, so that what it has may be minutes old: https://github.com/polarsignals/gpu-metrics-agent/pull/37
+_STALE_AFTER_S = 30.0
+
+# Products whose GPU has no memory of its own. The driver's names: "NVIDIA GB10" (DGX Spark), "NVIDIA Thor",
+# "Orin (nvgpu)": https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
+_INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
+
+
+def read_gpus(*, brief: bool = False) -> tuple[GpuReading, ...]:
+    """Read every GPU of this machine, in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
+
+    For a GPU without MIG that is 4 calls of NVML the first time in a session (handle, UUID, name, PCI address) and 6
+    each time: memory, utilization samples, compute and graphics processes, compute mode, MIG mode. ``numa_node`` is
+    left to ``read_numa_nodes``.
+
+    A GPU that cannot be read is listed with the reason in ``error``, and the others are not affected.
+
+    Args:
+        brief: Read only what it takes to pick one where nobody has claimed any: 6 calls, without name, PCI address and
+            processes. The GPUs come in NVML's order, and processes are read only where the compute mode makes them
+            matter.
+
+    Raises:
+        NvmlUnavailableError: There is no usable NVIDIA driver.
+    """
+    with session():
+        try:
+            count = pynvml.nvmlDeviceGetCount()
+        except pynvml.NVMLError as error:
+            raise NvmlUnavailableError(why_unavailable(error)) from error
+        found = [_read_gpu(nvml_index, brief=brief and count > 1) for nvml_index in range(count)]
+    # NVML promises no order. A GPU that does not even tell its address keeps the place that NVML gave it.
+    in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
+    ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
+    return tuple(
+        replace(
+            reading,
+            index=index,
+            mig_instances=tuple(replace(instance, index=index) for instance in reading.mig_instances),
+        )
+        for index, (_, reading) in enumerate(ordered)
+    )
+
+
+def _read_gpu(nvml_index: int, brief: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
+    """Return the PCI address, ``None`` if that is not known, and the reading."""
+    try:
+        gpu = identify(nvml_index, brief=brief)
+    except pynvml.NVMLError as error:
+        return None, GpuReading(index=nvml_index, error=why_unreadable(error))
+    reading = GpuReading(index=nvml_index, uuid=gpu.uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id)
+    try:
+        integrated, total_bytes, free_bytes = _memory(gpu.handle, gpu.name)
+        mig_mode = ask(pynvml.nvmlDeviceGetMigMode, gpu.handle)
+        compute_mode = ask(pynvml.nvmlDeviceGetComputeMode, gpu.handle)
+        needs_processes = not brief or compute_mode != pynvml.NVML_COMPUTEMODE_DEFAULT
+        reading = replace(
+            reading,
+            integrated=integrated,
+            memory_total_bytes=total_bytes,
+            memory_free_bytes=free_bytes,
+            utilization_percent=_utilization_percent(gpu.handle),
+            processes=_processes(gpu.handle) if needs_processes else None,
+            compute_mode=_COMPUTE_MODES.get(compute_mode),
+            mig_mode=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        )
+    except pynvml.NVMLError as error:
+        return gpu.pci, replace(reading, error=why_unreadable(error))
+    if reading.mig_mode:
+        reading = replace(reading, mig_instances=_read_mig_instances(gpu.handle, reading))
+    return gpu.pci, reading
+
+
+def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
+    instances = []
+    for slot in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
+        reading = GpuReading(
+            index=gpu.index, pci_bus_id=gpu.pci_bus_id, compute_mode=gpu.compute_mode, mig_mode=False, integrated=False
+        )
+        try:
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
+            reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
+            _, total_bytes, free_bytes = _memory(handle, reading.name)
+            reading = replace(
+                reading,
+                mig_gpu_instance_id=ask(pynvml.nvmlDeviceGetGpuInstanceId, handle),
+                mig_compute_instance_id=ask(pynvml.nvmlDeviceGetComputeInstanceId, handle),
+                memory_total_bytes=total_bytes,
+                memory_free_bytes=free_bytes,
+                processes=_processes(handle),
+            )
+        except pynvml.NVMLError_NotFound:
+            continue  # slots may be empty in between
+        except pynvml.NVMLError as error:
+            reading = replace(reading, error=why_unreadable(error))
+        instances.append(reading)
+    return tuple(instances)
+
+
+def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int | None]:
+    """Return whether the GPU is integrated, and its total and free bytes."""
+    # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
+    # https://github.com/XuehaiPan/nvitop/pull/30.
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None and name is None:  # a brief reading has left it out
+        name = product_name(handle)
+    integrated = name is not None and _INTEGRATED_NAME.search(name) is not None
+    if not integrated and memory is not None:
+        return False, memory.total, memory.free
+    if not integrated and not _addresses_host_memory(handle):
+        return None, None, None
+    # Memory is not supported, and it addresses that of the host: what the host has available is what it can get. On
+    # the named products NVML's answer, where there is one, leaves out what the page cache would give back.
+    import psutil
+
+    host = psutil.virtual_memory()
+    return True, host.total, host.available
+
+
+def _addresses_host_memory(handle: Any) -> bool:
+    addressing_mode = getattr(pynvml, "nvmlDeviceGetAddressingMode", None)  # nvidia-ml-py has it since 13.580
+    return addressing_mode is not None and ask(addressing_mode, handle) == pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS
+
+
+def _utilization_percent(handle: Any) -> float | None:
+    oldest_s = time.time() - _STALE_AFTER_S
+    buffered, _ = ask(utilization_samples, handle, 0) or ([], 0)
+    samples = [sample for sample in buffered if sample.time_s >= oldest_s]
+    if samples:
+        return mean_percent(samples)
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    return None if rates is None else float(rates.gpu)
+
+
+def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
+    """Return the processes with a compute or a graphics context, by pid."""
+    compute = ask(newest, "nvmlDeviceGetComputeRunningProcesses", handle)
+    if compute is None:
+        return None
+    graphics = ask(newest, "nvmlDeviceGetGraphicsRunningProcesses", handle) or []
+    # A process may have both kinds of context.
+    by_pid = {process.pid: process for process in [*graphics, *compute]}
+    compute_pids = {process.pid for process in compute}
+    return tuple(
+        _describe(pid, by_pid[pid].usedGpuMemory, graphics_only=pid not in compute_pids) for pid in sorted(by_pid)
+    )
+
+
+def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> GpuProcess:
+    user = name = None
+    if pids_are_ours():
+        import psutil  # only now: it takes as long to import as all the rest of a pick without processes
+
+        with contextlib.suppress(psutil.Error):  # ended in the meantime, or hidden from this user
+            process = psutil.Process(pid)
+            user, name = printable(process.username()), printable(process.name())
+    return GpuProcess(pid=pid, memory_used_bytes=memory_used_bytes, user=user, name=name, graphics_only=graphics_only)
+
+
+def pids_are_ours() -> bool:
+    """Tell whether the driver's process numbers are this process's: it gives those of the host, also in a container.
+
+    https://github.com/NVIDIA/nvidia-docker/issues/1483. Inside another PID namespace the same number is someone else.
+    """
+    try:
+        # PROC_PID_INIT_INO of the Linux kernel (include/linux/proc_ns.h), the namespace of the host
+        return os.readlink("/proc/self/ns/pid") == f"pid:[{0xEFFFFFFC}]"
+    except OSError:  # no Linux, so no PID namespaces
+        return not sys.platform.startswith("linux")

@@ -1,0 +1,260 @@
+"""From single looks at a GPU to what happened between two moments, and over a whole run.
+
+Both take the same memory however long they run. Standard library only, no clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable
+
+from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.gpus.samples import GpuSample, GpuWindow
+from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S, weights_s
+from lightning_gpu_tools.training.timeline import Timeline
+
+_COUNTERS = (
+    "energy_joules",
+    "throttled_s",
+    "power_capped_s",
+    "thermal_throttled_s",
+    "pcie_tx_bytes",
+    "pcie_rx_bytes",
+)
+_PIPES = ("sm_active_percent", "sm_occupancy_percent", "tensor_active_percent", "dram_active_percent")
+_MEANS = (*_PIPES, "held_clock_percent")
+
+# What a timeline is kept of, besides utilization.
+_TIMELINES = ("memory_used_bytes", "power_watts", "temperature_celsius", *_PIPES)
+
+
+# A GPU that fails over and over says so in a report once; so many different texts are kept until they are taken.
+_MOST_TEXTS = 100
+# Of how many processes the utilization is averaged in one window.
+_MOST_PROCESSES = 256
+
+
+def counter_difference(before: float | None, after: float | None) -> float | None:
+    """Return how far a counter has gone; ``None`` if a value is missing or it was set back (a reset, a new driver)."""
+    if before is None or after is None or after < before:
+        return None
+    return after - before
+
+
+class PercentHistogram:
+    """How long a percentage had which value. The driver gives whole percents, so that nothing is lost by this."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0] * 101
+        self._total_s = 0.0
+        self._percent_seconds = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """How long it was observed."""
+        return self._total_s
+
+    def add(self, percent: float, seconds: float) -> None:
+        """Add an observation; values that are no whole percent count as the nearest one in percentiles."""
+        self._seconds[round(min(max(percent, 0.0), 100.0))] += seconds
+        self._total_s += seconds
+        self._percent_seconds += percent * seconds
+
+    def mean(self) -> float | None:
+        """Return the mean over the time, ``None`` if nothing was observed."""
+        return self._percent_seconds / self._total_s if self._total_s > 0 else None
+
+    def percentile(self, share: float) -> float | None:
+        """Return the lowest value that was not exceeded for this share (0 to 1) of the time; ``None`` without any."""
+        if self._total_s <= 0:
+            return None
+        # Rounding in the sum must not push a percentile beyond the last value.
+        below_s, wanted_s = 0.0, share * self._total_s * (1 - 1e-9)
+        observed = [(percent, seconds) for percent, seconds in enumerate(self._seconds) if seconds > 0]
+        for percent, seconds in observed:
+            below_s += seconds
+            if below_s >= wanted_s:
+                return float(percent)
+        return float(observed[-1][0])
+
+
+class Phases:
+    """When a run was in which phase, as far back as a look at a GPU can reach.
+
+    Args:
+        first: The phase that holds until another one is entered, and held before.
+    """
+
+    def __init__(self, first: str) -> None:
+        self._since: deque[tuple[float, str]] = deque([(-math.inf, first)], maxlen=1000)
+
+    def enter(self, phase: str, time_s: float) -> None:
+        """Be in this phase from ``time_s`` on."""
+        self._since.append((time_s, phase))
+
+    def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
+        """Return for how long of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
+        total_s, until_s = 0.0, end_s
+        for since_s, name in reversed(self._since):
+            if name == phase:
+                total_s += max(0.0, until_s - max(since_s, begin_s))
+            until_s = min(until_s, since_s)
+            if since_s <= begin_s:
+                break
+        return total_s
+
+
+def _whole(begin_s: float, end_s: float) -> float:
+    return max(0.0, end_s - begin_s)
+
+
+class WindowBuilder:
+    """Adds up the looks at one GPU until they are taken.
+
+    Args:
+        uuid: The GPU.
+        overlap_s: How much of the time between two moments counts; without it all of it. What a look saw of the time
+            since the look before counts in proportion.
+    """
+
+    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:
+        self._uuid = uuid
+        self._overlap_s = overlap_s
+        # From one window to the next, so that nothing falls in between:
+        self._look_s: float | None = None
+        self._utilization_s: float | None = None
+        self._counters: dict[str, tuple[float, float]] = {}  # time and value
+        self._begin()
+
+    def _begin(self) -> None:
+        self._duration_s = 0.0
+        self._last: GpuSample | None = None
+        self._peak_bytes: int | None = None
+        self._utilization = PercentHistogram()
+        self._differences: dict[str, tuple[float, float]] = {}  # difference, and the seconds it took
+        self._means: dict[str, tuple[float, float]] = {}  # value x seconds, and seconds
+        self._busy: dict[int, tuple[float, float]] = {}  # of each process: percent x seconds, and seconds
+        self._errors: dict[str, None] = {}
+        self._problems: dict[str, None] = {}
+
+    def add(self, sample: GpuSample) -> None:
+        """Add the next look."""
+        for entry, seconds in zip(sample.utilization, weights_s(sample.utilization, self._utilization_s), strict=True):
+            counted_s = self._overlap_s(entry.time_s - seconds, entry.time_s)
+            if counted_s > 0:
+                self._utilization.add(entry.percent, counted_s)
+            self._utilization_s = entry.time_s
+        look_s, self._look_s = self._look_s, sample.time_s
+        begin_s = sample.time_s - LONGEST_PERIOD_S if look_s is None else min(look_s, sample.time_s)
+        counted_s = self._overlap_s(begin_s, sample.time_s)
+        share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
+        self._add_counters(sample, share)
+        for text in sample.errors[: _MOST_TEXTS - len(self._errors)]:
+            self._errors[text] = None
+        for text in sample.problems[: _MOST_TEXTS - len(self._problems)]:
+            self._problems[text] = None
+        if share <= 0:
+            return
+        if look_s is not None:
+            self._duration_s += counted_s
+        for name in _MEANS:
+            value = getattr(sample, name)
+            if value is not None:
+                total, total_s = self._means.get(name, (0.0, 0.0))
+                self._means[name] = total + value * counted_s, total_s + counted_s
+        for process in sample.processes or ():
+            if process.utilization_percent is not None and len(self._busy) < _MOST_PROCESSES:
+                total, total_s = self._busy.get(process.pid, (0.0, 0.0))
+                self._busy[process.pid] = total + process.utilization_percent * counted_s, total_s + counted_s
+        if sample.memory_used_bytes is not None:
+            self._peak_bytes = max(self._peak_bytes or 0, sample.memory_used_bytes)
+        self._last = sample
+
+    def _add_counters(self, sample: GpuSample, share: float) -> None:
+        for name in _COUNTERS:
+            value = getattr(sample, name)
+            if value is None:
+                continue
+            before_s, before = self._counters.get(name, (sample.time_s, None))
+            self._counters[name] = sample.time_s, value
+            difference = counter_difference(before, value)
+            if difference is not None and share > 0:
+                total, total_s = self._differences.get(name, (0.0, 0.0))
+                seconds = share * (sample.time_s - before_s)
+                self._differences[name] = total + share * difference, total_s + seconds
+
+    def take(self) -> GpuWindow:
+        """Return everything since the last call, and begin a new window."""
+        window = self.so_far()
+        self._begin()
+        return window
+
+    def so_far(self) -> GpuWindow:
+        """Return everything since the last ``take``, and go on."""
+        last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
+        return GpuWindow(
+            uuid=self._uuid,
+            duration_s=self._duration_s,
+            utilization_observed_s=self._utilization.total_s,
+            utilization_mean_percent=self._utilization.mean(),
+            utilization_p5_percent=self._utilization.percentile(0.05),
+            utilization_p95_percent=self._utilization.percentile(0.95),
+            memory_used_bytes=last.memory_used_bytes,
+            memory_used_peak_bytes=self._peak_bytes,
+            memory_total_bytes=last.memory_total_bytes,
+            power_watts=last.power_watts,
+            energy_joules=self._differences.get("energy_joules", (None,))[0],
+            temperature_celsius=last.temperature_celsius,
+            throttled_percent=self._percent_of_time("throttled_s"),
+            power_capped_percent=self._percent_of_time("power_capped_s"),
+            thermal_throttled_percent=self._percent_of_time("thermal_throttled_s"),
+            pcie_tx_bytes_per_second=self._per_second("pcie_tx_bytes"),
+            pcie_rx_bytes_per_second=self._per_second("pcie_rx_bytes"),
+            held_clock_percent=self._mean("held_clock_percent"),
+            sm_active_percent=self._mean("sm_active_percent"),
+            sm_occupancy_percent=self._mean("sm_occupancy_percent"),
+            tensor_active_percent=self._mean("tensor_active_percent"),
+            dram_active_percent=self._mean("dram_active_percent"),
+            processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
+            errors=tuple(self._errors),
+            problems=tuple(self._problems),
+        )
+
+    def _with_mean(self, process: GpuProcess) -> GpuProcess:
+        total, seconds = self._busy.get(process.pid, (0.0, 0.0))
+        return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
+
+    def _mean(self, metric: str) -> float | None:
+        total, seconds = self._means.get(metric, (0.0, 0.0))
+        return total / seconds if seconds > 0 else None
+
+    def _per_second(self, counter: str) -> float | None:
+        difference, seconds = self._differences.get(counter, (0.0, 0.0))
+        return difference / seconds if seconds > 0 else None
+
+    def _percent_of_time(self, counter: str) -> float | None:
+        rate = self._per_second(counter)
+        # Power and heat may hold the clocks down at once, and the driver moves these counters in steps of 0.1 s.
+        return None if rate is None else min(100.0 * rate, 100.0)
+
+
+class GpuTimelines:
+    """The timelines of one GPU by metric, named as in ``GpuSample``; utilization is ``utilization_percent``."""
+
+    def __init__(self, max_points: int, width_s: float) -> None:
+        self._timelines = {name: Timeline(max_points, width_s) for name in ("utilization_percent", *_TIMELINES)}
+
+    def add(self, sample: GpuSample) -> None:
+        """Add the next look."""
+        for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
+            self._timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
+        for name in _TIMELINES:
+            value = getattr(sample, name)
+            if value is not None:
+                self._timelines[name].add(sample.time_s, value)
+
+    def points(self) -> dict[str, list[tuple[float, float]]]:
+        """Return the points of every metric that was reported."""
+        return {name: points for name, timeline in self._timelines.items() if (points := timeline.points())}

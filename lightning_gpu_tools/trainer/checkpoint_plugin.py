@@ -1,0 +1,354 @@
+"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never half a file."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.__version__ import version as lightning_version
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_gpu_tools.checkpoints.atomic_file import remove
+from lightning_gpu_tools.checkpoints.content import (
+    LIGHTNING_VERSION,
+    MANIFEST,
+    MODEL_STATES,
+    describe_content,
+    is_lightning_checkpoint,
+    name_file,
+)
+from lightning_gpu_tools.checkpoints.envelope import TRAINING_STATE, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
+from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
+from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    find_state_dicts,
+    own_all_but_weights,
+    own_what_modules_keep,
+    refuse_what_torch_cannot_copy,
+    rename_optimizers,
+    same_tensors,
+    shapes_of,
+)
+from lightning_gpu_tools.checkpoints.torch_files import (
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.errors import (
+    AmbiguousCheckpointError,
+    BrokenCheckpointError,
+    CheckpointMismatchError,
+    KeyCollisionError,
+)
+from lightning_gpu_tools.trainer.load_from_checkpoint import migrated
+from lightning_gpu_tools.units import printable, printable_path
+
+_MANIFEST_VERSION = 1
+
+
+class PortableCheckpointIO(CheckpointIO):
+    """Makes the Trainer's checkpoints load anywhere and never leaves half a file.
+
+    On save, the keys get the names that they have in the model without ``DataParallel``, DDP, ``torch.compile`` and the
+    like. On load (``ckpt_path`` of fit, validate, test and predict) any such prefixes are taken off or put on as the
+    model at hand needs them. Files are written beside their target and moved into its place when they are complete and
+    on the disk; local files are mapped instead of read; everything is loaded to the CPU and with ``weights_only=True``
+    unless the caller says otherwise.
+
+    What is not a Trainer's checkpoint (Fabric's dictionaries, the bare weights that ``ddp_spawn`` sends to its parent)
+    comes back exactly as it was given.
+
+    Args:
+        inner: The plugin that reads and writes the files; this one then only changes keys. ``None``: it does both.
+        verify: Whether to compare a file with its checksums before loading it. torch itself loads a file with a flipped
+            bit without a word.
+
+    Example:
+        >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PortableCheckpointIO:
+        """Also count the copies that unpickling makes: ``ddp_spawn`` sends the plugin to its processes."""
+        plugin = super().__new__(cls)
+        _plugins.add(plugin)
+        return plugin
+
+    def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
+        base: Any = inner
+        while hasattr(base, "checkpoint_io"):  # AsyncCheckpointIO and other wrappers of Lightning
+            base = base.checkpoint_io
+        if base is None and inner is not None:
+            kind = type(inner).__name__
+            raise ValueError(
+                f"{kind}() as the inner plugin has nothing inside that writes files. Nest them the other way round: "
+                f"{kind}(PortableCheckpointIO())."
+            )
+        self.inner = inner
+        self.verify = verify
+        self._trainer: Callable[[], Trainer | None] = _nobody
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take keys from the model of this trainer, as it is whenever a checkpoint is saved or loaded.
+
+        A callback from Lightning's entry point calls this for every Trainer that has the plugin, when a run begins and
+        whenever more than weights is saved. The trainer is not kept alive.
+        """
+        self._trainer = weakref.ref(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. ``checkpoint`` itself is not changed.
+
+        Raises:
+            TypeError: ``storage_options`` are given and no inner plugin takes them.
+            OSError: The file system refuses; an older file at ``path`` is as it was.
+
+        Warns:
+            UserWarning: The keys keep what wrappers added to them, and why.
+        """
+        portable = self._make_portable(checkpoint)
+        if self.inner is not None:
+            self.inner.save_checkpoint(portable, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"PortableCheckpointIO takes no storage_options, got {storage_options!r}. Set them in fsspec's "
+                "configuration, or use an inner plugin that takes them."
+            )
+        write_checkpoint(portable, path)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Read a checkpoint, on the CPU unless ``map_location`` says otherwise, with the keys of the trainer's model.
+
+        Raises:
+            CheckpointNotFoundError: There is nothing at ``path``.
+            BrokenCheckpointError: The file is no checkpoint, or damaged.
+            UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
+            CheckpointMismatchError: It does not fit the model, and the model has no hook that could make it fit.
+        """
+        checkpoint: Any
+        if self.inner is not None:
+            if self.verify:
+                verify_checkpoint(path)
+            if map_location is not None:
+                options["map_location"] = map_location
+            checkpoint = self.inner.load_checkpoint(path, weights_only=weights_only, **options)
+            check_contents(checkpoint, path, torch.Tensor)
+        else:
+            content = read_checkpoint(
+                path,
+                map_location="cpu" if map_location is None else map_location,
+                weights_only=weights_only is not False,
+                verify=self.verify,
+            )
+            check_contents(content, path, torch.Tensor)
+            checkpoint = own_all_but_weights(content)
+        fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
+        return fitted
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint file, link or folder; nothing happens where there is none."""
+        if self.inner is not None:
+            self.inner.remove_checkpoint(path)
+        else:
+            remove(path)
+
+    def teardown(self) -> None:
+        """Let the inner plugin finish what it has begun."""
+        if self.inner is not None:
+            self.inner.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": _nobody}
+
+    def _model(self) -> LightningModule | None:
+        trainer = self._trainer()
+        return None if trainer is None else trainer.lightning_module
+
+    def _make_portable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        if not is_lightning_checkpoint(checkpoint):
+            return checkpoint
+        portable = dict(checkpoint)
+        model = self._model()
+        wrappers = {} if model is None else wrapper_paths(model)
+        if model is not None:
+            try:
+                _clean(portable, model, wrappers)
+            except KeyCollisionError as error:
+                _warn_of_kept_keys(str(error))
+        elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
+            _warn_of_kept_keys(
+                "LIGHTNING_GPU_TOOLS_DISABLE keeps PortableCheckpointIO from knowing the model."
+                if is_disabled()
+                else "no Trainer that lives and has begun a run uses this PortableCheckpointIO."
+            )
+        portable[MANIFEST] = {
+            "version": _MANIFEST_VERSION,
+            "wrappers": wrappers,
+            "torch": str(torch.__version__),
+            "lightning": lightning_version,
+            "devices": _devices(portable["state_dict"]),
+        }
+        return portable
+
+    def _fit_to_model(self, checkpoint: Any, path: str | Path) -> Any:
+        trainer, model = self._trainer(), self._model()
+        if trainer is None or model is None:
+            return checkpoint
+        if not is_lightning_checkpoint(checkpoint):
+            # Outside of a Trainer's run, what somebody else's code stores (ddp_spawn's parent, Fabric) is not ours.
+            if trainer.state.status is not TrainerStatus.RUNNING:
+                return checkpoint
+            checkpoint = _as_lightning_checkpoint(checkpoint, path)
+        _check_for_trainer(checkpoint, trainer, path)
+        keys, state = read_model(model, checkpoint["state_dict"])
+        if self.inner is None:
+            own_what_modules_keep(checkpoint["state_dict"], keys)
+        try:
+            plan = plan_renaming(
+                shapes_of(checkpoint["state_dict"]),
+                keys,
+                strict=model.strict_loading,
+                same_tensor=same_tensors(checkpoint["state_dict"]),
+            )
+            refuse_what_torch_cannot_copy(checkpoint["state_dict"], plan, keys, state)
+        except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
+            if _may_still_change(model):
+                return checkpoint
+            name_file(error, path, type(model))
+            raise
+        if not (plan.changes_names or plan.tied or plan.kept):
+            return checkpoint
+        if plan.changes_names:
+            rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
+        if plan.dropped_root and plan.unused:
+            root = printable(plan.dropped_root)
+            rank_zero_warn(
+                f'{printable_path(path)}: only what is in "{root}" is loaded, not {list_groups(plan.unused)}.'
+            )
+        return _renamed(checkpoint, plan, state, model.strict_loading)
+
+
+class TrainerIntroduction(Callback):
+    """Hands the trainer to its plugin, in the process that loads and saves."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Introduce them before anything is loaded."""
+        self._introduce(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Introduce them again: the plugin may serve another Trainer since."""
+        self._introduce(trainer)
+
+    def _introduce(self, trainer: Trainer) -> None:
+        # Plugins may wrap each other.
+        plugin: Any = trainer.strategy.checkpoint_io
+        while plugin is not None:
+            if isinstance(plugin, PortableCheckpointIO):
+                plugin.attach(trainer)
+            # AsyncCheckpointIO and other wrappers of Lightning, then wrappers that name it as we do.
+            plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
+
+
+def introductions() -> list[Callback]:
+    """Return the callback that introduces trainer and plugin to each other; nothing if there is no plugin."""
+    return [TrainerIntroduction()] if _plugins else []
+
+
+_plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
+
+
+def _warn_of_kept_keys(reason: str) -> None:
+    # The training goes on; the file is what Lightning alone would have written.
+    warnings.warn(f"The checkpoint keeps its keys as they are, also those of wrappers: {reason}", stacklevel=4)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping[str, str]) -> None:
+    for name in MODEL_STATES:
+        state = checkpoint.get(name)
+        if not isinstance(state, Mapping):
+            continue
+        plan = RenamePlan(renames=clean_names(state, wrappers))
+        lacks_metadata = getattr(state, "_metadata", None) is None and name == "state_dict"
+        if plan.changes_names or lacks_metadata:
+            cleaned = plan.apply(state)
+            if lacks_metadata:  # AsyncCheckpointIO and WeightAveraging rebuild the dictionary without it
+                rename = plan.rename_key()
+                versions = {rename(path): entry for path, entry in module_versions(model).items()}
+                cleaned._metadata = type(cleaned)(versions)  # type: ignore[attr-defined]
+            checkpoint[name] = cleaned
+        if name == "state_dict" and "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
+
+
+def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    renamed = dict(checkpoint)
+    for name in MODEL_STATES:
+        if name in checkpoint:
+            # What has no place or another shape stays in, so that strict loading says so in Lightning's way.
+            weights = plan.apply(checkpoint[name], keep=plan.left_over(strict=strict))
+            weights.update((key, state[key]) for key in plan.kept)
+            renamed[name] = weights
+    if "optimizer_states" in checkpoint:
+        renamed["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
+    return renamed
+
+
+def _may_still_change(model: LightningModule) -> bool:
+    """Whether a hook of the user's comes after the plugin that may change the checkpoint, the model or the loading."""
+    return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
+
+
+def _check_for_trainer(checkpoint: Mapping[str, Any], trainer: Trainer, path: str | Path) -> None:
+    """Find what the Trainer would stumble over after the plugin has handed it the checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Trainer migrates it again, and warns
+        current = migrated(checkpoint, path)
+    check_entries(current, path, TRAINING_STATE)
+    loops = current.get("loops")
+    loop = None if trainer.state.fn is None else f"{trainer.state.fn.value}_loop"
+    if loops is not None and loop is not None and loop not in loops:
+        raise BrokenCheckpointError(
+            f'"loops" of {printable_path(path)} has no "{loop}", which the Trainer needs to go on. Take "loops" out '
+            "and save the checkpoint again, to begin at epoch 0."
+        )
+
+
+def _devices(weights: Mapping[str, Any]) -> list[str]:
+    return sorted({str(value.device) for value in weights.values() if isinstance(value, torch.Tensor)})
+
+
+def _as_lightning_checkpoint(content: Any, path: str | Path) -> dict[str, Any]:
+    """Return bare weights, as load_weights takes them, in the form in which the Trainer expects them."""
+    entries = find_state_dicts(content)
+    if len(entries) == 1:
+        weights = next(iter(entries.values()))
+        return {LIGHTNING_VERSION: lightning_version, "state_dict": weights, "epoch": 0, "global_step": 0}
+    if not entries:
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+    raise BrokenCheckpointError(
+        f"{printable_path(path)} is no Lightning checkpoint and holds several sets of weights: "
+        f"{', '.join(map(printable, entries))}. "
+        "Load one of them with lightning_gpu_tools.load_weights(model, path, root=...)."
+    )

@@ -1,0 +1,89 @@
+"""What is known of the model and its GPU without asking the driver: memory by the allocator, tensors left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_gpu_tools.training.run_measurements import GpuFacts
+from lightning_gpu_tools.units import printable
+
+# A choice: so many names are enough to begin with.
+_MOST_NAMES = 5
+_MOST_DEEP = 3
+
+
+def device_facts(trainer: Trainer) -> GpuFacts:
+    """Return what torch knows of the Trainer's GPU; all of it is ``None`` on another device."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return GpuFacts()
+    properties = torch.cuda.get_device_properties(device)
+    return GpuFacts(
+        name=properties.name,
+        compute_capability=(properties.major, properties.minor),
+        memory_total_bytes=properties.total_memory,
+        step_memory_bytes=torch.cuda.max_memory_allocated(device),
+        kept_memory_bytes=kept_memory_bytes(trainer.lightning_module, trainer.optimizers),
+    )
+
+
+def kept_memory_bytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the size of a model's weights and of its optimizers' state, wherever they are.
+
+    At the end of a fit Lightning has moved them to the CPU before it calls ``teardown``.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                tensors += (value for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def left_on_cpu(module: LightningModule) -> tuple[str, ...]:
+    """Return what a model on a GPU has on the CPU where nobody moves it, in words.
+
+    Lightning moves parameters, buffers and submodules. A tensor that is a plain attribute stays, and so does whatever
+    is in a list, a tuple or a dictionary.
+    """
+    found: dict[str, None] = {}
+    for path, submodule in module.named_modules():
+        owner = f"{type(module).__name__}.{path}" if path else type(module).__name__
+        for name, value in vars(submodule).items():
+            # Names with an underscore are torch's and Lightning's own: _parameters, _buffers, _modules, _trainer.
+            if not name.startswith("_") and (what := _on_cpu(value)):
+                found[printable(f"{owner}.{name} ({what})", 200)] = None
+    return tuple(found)[:_MOST_NAMES]
+
+
+def _on_cpu(value: Any) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return "a tensor" if _is_left(value) else None
+    if isinstance(value, dict):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        return None
+    count = sum(1 for tensor in _tensors(parts, _MOST_DEEP) if _is_left(tensor))
+    return f"a {type(value).__name__} with {count} tensor{'s' if count > 1 else ''}" if count else None
+
+
+def _tensors(parts: Iterable[Any], deep: int) -> Iterator[torch.Tensor]:
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, torch.nn.Module):
+            yield from part.parameters()
+            yield from part.buffers()
+        elif isinstance(part, (list, tuple, dict)) and deep > 1:
+            yield from _tensors(part.values() if isinstance(part, dict) else part, deep - 1)
+
+
+def _is_left(tensor: torch.Tensor) -> bool:
+    # A number on the CPU goes to the GPU as the argument of a kernel, at no cost.
+    return tensor.device.type == "cpu" and tensor.dim() > 0

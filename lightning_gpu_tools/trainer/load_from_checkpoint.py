@@ -1,0 +1,201 @@
+"""Build a LightningModule from a checkpoint, and load its weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from lightning.__version__ import version as lightning_version
+from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.envelope import HYPERPARAMETERS_FORM, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.state_dicts import all_state_dicts, own_all_but_weights
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.weights import choose_entry, copy_weights, naming_file
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.units import printable, printable_path
+
+Module = TypeVar("Module", bound=LightningModule)
+
+# How LightningCLI says in a checkpoint that nested classes are to be built. Anything else there could run any function.
+_CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+
+
+def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a checkpoint in the form of this version of Lightning; bare weights become one without hyperparameters.
+
+    Raises:
+        BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.
+    """
+    if is_lightning_checkpoint(content):
+        return migrated(content, path)
+    entries = all_state_dicts(content)
+    if not entries:
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+    return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
+
+
+def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a Lightning checkpoint in the form of this version of Lightning; the original is not changed.
+
+    Raises:
+        BrokenCheckpointError: It is not what the version that it names has written.
+    """
+    check_entries(checkpoint, path, (LIGHTNING_VERSION,))
+    changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
+    try:
+        return migrate_checkpoint({**checkpoint, **copy.deepcopy(changed_in_place)})[0]
+    except Exception as error:  # noqa: BLE001 - only Lightning's own functions run here, and check nothing they read
+        version = printable(checkpoint[LIGHTNING_VERSION])
+        raise BrokenCheckpointError(
+            f'{printable_path(path)} says that Lightning "{version}" has written it, but cannot be migrated from that '
+            f"version ({type(error).__name__}: {printable(error)}). Use an earlier checkpoint, or load its weights "
+            "with lightning_gpu_tools.load_weights."
+        ) from None
+
+
+def build_module(
+    model_class: type[Module],
+    checkpoint: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    hparams_file: str | os.PathLike[str] | None,
+    arguments: Mapping[str, Any],
+) -> Module:
+    """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them.
+
+    What ``model_class`` itself raises is not changed.
+
+    Raises:
+        BrokenCheckpointError: The hyperparameters are not what Lightning writes.
+        ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
+        UnsafeCheckpointError: The checkpoint asks for a function or class that only LightningCLI may name.
+    """
+    check_entries(checkpoint, path, HYPERPARAMETERS_FORM)
+    if hparams_file is None:
+        check_entries(checkpoint, path, [model_class.CHECKPOINT_HYPER_PARAMS_KEY])
+        values = dict(checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+    else:
+        values = dict(_read_hparams(hparams_file))
+    values.update(arguments)
+    parameters = dict(inspect.signature(model_class.__init__).parameters)
+    me = next(iter(parameters))
+    del parameters[me]
+    values.pop(me, None)
+    whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
+    if whole in parameters and whole != "kwargs":  # the class takes all of them as one argument
+        kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
+        if kind:  # OmegaConf's class, or in old files its name
+            values = AttributeDict(values) if isinstance(kind, str) else kind(values)
+        values = {whole: values, **arguments}
+    instantiator = values.pop("_instantiator", None)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values = {name: value for name, value in values.items() if name in parameters or name == "_class_path"}
+    if instantiator is None:
+        values.pop("_class_path", None)
+        return model_class(**values)
+    return _build_for_cli(model_class, path, instantiator, values)
+
+
+def _build_for_cli(
+    model_class: type[Module], path: str | os.PathLike[str], instantiator: Any, values: dict[str, Any]
+) -> Module:
+    if instantiator not in _CLI_INSTANTIATORS:
+        raise UnsafeCheckpointError(
+            f"The checkpoint wants {printable(repr(instantiator))} to build its model. Only LightningCLI's own "
+            "function is called."
+        )
+    class_path = values.get("_class_path")
+    if class_path is not None:
+        module, _, name = str(class_path).rpartition(".")
+        named = getattr(sys.modules.get(module), name, None)
+        if not (isinstance(named, type) and issubclass(named, model_class)):
+            raise UnsafeCheckpointError(
+                f"The checkpoint wants the class {printable(repr(class_path))}, which is no {model_class.__name__} "
+                "that this program has imported. Import it first if you trust the checkpoint."
+            )
+    from lightning.pytorch.cli import instantiate_module
+
+    try:
+        model: Module = instantiate_module(model_class, values)
+    except argparse.ArgumentError as error:
+        raise BrokenCheckpointError(
+            f"{printable_path(path)} holds arguments that {model_class.__name__} does not take: "
+            f"{printable(error, 300)}. Give others as keyword arguments, or in an hparams_file."
+        ) from error
+    return model
+
+
+def _read_hparams(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix == ".csv":
+        return load_hparams_from_tags_csv(os.fspath(path))
+    if suffix in (".yaml", ".yml"):
+        hparams: Mapping[str, Any] = load_hparams_from_yaml(os.fspath(path))
+        return hparams
+    raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")
+
+
+def load_from_checkpoint(
+    model_class: type[Module],
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    map_location: Any = None,
+    hparams_file: str | os.PathLike[str] | None = None,
+    strict: bool | None = None,
+    weights_only: bool = True,
+    **kwargs: Any,
+) -> Module:
+    """Build a LightningModule with the hyperparameters in a checkpoint and load its weights, whatever wrapped them.
+
+    The same as ``model_class.load_from_checkpoint``, which no plugin and no callback can reach, with three differences:
+    keys are fitted to the model as in :func:`load_weights`, the model is on the CPU unless ``map_location`` says
+    otherwise, and files that hold more than plain data are refused, also those from a URL.
+
+    Args:
+        model_class: The LightningModule's class.
+        path: A Lightning checkpoint, or a raw ``state_dict`` if ``kwargs`` suffice to build the model.
+        root: As for :func:`load_weights`.
+        map_location: Device for the weights and the model, or anything else that ``torch.load`` takes.
+        hparams_file: A ``.yaml`` or ``.csv`` file with hyperparameters, in place of those in the checkpoint.
+        strict: As for :func:`load_weights`; ``None`` leaves it to the model's ``strict_loading``.
+        weights_only: If false, opening the file may run code that is in it.
+        **kwargs: Arguments of ``model_class``; they come before those in the checkpoint.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint does not fit.
+        BrokenCheckpointError: An entry is not what Lightning writes there, or the file is damaged.
+        ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
+    """
+    device = "cpu" if map_location is None else map_location
+    content = read_checkpoint(path, map_location=device, weights_only=weights_only)
+    check_contents(content, path, torch.Tensor)
+    checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path)
+    model = build_module(model_class, checkpoint, path, hparams_file, kwargs)
+    strict = model.strict_loading if strict is None else strict
+    model.configure_model()
+    # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
+    may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
+    with naming_file(path, model_class), contextlib.suppress(*may_wait):
+        _, weights, plan = choose_entry(model, checkpoint, root, strict)
+        checkpoint["state_dict"] = plan.apply(weights, keep=plan.left_over(strict=strict))
+        root = None
+    model.on_load_checkpoint(checkpoint)
+    with naming_file(path, model_class):
+        _, weights, plan = choose_entry(model, checkpoint, root, strict)
+        copy_weights(model, weights, plan, strict)
+    if map_location is None:
+        return model
+    first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))
+    return model.to(first.device)

@@ -1,0 +1,176 @@
+"""Looks inside three training steps with torch.profiler, once, and finds the source lines that wait for the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch.profiler import profile, record_function, supported_activities
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gpu_tools.training.run_measurements import ProfiledSteps
+from lightning_gpu_tools.training.trace_reading import STEP, read_trace
+
+PROFILED_STEPS = 3
+# A choice: a larger trace than this takes more than a few seconds to read, and nothing is said of it.
+_LARGEST_TRACE_BYTES = 200 * 2**20
+_MOST_LINES = 3
+_NOT_THE_USERS = tuple(
+    str(Path(str(module.__file__)).parent) + os.sep
+    for module in (torch, lightning, sys.modules[__name__.split(".")[0]])
+)
+
+
+def can_profile(trainer: Trainer) -> bool:
+    """Return whether nobody else uses the profiler, of which a process has one."""
+    busy = torch._C._autograd._profiler_enabled()
+    return not busy and not isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+
+
+class StepProfiler:
+    """Profiles the next three training steps of a Trainer, and follows the one after where needed.
+
+    It wraps what runs a step, and takes the wrapper off when it is done. A fault in it ends it, not the training.
+
+    Args:
+        trainer: Whose steps.
+        book: Calls a function with its time booked on this package.
+        done: Is given the result; not called if there is none.
+    """
+
+    def __init__(self, trainer: Trainer, book: Callable[..., None], done: Callable[[ProfiledSteps], None]) -> None:
+        self._book = book
+        self._done = done
+        self._module = trainer.lightning_module
+        self._profile: Any = None  # torch has no types for it
+        self._result: ProfiledSteps | None = None
+        self._steps = 0
+        self._owner = _runs_a_step(trainer)
+        self._wrapped = vars(self._owner).get("run")
+        self._run = self._owner.run
+        self._owner.run = self._step
+
+    def close(self) -> None:
+        """Leave the training alone; nothing happens the second time."""
+        if self._profile is not None:
+            running, self._profile = self._profile, None
+            with contextlib.suppress(RuntimeError):
+                running.stop()
+        if vars(self._owner).get("run") == self._step:
+            if self._wrapped is None:
+                del self._owner.run
+            else:
+                self._owner.run = self._wrapped
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._result is not None:
+            return self._follow(*args, **kwargs)
+        if self._profile is None:
+            self._book(self._guard, self._start)
+        if self._profile is None:  # it could not be started
+            return self._run(*args, **kwargs)
+        with record_function(STEP):
+            result = self._run(*args, **kwargs)
+        self._steps += 1
+        if self._steps == PROFILED_STEPS:
+            self._book(self._guard, self._stop)
+        return result
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # noqa: BLE001 - the profiler is a help to the diagnosis; without it, that says less
+            self.close()
+
+    def _start(self) -> None:
+        running: Any = profile(activities=supported_activities())  # type: ignore[no-untyped-call]
+        running.start()
+        self._profile = running
+
+    def _stop(self) -> None:
+        assert self._profile is not None
+        running, self._profile = self._profile, None
+        running.stop()
+        self._result = _read(running)
+        if self._result is None or self._result.syncs_per_step < 1 or _is_compiled(self._module):
+            self._finish()
+
+    def _finish(self) -> None:
+        self.close()
+        if self._result is not None:
+            self._done(self._result)
+
+    def _follow(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step and note which lines ask a tensor for its value."""
+        assert self._result is not None
+        with _ValuesAskedFor() as asked:
+            result = self._run(*args, **kwargs)
+        lines = tuple(line for line, _ in asked.lines.most_common(_MOST_LINES))
+        self._result = replace(self._result, sync_lines=lines)
+        self._book(self._guard, self._finish)
+        return result
+
+
+def _runs_a_step(trainer: Trainer) -> Any:
+    loop = trainer.fit_loop.epoch_loop
+    return loop.automatic_optimization if trainer.lightning_module.automatic_optimization else loop.manual_optimization
+
+
+def _read(running: Any) -> ProfiledSteps | None:
+    with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-") as folder:
+        path = os.path.join(folder, "trace.json")
+        running.export_chrome_trace(path)
+        if os.path.getsize(path) > _LARGEST_TRACE_BYTES:
+            return None
+        with open(path, encoding="utf-8") as file:
+            return read_trace(json.load(file)["traceEvents"])
+
+
+def _is_compiled(module: LightningModule) -> bool:
+    """Return whether a part is compiled: it would be compiled anew under a dispatch mode."""
+    return any(
+        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
+
+
+class _ValuesAskedFor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts, by source line, how often a tensor is asked for its value, as ``.item()`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            line = _users_line(sys._getframe(1))
+            if line is not None:
+                self.lines[line] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _users_line(frame: FrameType | None) -> str | None:
+    """Return the innermost line that is the user's own, as ``train.py:42``."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_NOT_THE_USERS, "<")):
+            try:
+                shown = os.path.relpath(path)
+            except ValueError:  # another drive on Windows
+                shown = path
+            return f"{path if shown.startswith('..') else shown}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

@@ -1,0 +1,76 @@
+"""Whether memory grows steadily, and when it will not fit any more. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lightning_gpu_tools.units import format_bytes, format_duration
+
+# A choice: growth is judged by the medians of so many equal parts of the run. If it were chance, all of them would
+# rise in 1 of 8! = 40320 runs.
+_PARTS = 8
+# A choice: the first fifth of a run is left out, in which caches, workers and the allocator fill up.
+_WARM_UP_SHARE = 0.2
+_MIN_POINTS_A_PART = 3
+# A choice: less than this is not worth a word, however steadily it grows.
+_MIN_GROWTH_BYTES = 64 * 2**20
+# What levels off grows much less in the second half: a square root, already half a plateau, gains 0.7 as much there.
+_MIN_SECOND_HALF = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryGrowth:
+    """Memory that grew steadily over a run.
+
+    Attributes:
+        what: Whose memory, in words.
+        bytes_per_s: How fast; the median slope.
+        grown_bytes: By how much, after the first fifth of the run.
+        left_s: At this pace, how long until it does not fit; ``None`` if the limit is unknown.
+    """
+
+    what: str
+    bytes_per_s: float
+    grown_bytes: float
+    left_s: float | None = None
+
+    def __str__(self) -> str:
+        pace = f"{self.what} grows steadily, by {format_bytes(self.bytes_per_s * 60)} a minute"
+        end = "" if self.left_s is None else f"; at this pace it is full in {format_duration(self.left_s)}"
+        return f"{pace}{end}. Something is kept from step to step, often a tensor with its graph: .detach() it."
+
+
+def steady_growth(what: str, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:
+    """Return how memory grew, ``None`` if it did not grow steadily to the end or too little was seen.
+
+    Args:
+        what: Whose memory, in words.
+        points: (seconds, bytes), oldest first.
+        room_bytes: How much more would fit; ``None`` if unknown.
+    """
+    if not points:
+        return None
+    first_s, last_s = points[0][0], points[-1][0]
+    begin_s = first_s + _WARM_UP_SHARE * (last_s - first_s)
+    part_s = (last_s - begin_s) / _PARTS
+    if part_s <= 0:
+        return None
+    parts: list[list[tuple[float, float]]] = [[] for _ in range(_PARTS)]
+    for time_s, size in points:
+        if time_s >= begin_s:
+            parts[min(int((time_s - begin_s) / part_s), _PARTS - 1)].append((time_s, size))
+    if min(map(len, parts)) < _MIN_POINTS_A_PART:
+        return None
+    times = [median(time_s for time_s, _ in part) for part in parts]
+    sizes = [median(size for _, size in part) for part in parts]
+    middle = _PARTS // 2
+    first_half, second_half = sizes[middle - 1] - sizes[0], sizes[-1] - sizes[middle]
+    rises = all(after > before for before, after in itertools.pairwise(sizes))
+    if not rises or sizes[-1] - sizes[0] < _MIN_GROWTH_BYTES or second_half < _MIN_SECOND_HALF * first_half:
+        return None
+    slope = median((sizes[j] - sizes[i]) / (times[j] - times[i]) for i in range(_PARTS) for j in range(i + 1, _PARTS))
+    left_s = None if room_bytes is None else max(0.0, room_bytes) / slope
+    return MemoryGrowth(what=what, bytes_per_s=slope, grown_bytes=sizes[-1] - sizes[0], left_s=left_s)

@@ -1,0 +1,66 @@
+"""How much memory this process used over a run: of the host, and of the GPU through torch's allocator."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth, steady_growth
+from lightning_gpu_tools.training.timeline import Timeline
+
+_MAX_POINTS = 500
+_INTERVAL_S = 1.0
+# A choice: what will be full within a day is told while there is time to act; judging takes about a millisecond.
+_ALARM_S = 24 * 3600.0
+_ALARM_EVERY_S = 300.0
+
+
+class MemoryHistory:
+    """Looks at the memory when it is told to, but not more often than once a second.
+
+    Args:
+        device: Where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self._due_s = 0.0
+        self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S
+        self._alarmed: set[str] = set()
+        self._resident = Timeline(_MAX_POINTS, _INTERVAL_S)
+        self._allocated = Timeline(_MAX_POINTS, _INTERVAL_S)
+
+    def look(self) -> None:
+        """Remember how much is used; costs some 50 microseconds if it is due, else nearly nothing."""
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _INTERVAL_S
+        self._resident.add(now_s, self._process.memory_info().rss)
+        if self._device.type == "cuda":
+            # The allocator's own count: it asks no driver and waits for no kernel.
+            self._allocated.add(now_s, torch.cuda.max_memory_allocated(self._device))
+
+    def alarms(self) -> list[MemoryGrowth]:
+        """Return what grows steadily and will be full within a day, each once; looks only every five minutes."""
+        if time.monotonic() < self._alarm_due_s:
+            return []
+        self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S
+        full_soon = [growth for growth in self.growth() if growth.left_s is not None and growth.left_s < _ALARM_S]
+        new = [growth for growth in full_soon if growth.what not in self._alarmed]
+        self._alarmed.update(growth.what for growth in new)
+        return new
+
+    def growth(self) -> tuple[MemoryGrowth, ...]:
+        """Return what grew steadily up to now."""
+        room_bytes = read_host_budget().memory_available_bytes
+        found = [steady_growth("The memory of the process (RSS)", self._resident.points(), room_bytes)]
+        if self._device.type == "cuda":
+            total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+            free_bytes = total_bytes - torch.cuda.max_memory_allocated(self._device)
+            found.append(steady_growth("The GPU memory (the allocator's peak)", self._allocated.points(), free_bytes))
+        return tuple(growth for growth in found if growth is not None)

@@ -1,0 +1,320 @@
+"""What the diagnosis is told of a run: plain data, ``None`` = not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from lightning_gpu_tools.host import HostBudget
+
+# The phases of the host outside of the training step, as monitoring.step_clock names them, that a rule speaks of.
+DATA_LOADING = "data_loading"
+COPY = "host_to_device_copy"
+TRAINING_STEP = "training_step"
+VALIDATION = "validation"
+
+# A choice: how much of a phase the GPU stood idle is taken from the looks at the GPU's own times once so many of them
+# fell into that phase; before, all of it counts.
+_MIN_LOOKS = 5
+# A choice: the first blocks count as warm-up while they are slower than the rest by this much; 10 % is how far
+# monitoring tools let two windows of ten steps differ. Not more than a quarter of all is taken away by it.
+_UNSETTLED = 1.10
+_MOST_UNSETTLED = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBlock:
+    """Consecutive steady training steps, added up. A step lasts from the start of its fetch to the start of the next.
+
+    Attributes:
+        steps: How many steps.
+        wall_s: Their wall time.
+        data_loading_s: Part of it in which the training thread waited for a batch.
+        data_loading_cpu_s: CPU time the training thread itself spent in that wait, as seen in every tenth step; near
+            zero where worker processes load.
+        host_to_device_copy_s: Part of it spent handing the batch to the device.
+        training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
+        paused_s: Part of it spent in validation and checkpoints.
+        forward_s: The part of ``training_step_s`` spent in the model's ``training_step``: before any rank waits for
+            another one; 0 where there is only one rank.
+    """
+
+    steps: int = 0
+    wall_s: float = 0.0
+    data_loading_s: float = 0.0
+    data_loading_cpu_s: float = 0.0
+    host_to_device_copy_s: float = 0.0
+    training_step_s: float = 0.0
+    paused_s: float = 0.0
+    forward_s: float = 0.0
+
+    def __add__(self, other: StepBlock) -> StepBlock:
+        return StepBlock(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    def __sub__(self, other: StepBlock) -> StepBlock:
+        return StepBlock(**{name: getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """The settings of a ``torch.utils.data.DataLoader`` that decide how fast it delivers.
+
+    Attributes:
+        num_workers: Worker processes; 0 = the training process loads by itself.
+        prefetch_factor: Batches each worker loads ahead; ``None`` without workers.
+        persistent_workers: Whether the workers live on after an epoch.
+        pin_memory: Whether batches are put into page-locked memory, from which a GPU can copy in the background.
+        batch_size: Samples in a batch; ``None`` if the loader does not batch by itself.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory: bool
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuIdle:
+    """When the GPU had nothing to do between two training steps, from looks at some of them by the GPU's own times.
+
+    Attributes:
+        looks: How many times it was looked.
+        host_s: Seconds that the host spent between the steps looked at, by phase.
+        idle_s: Seconds for which the GPU had run dry meanwhile, by the phase that the host was in; what the GPU itself
+            spent on copying the batch counts to ``host_to_device_copy``.
+        seen: In how many of the looks each phase came up.
+    """
+
+    looks: int
+    host_s: Mapping[str, float]
+    idle_s: Mapping[str, float]
+    seen: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFacts:
+    """What is known of the GPU beside its utilization; the mean, or with several GPUs that of the first.
+
+    Attributes:
+        name: Product name.
+        compute_capability: For example (9, 0).
+        memory_total_bytes: All memory of the GPU.
+        others_memory_bytes: Memory of other people's processes.
+        others_utilization_percent: How busy they kept the GPU.
+        sm_active_percent: Share of the streaming multiprocessors that had work; Hopper and later.
+        tensor_active_percent: Share of the time the tensor cores were busy; Hopper and later.
+        thermal_throttled_percent: Share of the time in which heat held the clocks down.
+        power_capped_percent: Share of the time in which the power limit did.
+        held_clock_percent: Mean clock of the multiprocessors against the highest they have, while power or heat held it
+            down.
+        step_memory_bytes: Most that torch had allocated at once during a step.
+        kept_memory_bytes: Part of it that does not depend on the batch: weights and optimizer state.
+    """
+
+    name: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_total_bytes: int | None = None
+    others_memory_bytes: int | None = None
+    others_utilization_percent: float | None = None
+    sm_active_percent: float | None = None
+    tensor_active_percent: float | None = None
+    thermal_throttled_percent: float | None = None
+    power_capped_percent: float | None = None
+    held_clock_percent: float | None = None
+    step_memory_bytes: int | None = None
+    kept_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledSteps:
+    """A few steps under torch.profiler.
+
+    Attributes:
+        steps: How many.
+        wall_s: Their wall time; the profiler slows them down.
+        kernels_per_step: Kernels the GPU ran; 0 where no GPU was traced.
+        kernel_median_us: Median length of a kernel in microseconds; ``None`` without kernels.
+        syncs_per_step: How often the host waited for the GPU, or on a CPU asked a tensor for its value.
+        sync_lines: Where in the source, ``file:line``, the most frequent first.
+        pageable_copies_per_step: Copies between host and GPU out of or into memory that is not page-locked.
+        idle_s: The GPU's idle time within the steps by what it waited for: ``sync`` (a host that had waited for the
+            GPU to run dry), ``copy``, or ``launch`` (a host that is slower than the kernels).
+        exposed_communication_s: Time in which the GPU did nothing but communicate with other GPUs.
+    """
+
+    steps: int
+    wall_s: float
+    kernels_per_step: float = 0.0
+    kernel_median_us: float | None = None
+    syncs_per_step: float = 0.0
+    sync_lines: tuple[str, ...] = ()
+    pageable_copies_per_step: float = 0.0
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    exposed_communication_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadingFacts:
+    """What the loader's workers were seen doing.
+
+    Attributes:
+        looks: How many times it was looked.
+        storage_wait_share: Share of the looks at a worker in which the kernel had it wait for a disk (state D).
+        ready_out_of_order_share: Of the batches ordered, the share that lay ready when the one that training waited for
+            came at last, the mean over such waits.
+        long_waits: How many such waits were looked at.
+        ready_share: Share of the looks, each right before a step asked for its batch, in which one lay ready.
+        runnable_share: Share of the time for which a worker computed, or wanted to and no core was free for it.
+        delayed_share: Share of the time for which it wanted to and no core was free.
+        early_storage_bytes_per_batch: Read from storage, not from the page cache, in the first third of the run.
+        late_storage_bytes_per_batch: Likewise in its last third.
+    """
+
+    looks: int = 0
+    storage_wait_share: float | None = None
+    ready_out_of_order_share: float | None = None
+    long_waits: int = 0
+    ready_share: float | None = None
+    runnable_share: float | None = None
+    delayed_share: float | None = None
+    early_storage_bytes_per_batch: float | None = None
+    late_storage_bytes_per_batch: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """A median steady step of one rank, as far as no other rank can make it wait.
+
+    Attributes:
+        rank: Global rank.
+        node: Number of its node.
+        own_s: Its time outside of backward and optimizer.
+        phase_s: The parts of it, by phase; ``forward`` is the model's ``training_step``.
+    """
+
+    rank: int
+    node: int
+    own_s: float
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunMeasurements:
+    """What was measured of a fit up to some moment.
+
+    Attributes:
+        wall_s: Wall time of training so far.
+        steps: Training steps so far.
+        epochs: Epochs begun so far.
+        phase_s: Wall time by phase; the phases add up to ``wall_s``.
+        blocks: The steady steps in blocks.
+        host: What the host grants the process.
+        on_gpu: Whether the model trains on a GPU.
+        utilization_percent: Mean utilization of the trainer's GPUs outside of validation; ``None`` if nothing reports
+            it.
+        validation_utilization_percent: The same in validation.
+        loader: Settings of the training DataLoader; ``None`` if it is not a ``torch.utils.data.DataLoader``.
+        worker_cpu_s_per_batch: CPU time of the loader's workers for one batch; ``None`` without workers.
+        batch_bytes: Size of one batch; ``None`` if unknown.
+        busy_cores: How many cores the training process keeps busy while it does not wait for data.
+        loading: What the loader's workers were seen doing.
+        gpu: What else is known of the GPU.
+        gpu_idle: When the GPU stood idle between steps.
+        profile: A few steps under torch.profiler.
+        ranks: How fast each rank is; empty with one.
+        precision: The Trainer's, as ``"32-true"``.
+        matmul_precision: ``torch.get_float32_matmul_precision()``.
+        log_every_n_steps: The Trainer's.
+        left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
+            tensors)"``.
+    """
+
+    wall_s: float
+    steps: int
+    phase_s: Mapping[str, float]
+    blocks: Sequence[StepBlock]
+    host: HostBudget
+    epochs: int = 1
+    on_gpu: bool = False
+    utilization_percent: float | None = None
+    validation_utilization_percent: float | None = None
+    loader: LoaderSettings | None = None
+    worker_cpu_s_per_batch: float | None = None
+    batch_bytes: int | None = None
+    busy_cores: float = 1.0
+    loading: LoadingFacts | None = None
+    gpu: GpuFacts | None = None
+    gpu_idle: GpuIdle | None = None
+    profile: ProfiledSteps | None = None
+    ranks: tuple[RankStep, ...] = ()
+    precision: str | None = None
+    matmul_precision: str | None = None
+    log_every_n_steps: int = 50
+    left_on_cpu: tuple[str, ...] = ()
+
+    @property
+    def idle_share(self) -> float:
+        """Fraction of the wall time for which the GPU stood idle outside of validation; 1 if nothing tells."""
+        if self.utilization_percent is None:
+            return 1.0
+        return (1 - self.utilization_percent / 100) * (1 - self.phase_s.get(VALIDATION, 0.0) / self.wall_s)
+
+    @property
+    def step_s(self) -> float:
+        """Wall time of training for each step."""
+        return self.wall_s / self.steps
+
+    @property
+    def steady_step_s(self) -> float | None:
+        """Median time of a steady step; ``None`` without any."""
+        times = [(block.wall_s - block.paused_s) / block.steps for block in self.blocks]
+        return median(times) if times else None
+
+    def exposed(self, phase: str) -> float:
+        """Return for which part of a phase the GPU stood idle; 1 if that was not measured."""
+        idle = self.gpu_idle
+        if idle is None or idle.seen.get(phase, 0) < _MIN_LOOKS or idle.host_s.get(phase, 0.0) <= 0:
+            return 1.0
+        return min(1.0, idle.idle_s.get(phase, 0.0) / idle.host_s[phase])
+
+    def lost_share(self, phase: str) -> float:
+        """Return the fraction of the wall time for which the GPU stood idle in a phase, as far as was measured."""
+        idle = self.gpu_idle
+        if phase == COPY and idle is not None and idle.looks >= _MIN_LOOKS:
+            # The GPU copies while the host may be far ahead, so it is counted by steps, not by the host's time.
+            return idle.idle_s.get(COPY, 0.0) / idle.looks * self.steps / self.wall_s
+        return self.exposed(phase) * self.phase_s.get(phase, 0.0) / self.wall_s
+
+    def idle_by_phase(self) -> dict[str, float]:
+        """Return the fraction of the wall time for which the GPU stood idle in each phase outside of the step."""
+        phases = {*self.phase_s, COPY} - {TRAINING_STEP, VALIDATION}
+        return {phase: share for phase in sorted(phases) if (share := self.lost_share(phase)) > 0}
+
+    @property
+    def idle_in_step_share(self) -> float | None:
+        """Fraction of the wall time for which the GPU stood idle inside the training step; ``None`` if nothing tells.
+
+        It is what the phases outside of the step leave of the idle time. Where the GPU's own times were not measured
+        the phases count in full, so that this is the least it can be.
+        """
+        if not self.on_gpu or self.utilization_percent is None:
+            return None
+        return max(0.0, self.idle_share - sum(self.idle_by_phase().values()))
+
+    @property
+    def idle_residual(self) -> float:
+        """By how much the idle times of the phases exceed the idle time that the driver reports, of the wall time."""
+        if self.gpu_idle is None or self.utilization_percent is None:
+            return 0.0
+        return max(0.0, sum(self.idle_by_phase().values()) - self.idle_share)
+
+
+def settled(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
+    """Return the blocks without those at the beginning in which the training was still getting up to speed."""
+    times = [(block.wall_s - block.paused_s) / block.steps for block in blocks]
+    first = 0
+    while first + 1 <= _MOST_UNSETTLED * len(blocks) and times[first] > _UNSETTLED * median(times[first + 1 :]):
+        first += 1
+    return blocks[first:]

@@ -1,0 +1,391 @@
+"""What the sampler sees of a GPU from look to look."""
+
+from __future__ import annotations
+
+import pytest
+from fake_driver import GIB, gpu, mig, process
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
+
+
+@pytest.fixture
+def probe_of(driver):
+    """Open a probe whose clock is the driver's, which stands still until it is advanced."""
+    driver.freeze()
+    probes = []
+
+    def open_probe(uuid=None, **options):
+        probe = GpuProbe(uuid or driver.gpus[0].uuid, clock=lambda: driver.now_s, **options)
+        probes.append(probe)
+        return probe
+
+    yield open_probe
+    for probe in probes:
+        probe.close()
+
+
+def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
+    driver.gpus = [gpu(utilization=[(0, 10), (101, 60), (103.5, 90)], sample_period_s=0.25)]
+    probe = probe_of()
+    assert probe.read().utilization == ()  # what was before the first look is not of this run
+    seen = []
+    for seconds in (1.0, 0.1, 0.05, 4.0, 0.35):
+        driver.advance(seconds)
+        seen.extend(probe.read().utilization)
+    stamps = [sample.time_s for sample in seen]
+    assert stamps == pytest.approx([stamps[0] + 0.25 * i for i in range(len(stamps))], abs=1e-5)
+    assert len(seen) in (21, 22, 23)  # 5.5 s
+    assert {sample.percent for sample in seen} <= {10, 60, 90, *range(10, 91)}
+    assert [seen[0].percent, seen[-1].percent] == [10, 90]
+
+
+@pytest.mark.parametrize("failing_looks", [{0}, {1}, {0, 1}, {2}])
+def test_a_buffer_that_could_not_be_read_once_gives_every_sample_once_afterwards(driver, probe_of, failing_looks):
+    driver.gpus = [gpu(utilization=50, sample_period_s=0.5)]
+    probe = probe_of()
+    stamps = []
+    for look in range(4):
+        with driver.change():
+            driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if look in failing_looks else {}
+        stamps += [sample.time_s for sample in probe.read().utilization]
+        driver.advance(2)
+    first_good_look = min({0, 1, 2} - failing_looks)
+    assert len(stamps) == len(set(stamps)) == 4 * (3 - first_good_look)
+
+
+def test_a_look_too_early_for_a_sample_invents_none(driver, probe_of):
+    driver.gpus = [gpu(utilization=50, sample_period_s=1.0)]
+    probe = probe_of()
+    probe.read()
+    driver.advance(0.001)
+    first = probe.read().utilization
+    driver.advance(0.001)
+    assert len(first) + len(probe.read().utilization) <= 1
+
+
+def test_a_buffer_that_runs_dry_is_replaced_by_momentary_readings(driver, probe_of):
+    start_s = driver.now_s
+    driver.gpus = [gpu(samples=[(start_s, 90)], utilization_rate=0)]
+    probe = probe_of()
+    probe.read()
+    percents = []
+    for _ in range(5):
+        driver.advance(1)
+        percents += [sample.percent for sample in probe.read().utilization]
+    assert percents == [0, 0, 0, 0]  # from the second second on
+    with driver.change():
+        driver.gpus[0].samples.append((driver.now_s + 0.9, 80))
+    driver.advance(1)
+    assert [sample.percent for sample in probe.read().utilization] == [80]
+
+
+def test_counters_and_gauges_have_their_units(driver, probe_of):
+    driver.gpus = [
+        gpu(
+            memory_free="21GiB",
+            power_watts=300,
+            temperature_celsius=61,
+            throttled_power=0.5,
+            throttled_thermal=0.25,
+            pcie_tx_bytes_per_second=2e9,
+            pcie_rx_bytes_per_second=1e9,
+            processes=[process(7, "2GiB"), process(8, graphics=True)],
+        )
+    ]
+    probe = probe_of()
+    first = probe.read()
+    driver.advance(10)
+    second = probe.read()
+    assert (second.memory_used_bytes, second.memory_total_bytes) == (59 * GIB, 80 * GIB)
+    assert (second.power_watts, second.temperature_celsius) == (300, 61)
+    assert second.energy_joules - first.energy_joules == pytest.approx(3000)
+    assert second.power_capped_s - first.power_capped_s == pytest.approx(5)
+    assert second.thermal_throttled_s - first.thermal_throttled_s == pytest.approx(2.5)
+    assert second.throttled_s - first.throttled_s == pytest.approx(7.5)
+    assert second.pcie_tx_bytes - first.pcie_tx_bytes == pytest.approx(2e10)
+    assert second.pcie_rx_bytes - first.pcie_rx_bytes == pytest.approx(1e10)
+    assert [(one.pid, one.memory_used_bytes) for one in second.processes] == [(7, 2 * GIB)]
+    assert second.problems == ()
+
+
+def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
+    driver.gpus = [gpu(field_values={"74": 7_000_000_000, "75": 0}, sm_clock_mhz=1188, sm_clock_max_mhz=1980)]
+    probe = probe_of()
+    clocks = [probe.read().held_clock_percent, probe.read().held_clock_percent]
+    with driver.change():
+        driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
+    clocks += [probe.read().held_clock_percent, probe.read().held_clock_percent]
+    assert clocks == [None, None, pytest.approx(60), None]
+
+
+def test_pcie_counters_of_32_bits_are_not_believed(driver, probe_of):
+    driver.gpus = [gpu(field_values={"197": 3_000_000_000, "198": 3_900_000_000})]
+    probe = probe_of()
+    assert probe.read().pcie_tx_bytes is None
+    with driver.change():
+        driver.gpus[0].field_values = {"197": 2**32 + 5, "198": 0}
+    sample = probe.read()
+    assert (sample.pcie_tx_bytes, sample.pcie_rx_bytes) == (2**32 + 5, 0)
+
+
+def test_gpm_gives_means_over_the_whole_interval(driver, probe_of):
+    driver.gpus = [
+        gpu(
+            gpm={2: [(0, 100), (101, 0)], 3: 40, 5: 30, 10: 20, 20: 100, 21: 1},
+            pcie_tx_bytes_per_second=1e12,
+            pcie_rx_bytes_per_second=1e12,
+        )
+    ]
+    probe = probe_of()
+    first = probe.read()
+    assert first.sm_active_percent is None
+    assert first.pcie_tx_bytes is None  # GPM counts PCIe better than the counter, and not from the same start
+    driver.advance(4)
+    sample = probe.read()
+    assert sample.sm_active_percent == pytest.approx(25)
+    assert (sample.sm_occupancy_percent, sample.tensor_active_percent, sample.dram_active_percent) == (40, 30, 20)
+    driver.advance(2)
+    later = probe.read()
+    assert later.sm_active_percent == 0  # since the last look, not since the first
+    assert later.pcie_tx_bytes - sample.pcie_tx_bytes == pytest.approx(200 * 2**20, abs=20)
+
+
+def test_gpm_waits_for_its_shortest_interval_and_loses_nothing(driver, probe_of):
+    driver.gpus = [gpu(gpm={2: [(0, 0), (100.06, 100)]})]
+    probe = probe_of()
+    probe.read()
+    driver.advance(0.06)
+    assert probe.read().sm_active_percent is None
+    driver.advance(0.06)
+    assert probe.read().sm_active_percent == pytest.approx(50)
+
+
+def test_gpm_can_be_left_alone(driver, probe_of):
+    driver.gpus = [gpu(gpm={2: 50})]
+    probe = probe_of(gpm=False)
+    probe.read()
+    driver.advance(1)
+    assert probe.read().sm_active_percent is None
+    assert not any("Gpm" in call.function for call in driver.calls())
+
+
+def test_a_mig_instance_has_utilization_by_gpm_and_nothing_of_its_neighbours(driver, probe_of):
+    driver.gpus = [gpu(mig=[mig(gpm={1: 70, 2: 35}), mig(gpm={1: 5, 2: 1})], gpm={})]
+    probe = probe_of(driver.gpus[0].mig[0].uuid)
+    probe.read()
+    driver.advance(1)
+    sample = probe.read()
+    assert [entry.percent for entry in sample.utilization] == [70]
+    assert sample.sm_active_percent == 35
+    assert sample.memory_total_bytes == 10 * GIB
+    assert sample.power_watts is sample.energy_joules is sample.temperature_celsius is None
+    assert sample.problems == ()
+
+
+def test_a_look_takes_few_calls(driver, probe_of):
+    driver.gpus = [gpu(utilization=50, gpm={2: 50}, processes=[process(1)]), gpu(mig=[mig(gpm={1: 1})], gpm={})]
+    for uuid in (driver.gpus[0].uuid, driver.gpus[1].mig[0].uuid):
+        probe = probe_of(uuid)
+        probe.read()
+        for _ in range(4):
+            driver.advance(1)
+            driver.forget_calls()
+            probe.read()
+            assert len(driver.calls()) <= 12
+            assert "nvmlDeviceGetPcieThroughput" not in {call.function for call in driver.calls()}
+
+
+def test_errors_of_the_gpu_are_named_once_when_they_happen(driver, probe_of):
+    driver.gpus = [gpu(xid_events=[(50, 13), (101, 31), (101.5, 999)]), gpu(xid_events=[(101, 79)])]
+    probe = probe_of()
+    assert probe.read().errors == ()  # what was before the first look is not of this run
+    driver.advance(2)
+    first, second = probe.read().errors
+    assert first.startswith("Xid 31 (memory page fault")
+    assert second.startswith("Xid 999 (see the Xid catalogue")
+    driver.advance(1)
+    assert probe.read().errors == ()
+    with driver.change():
+        driver.gpus[0].ecc_errors = 2
+    assert probe.read().errors == ("2 uncorrectable ECC error(s) of the GPU's memory",)
+    assert probe.read().errors == ()
+
+
+def test_a_gpu_that_falls_off_the_bus_still_tells_its_last_error(driver, probe_of):
+    driver.gpus = [gpu(xid_events=[(101, 79), (103, 31)])]
+    probe = probe_of()
+    probe.read()
+    with driver.change():
+        driver.gpus[0].lost = True
+    driver.advance(1.5)
+    sample = probe.read()
+    assert sample.errors == ("Xid 79 (the GPU has fallen off the bus)",)
+    assert sample.memory_used_bytes is None
+    with driver.change():
+        driver.gpus[0].lost = False
+    driver.advance(1)
+    assert probe.read().errors == ()  # found again, so events are collected again
+    driver.advance(1)
+    assert probe.read().errors == ("Xid 31 (memory page fault, most often a bug of the program)",)
+
+
+def test_events_that_are_not_permitted_are_asked_for_once_and_leave_nothing_open(driver, probe_of):
+    driver.gpus = [gpu(errors={"nvmlDeviceRegisterEvents": "NO_PERMISSION"}, ecc_errors=None)]
+    with probe_of() as probe:
+        for _ in range(3):
+            assert (probe.read().errors, probe.read().problems) == ((), ())
+    functions = [call.function for call in driver.calls()]
+    assert functions.count("nvmlDeviceRegisterEvents") == 1
+    assert functions.count("nvmlEventSetCreate") == functions.count("nvmlEventSetFree") == 1
+
+
+def test_each_process_has_its_own_utilization_where_the_driver_tells(driver, probe_of):
+    driver.gpus = [gpu(processes=[process(7, "2GiB", sm=60), process(8, "1GiB", sm=None)])]
+    probe = probe_of()
+    assert [one.utilization_percent for one in probe.read().processes] == [None, None]
+    driver.advance(1)
+    assert [(one.pid, one.utilization_percent) for one in probe.read().processes] == [(7, 60), (8, 0)]
+    with driver.change():
+        driver.gpus[0].processes.append(process(9))
+    driver.advance(1)
+    assert [(one.pid, one.utilization_percent) for one in probe.read().processes] == [(7, 60), (8, 0), (9, None)]
+    with driver.change():
+        driver.gpus[0].errors = {"nvmlDeviceGetProcessUtilization": "NOT_SUPPORTED"}
+    assert len(probe.read().processes) == 3
+    with driver.change():
+        driver.gpus[0].processes = []
+    assert probe.read().processes == ()
+
+
+def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
+    driver.gpus = [
+        gpu(
+            power_watts=None,
+            temperature_celsius=None,
+            processes=None,
+            utilization=None,
+            throttled_thermal=None,
+            field_values={"197": "INVALID_ARGUMENT", "198": "INVALID_ARGUMENT"},
+        )
+    ]
+    probe = probe_of()
+    assert probe.read().problems == ()
+    driver.advance(1)
+    probe.read()
+    driver.advance(3)
+    driver.forget_calls()
+    sample = probe.read()
+    assert sample.power_watts is sample.temperature_celsius is sample.processes is sample.energy_joules is None
+    assert sample.thermal_throttled_s is None
+    assert sample.throttled_s == sample.power_capped_s
+    assert sample.utilization == ()
+    assert sample.memory_total_bytes == 80 * GIB
+    assert sample.problems == ()
+    assert sorted(call.function for call in driver.calls()) == [
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlEventSetWait_v2",
+    ]
+
+
+def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
+    driver.gpus = [gpu(utilization_rate=44)]
+    with driver.change():
+        driver.missing_functions = [
+            "nvmlDeviceGetSamples",
+            "nvmlDeviceGetFieldValues",
+            "nvmlGpmQueryDeviceSupport",
+        ]
+    probe = probe_of()
+    assert probe.read().utilization == ()
+    driver.advance(1)
+    sample = probe.read()
+    assert [entry.percent for entry in sample.utilization] == [44]
+    assert sample.energy_joules is None
+    assert sample.processes == ()
+    assert sample.problems == ()
+
+
+def test_a_failing_metric_is_absent_told_once_and_comes_back(driver, probe_of):
+    driver.gpus = [gpu()]
+    probe = probe_of()
+    probe.read()
+    for error, power_watts, problems in (
+        ("UNKNOWN", None, 1),
+        ("UNKNOWN", None, 0),
+        (None, 100, 0),
+        ("TIMEOUT", None, 1),
+    ):
+        with driver.change():
+            driver.gpus[0].errors = {"nvmlDeviceGetPowerUsage": error} if error else {}
+        driver.advance(1)
+        sample = probe.read()
+        assert sample.power_watts == power_watts
+        assert len(sample.problems) == problems
+        assert all("power" in problem and driver.gpus[0].uuid in problem for problem in sample.problems)
+        assert len(sample.utilization) == 6  # the others go on
+
+
+def test_a_failing_counter_hurts_no_other(driver, probe_of):
+    driver.gpus = [gpu(field_values={"75": "UNKNOWN"})]
+    probe = probe_of()
+    sample = probe.read()
+    assert sample.energy_joules is not None
+    assert sample.thermal_throttled_s is None
+    assert len(sample.problems) == 1
+    assert probe.read().problems == ()
+
+
+def test_a_gpu_lost_in_mid_run_is_told_once_and_read_again_when_it_is_back(driver, probe_of):
+    driver.gpus = [gpu(gpm={2: 50})]
+    probe = probe_of()
+    probe.read()
+    with driver.change():
+        driver.gpus[0].lost = True
+    driver.advance(1)
+    lost = probe.read()
+    assert lost.memory_used_bytes is lost.power_watts is lost.energy_joules is lost.sm_active_percent is None
+    assert lost.utilization == ()
+    assert len(lost.problems) == 1
+    assert "fallen off the bus" in lost.problems[0]
+    driver.forget_calls()
+    assert probe.read().problems == ()
+    functions = [call.function for call in driver.calls()]
+    assert functions == ["nvmlEventSetWait_v2", "nvmlDeviceGetHandleByUUID"]  # one try, not one for each metric
+    with driver.change():
+        driver.gpus[0].lost = False
+    driver.advance(1)
+    assert probe.read().sm_active_percent is None  # not over the time in which it was away
+    driver.advance(1)
+    back = probe.read()
+    assert back.power_watts == 100
+    assert back.sm_active_percent == 50
+    assert len(back.utilization) == 6
+    assert back.problems == ()
+
+
+def test_an_unknown_gpu_is_a_problem_not_an_exception(driver, probe_of):
+    driver.gpus = [gpu()]
+    sample = probe_of("GPU-nobody").read()
+    assert sample.memory_used_bytes is None
+    assert len(sample.problems) == 1
+    assert "nvidia-smi -L" in sample.problems[0]
+
+
+def test_a_closed_probe_leaves_nothing_open(driver, probe_of):
+    driver.gpus = [gpu(gpm={2: 1})]
+    with probe_of() as probe:
+        probe.read()
+    probe.close()  # again: nothing happens
+    functions = [call.function for call in driver.calls()]
+    assert functions.count("nvmlGpmSampleAlloc") == functions.count("nvmlGpmSampleFree") == 2
+    assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 1
+    assert len(probe.read().problems) == 1  # closed: nothing can be read, and nothing is raised
+
+
+def test_without_a_driver_there_is_no_probe(driver):
+    with driver.change():
+        driver.library_missing = True
+    with pytest.raises(NvmlUnavailableError):
+        GpuProbe("GPU-x")

@@ -1,0 +1,378 @@
+"""Reading GPUs by the real nvidia-ml-py over the fake driver."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+
+import psutil
+import pynvml
+import pytest
+from fake_driver import GIB, gpu, mig, process
+
+from lightning_gpu_tools.gpus import nvml
+
+
+def read(driver, *gpus):
+    driver.gpus = list(gpus)
+    return nvml.read_gpus()
+
+
+def test_a_reading_has_what_selection_needs(driver):
+    (reading,) = read(
+        driver,
+        gpu(
+            memory_free="21GiB",
+            utilization=90,
+            processes=[process(memory="3GiB")],
+            compute_mode="exclusive_process",
+            pci=(1, 0x4B, 0),
+        ),
+    )
+    assert reading.index == 0
+    assert reading.uuid == driver.gpus[0].uuid
+    assert reading.name == "NVIDIA H200"
+    assert reading.pci_bus_id == "00000001:4B:00.0"
+    assert reading.memory_total_bytes == 80 * GIB
+    assert reading.memory_free_bytes == 21 * GIB
+    assert reading.utilization_percent == 90
+    assert [(one.pid, one.memory_used_bytes) for one in reading.processes] == [(os.getpid(), 3 * GIB)]
+    assert reading.compute_mode == "exclusive_process"
+    assert reading.mig_mode is False
+    assert reading.integrated is False
+    assert reading.error is None
+
+
+def test_gpus_are_in_pci_order_whatever_order_the_driver_gives(driver):
+    gpus = read(driver, gpu(pci=(0, 0x80, 0)), gpu(pci=(1, 0x10, 0)), gpu(pci=(0, 0x10, 0)), gpu(pci=(0, 0x10, 1)))
+    assert [reading.uuid for reading in gpus] == [driver.gpus[i].uuid for i in (2, 3, 0, 1)]
+    assert [reading.index for reading in gpus] == [0, 1, 2, 3]
+
+
+def test_cuda_visible_devices_hides_nothing(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert len(read(driver, gpu(), gpu())) == 2
+
+
+def test_a_machine_without_gpus_has_no_readings(driver):
+    assert read(driver) == ()
+
+
+def test_free_memory_is_the_drivers_word_not_total_minus_used(driver):
+    (reading,) = read(driver, gpu(memory_total="80GiB", memory_free="70GiB", memory_reserved=GIB))
+    assert reading.memory_free_bytes == 70 * GIB
+
+
+def test_utilization_is_the_mean_over_the_buffer_not_the_last_moment(driver):
+    driver.freeze()
+    (reading,) = read(driver, gpu(utilization=[(0, 0), (90, 100)], sample_period_s=0.5, sample_depth=40))
+    assert reading.utilization_percent == pytest.approx(50, abs=3)  # idle for 10 s, busy for 10 s
+
+
+def test_unevenly_spaced_samples_count_by_their_time(driver):
+    driver.freeze()
+    end_s = driver.now_s
+    samples = [(end_s - 2.0, 0), (end_s - 1.5, 0), (end_s - 1.0, 100), (end_s, 40)]
+    (reading,) = read(driver, gpu(samples=samples))
+    assert reading.utilization_percent == pytest.approx((0.5 * 0 + 0.5 * 0 + 0.5 * 100 + 1.0 * 40) / 2.5)
+
+
+def test_impossible_and_unordered_samples_do_no_harm(driver):
+    driver.freeze()
+    end_s = driver.now_s
+    samples = [(end_s, 50), (end_s - 1, 4_294_967_295), (end_s - 2, 50), (end_s - 1.5, 101)]
+    (reading,) = read(driver, gpu(samples=samples))
+    assert reading.utilization_percent == 50
+
+
+def test_a_buffer_that_was_not_filled_for_long_is_not_the_present(driver):
+    driver.freeze()
+    stale = [(driver.now_s - 300 + i, 100) for i in range(100)]
+    (reading,) = read(driver, gpu(samples=stale, utilization_rate=3))
+    assert reading.utilization_percent == 3
+
+
+def test_a_driver_without_a_buffer_gives_its_momentary_reading(driver):
+    with driver.change():
+        driver.missing_functions = ["nvmlDeviceGetSamples"]
+    (reading,) = read(driver, gpu(utilization=100, utilization_rate=7))
+    assert reading.utilization_percent == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"memory_total": None}, "memory_free_bytes"),
+        ({"memory_total": None}, "memory_total_bytes"),
+        ({"utilization": None}, "utilization_percent"),
+        ({"processes": None}, "processes"),
+        ({"compute_mode": None}, "compute_mode"),
+        ({"mig_capable": False}, "mig_mode"),
+    ],
+)
+def test_what_is_not_supported_is_none_and_no_error(driver, fields, name):
+    other, reading = read(driver, gpu(), gpu(**fields))
+    assert getattr(reading, name) is None
+    assert getattr(other, name) is not None
+    assert reading.error is None
+
+
+@pytest.mark.parametrize("error", ["NOT_SUPPORTED", "NO_PERMISSION"])
+def test_processes_that_may_not_be_seen_are_unknown_not_none_at_all(driver, error):
+    (reading,) = read(driver, gpu(errors={"nvmlDeviceGetComputeRunningProcesses": error}))
+    assert reading.processes is None
+    assert reading.error is None
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        ("GPU_IS_LOST", "dmesg"),
+        ("RESET_REQUIRED", "--gpu-reset"),
+        ("TIMEOUT", "did not answer in time"),
+        ("UNKNOWN", "'Unknown Error'"),
+        ("IRQ_ISSUE", "nvidia-smi"),
+    ],
+)
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetSamples", "nvmlDeviceGetComputeMode"])
+def test_a_broken_gpu_is_listed_with_the_reason_and_hurts_no_other(driver, function, error, says):
+    good, broken, last = read(driver, gpu(), gpu(errors={function: error}), gpu())
+    assert says in broken.error
+    assert broken.uuid == driver.gpus[1].uuid
+    assert broken.memory_free_bytes is None
+    assert good.error is last.error is None
+    assert last.index == 2
+
+
+def test_a_gpu_that_cannot_even_be_opened_keeps_its_place(driver):
+    gpus = read(driver, gpu(pci=(0, 9, 0)), gpu(lost=True), gpu(pci=(0, 2, 0)), gpu(pci=(0, 5, 0)))
+    assert [reading.uuid for reading in gpus] == [
+        driver.gpus[2].uuid,
+        None,
+        driver.gpus[3].uuid,
+        driver.gpus[0].uuid,
+    ]
+    assert [reading.index for reading in gpus] == [0, 1, 2, 3]
+    assert "fallen off the bus" in gpus[1].error
+
+
+def test_a_gpu_without_permission_says_what_to_check(driver):
+    (reading,) = read(driver, gpu(errors={"nvmlDeviceGetUUID": "NO_PERMISSION"}))
+    assert "/dev/nvidia" in reading.error
+
+
+def test_a_lost_gpu_is_noticed_and_read_again_when_it_is_back(driver):
+    driver.gpus = [gpu(), gpu()]
+    with nvml.session():
+        assert [reading.error for reading in nvml.read_gpus()] == [None, None]
+        with driver.change():
+            driver.gpus[0].lost = True
+        lost, other = nvml.read_gpus()
+        assert "fallen off the bus" in lost.error
+        assert other.error is None
+        with driver.change():
+            driver.gpus[0].lost = False
+        assert [reading.error for reading in nvml.read_gpus()] == [None, None]
+
+
+# Processes
+
+
+@pytest.mark.skipif(not nvml.pids_are_ours(), reason="inside a PID namespace the driver's numbers name nobody")
+def test_a_visible_process_has_a_user_and_a_name(driver):
+    (reading,) = read(driver, gpu(processes=[process()]))
+    (found,) = reading.processes
+    assert found.user == getpass.getuser()
+    assert found.name == psutil.Process().name()
+
+
+@pytest.mark.skipif(not nvml.pids_are_ours(), reason="inside a PID namespace the driver's numbers name nobody")
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a训练模型进程", r"a训练模型\udce8\udcbf"), ("\x1b[2J\x07", r"\x1b[2J\x07")],
+    ids=["cut-in-a-character", "escapes"],
+)
+def test_a_name_that_would_harm_a_terminal_is_made_harmless(driver, name, shown):
+    code = "import ctypes, sys; ctypes.CDLL(None).prctl(15, sys.argv[1].encode()); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, name], stdin=-1, stdout=-1, text=True) as child:
+        child.stdout.readline()
+        (reading,) = read(driver, gpu(processes=[process(child.pid)]))
+        child.kill()
+    assert reading.processes[0].name == shown
+
+
+def test_a_process_that_is_gone_or_hidden_has_a_pid_only(driver, run_python):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()  # its number is free again
+    (reading,) = read(driver, gpu(processes=[process(child.pid, None)]))
+    (found,) = reading.processes
+    assert (found.pid, found.memory_used_bytes, found.user, found.name) == (child.pid, None, None, None)
+
+
+def test_inside_another_pid_namespace_the_drivers_numbers_name_nobody(driver, run_python):
+    driver.gpus = [gpu(processes=[process(1)])]  # there is a process 1 in every namespace
+    code = "from lightning_gpu_tools.gpus import nvml; print(nvml.read_gpus()[0].processes[0].user)"
+    result = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare" in result.stderr:
+        pytest.skip(f"no PID namespaces for this user: {result.stderr.strip()}")
+    assert result.stdout == "None\n", result.stderr
+
+
+def test_drawing_and_computing_processes_are_told_apart(driver):
+    processes = [process(3, graphics=True), process(2), process(2, graphics=True)]
+    (reading,) = read(driver, gpu(processes=processes))
+    assert [(one.pid, one.graphics_only) for one in reading.processes] == [(2, False), (3, True)]
+
+
+@pytest.mark.skipif(not hasattr(pynvml, "nvmlDeviceGetComputeRunningProcesses_v2"), reason="nvidia-ml-py < 12.550")
+def test_an_older_driver_lists_processes_by_its_older_function(driver):
+    with driver.change():
+        driver.missing_functions = [
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        ]
+    (reading,) = read(driver, gpu(processes=[process(5)]))
+    assert [one.pid for one in reading.processes] == [5]
+
+
+def test_a_driver_too_old_for_any_process_list_leaves_them_unknown(driver):
+    with driver.change():
+        driver.missing_functions = [
+            f"nvmlDeviceGet{kind}RunningProcesses_v{version}" for kind in ("Compute", "Graphics") for version in (2, 3)
+        ]
+    (reading,) = read(driver, gpu(processes=[process(5)]))
+    assert reading.processes is None
+    assert reading.error is None
+
+
+# MIG
+
+
+def test_mig_instances_have_readings_of_their_own(driver):
+    (reading,) = read(
+        driver,
+        gpu(
+            mig=[mig(memory_total="10GiB", memory_free="4GiB"), mig(gpu_instance=7, compute_instance=2)],
+            processes=[process(10, "2GiB", gpu_instance=7)],
+        ),
+    )
+    assert reading.mig_mode is True
+    assert reading.utilization_percent is None
+    first, second = reading.mig_instances
+    assert first.uuid == driver.gpus[0].mig[0].uuid
+    assert (first.memory_total_bytes, first.memory_free_bytes) == (10 * GIB, 4 * GIB)
+    assert first.processes == ()
+    assert first.utilization_percent is None
+    assert first.mig_mode is False
+    assert [one.pid for one in second.processes] == [10]
+    assert (second.mig_gpu_instance_id, second.mig_compute_instance_id) == (7, 2)
+    assert second.index == reading.index
+    assert second.name == "NVIDIA H200 MIG 1g.10gb"
+
+
+def test_mig_mode_without_instances_is_a_divided_gpu_with_nothing_to_use(driver):
+    (reading,) = read(driver, gpu(mig=[]))
+    assert reading.mig_mode is True
+    assert reading.mig_instances == ()
+    assert reading.error is None
+
+
+def test_one_broken_mig_instance_hurts_no_other(driver):
+    (reading,) = read(driver, gpu(mig=[mig(errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}), mig()]))
+    broken, good = reading.mig_instances
+    assert "Unknown Error" in broken.error
+    assert broken.uuid == driver.gpus[0].mig[0].uuid
+    assert good.error is None
+    assert good.memory_free_bytes == 10 * GIB
+
+
+def test_a_slot_without_an_instance_hides_no_later_one(driver):
+    (reading,) = read(driver, gpu(mig=[None, mig(), None, mig()]))
+    assert [one.uuid for one in reading.mig_instances] == [driver.gpus[0].mig[slot].uuid for slot in (1, 3)]
+
+
+def test_index_of_instances_is_that_of_their_gpu_in_pci_order(driver):
+    first, second = read(driver, gpu(pci=(0, 9, 0), mig=[mig()]), gpu(pci=(0, 2, 0)))
+    assert (first.mig_mode, second.mig_mode) == (False, True)
+    assert second.mig_instances[0].index == 1
+
+
+# GPUs that share the memory of the host
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "NVIDIA GB10", "memory_total": None, "addressing_mode": "ats"},
+        {"name": "NVIDIA GB10", "memory_total": "1GiB"},  # a driver that gives misleading numbers
+        {"name": "NVIDIA Thor", "memory_total": None, "addressing_mode": "none"},
+        {"name": "Orin (nvgpu)", "memory_total": None, "addressing_mode": None},
+        pytest.param(
+            {"name": "NVIDIA Something New", "memory_total": None, "addressing_mode": "ats"},
+            marks=pytest.mark.skipif(
+                not hasattr(pynvml, "nvmlDeviceGetAddressingMode"), reason="nvidia-ml-py < 13.580"
+            ),
+        ),
+    ],
+)
+def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, fields):
+    (reading,) = read(driver, gpu(**fields))
+    host = psutil.virtual_memory()
+    assert reading.integrated is True
+    assert reading.memory_total_bytes == host.total
+    assert abs(reading.memory_free_bytes - host.available) < 2 * GIB
+
+
+@pytest.mark.parametrize("mode", ["hmm", "none", None])
+def test_a_discrete_gpu_that_hides_its_memory_is_not_given_that_of_the_host(driver, mode):
+    (reading,) = read(driver, gpu(memory_total=None, addressing_mode=mode))
+    assert reading.memory_free_bytes is None
+    assert reading.integrated is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA GB200", "NVIDIA H200"])
+def test_a_name_that_only_begins_like_an_integrated_one_is_discrete(driver, name):
+    (reading,) = read(driver, gpu(name=name, memory_free="7GiB"))
+    assert (reading.integrated, reading.memory_free_bytes) == (False, 7 * GIB)
+
+
+def test_a_grace_hopper_has_memory_of_its_own(driver):
+    (reading,) = read(driver, gpu(memory_free="90GiB", memory_total="96GiB", addressing_mode="ats"))
+    assert reading.memory_free_bytes == 90 * GIB
+    assert reading.integrated is False
+
+
+# What it costs
+
+
+def test_repeated_readings_take_few_calls(driver):
+    driver.gpus = [gpu(utilization=30) for _ in range(4)]
+    with nvml.session():
+        nvml.read_gpus()
+        first = driver.calls_by_gpu()
+        driver.forget_calls()
+        nvml.read_gpus()
+        second = driver.calls_by_gpu()
+    # In the C library; pynvml needs two for the samples, so that it is 6 calls of pynvml.
+    assert set(second.values()) == {7}
+    assert set(first.values()) == {10}  # and the one that gives the handle, which has no handle yet
+    assert sum(call.function == "nvmlDeviceGetHandleByIndex_v2" for call in driver.calls()) == 0
+
+
+def test_nothing_is_opened_by_importing(driver, run_python):
+    result = run_python("-c", "import lightning_gpu_tools.gpus.nvml")
+    assert result.returncode == 0, result.stderr
+    assert driver.calls() == []
+
+
+def test_everything_is_closed_again(driver):
+    read(driver, gpu())
+    with pytest.raises(pynvml.NVMLError_Uninitialized):
+        pynvml.nvmlDeviceGetCount()

@@ -1,0 +1,102 @@
+"""The driver, opened and closed, in threads and forked children, and why it cannot be."""
+
+from __future__ import annotations
+
+import pynvml
+import pytest
+from fake_driver import gpu
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.nvml import messages
+
+
+def unavailable(driver, **state) -> str:
+    with driver.change():
+        vars(driver).update(state)
+    with pytest.raises(NvmlUnavailableError) as caught, nvml.session():
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"library_missing": True}, ["libnvidia-ml.so.1", "nvidia-smi", "--gpus all", "utility"]),
+        ({"init_error": "DRIVER_NOT_LOADED"}, ["not loaded", "modprobe"]),
+        ({"init_error": "LIB_RM_VERSION_MISMATCH"}, ["updated", "Reboot"]),
+        ({"init_error": "NO_PERMISSION"}, ["/dev/nvidiactl"]),
+        ({"init_error": "UNKNOWN"}, ["Unknown Error", "nvidia-smi"]),
+        ({"missing_functions": ["nvmlInitWithFlags"]}, ["too old"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else next(iter(value.values())),
+)
+def test_without_a_driver_the_message_says_why_and_what_to_do(driver, state, says):
+    message = unavailable(driver, **state)
+    assert all(part in message for part in says), message
+
+
+@pytest.mark.parametrize(("platform", "says"), [("darwin", "macOS"), ("win32", "nvml.dll")])
+def test_other_systems_get_a_message_of_their_own(driver, monkeypatch, platform, says):
+    monkeypatch.setattr(messages.sys, "platform", platform)
+    error = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert says in messages.why_unavailable(error)
+
+
+def test_a_driver_that_fails_later_is_unavailable_too(driver):
+    with driver.change():
+        driver.errors = {"nvmlDeviceGetCount_v2": "DRIVER_NOT_LOADED"}
+    with pytest.raises(NvmlUnavailableError, match="not loaded"):
+        nvml.read_gpus()
+
+
+def test_a_session_survives_an_error_inside_and_closes(driver):
+    with pytest.raises(KeyError), nvml.session():
+        raise KeyError
+    with pytest.raises(pynvml.NVMLError_Uninitialized):
+        pynvml.nvmlDeviceGetCount()
+
+
+def test_a_forked_child_reads_in_a_session_of_its_parent(driver, run_python):
+    driver.gpus = [gpu(memory_free="21GiB")]
+    code = """
+import os
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.nvml import messages
+with nvml.session():
+    nvml.read_gpus()
+    if (child := os.fork()) == 0:
+        with nvml.session():
+            print(nvml.read_gpus()[0].memory_free_bytes // 2**30, flush=True)
+    else:
+        assert os.waitpid(child, 0)[1] == 0
+        assert nvml.read_gpus()[0].error is None
+"""
+    result = run_python("-W", "ignore", "-c", code)
+    assert (result.returncode, result.stdout) == (0, "21\n"), result.stderr
+
+
+def test_a_forked_child_does_not_close_what_its_parent_opened(driver, run_python):
+    code = """
+import os
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.nvml import messages
+with nvml.session():
+    child = os.fork()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    assert run_python("-W", "ignore", "-c", code).returncode == 0
+    assert [call.function for call in driver.calls()] == ["nvmlInitWithFlags", "nvmlShutdown"]
+
+
+def test_threads_read_at_once(driver):
+    from concurrent.futures import ThreadPoolExecutor
+
+    driver.gpus = [gpu(), gpu()]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: len(nvml.read_gpus()), range(40)))
+    assert results == [2] * 40
+    with pytest.raises(pynvml.NVMLError_Uninitialized):
+        pynvml.nvmlDeviceGetCount()

@@ -1,0 +1,254 @@
+"""From looks to windows and timelines: arithmetic that must not lose, double or invent anything."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
+from lightning_gpu_tools.gpus.samples import GpuSample
+from lightning_gpu_tools.gpus.utilization import mean_percent, weighted_mean, weights_s
+from lightning_gpu_tools.gpus.window import PercentHistogram, WindowBuilder, counter_difference
+from lightning_gpu_tools.training.timeline import Timeline
+
+
+def samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:
+    return tuple(UtilizationSample(time_s=time_s, percent=percent) for time_s, percent in pairs)
+
+
+def look(time_s: float, *utilization: tuple[float, float], **fields) -> GpuSample:
+    return GpuSample(uuid="GPU-a", time_s=time_s, utilization=samples(*utilization), **fields)
+
+
+def window_of(*looks: GpuSample):
+    builder = WindowBuilder("GPU-a")
+    for one in looks:
+        builder.add(one)
+    return builder.take()
+
+
+percents = st.integers(0, 100).map(float)
+durations = st.floats(0.01, 1.0)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    ("times", "previous_s", "expected"),
+    [
+        ([], None, []),
+        ([5.0], None, [1.0]),
+        ([5.0], 4.5, [0.5]),
+        ([5.0, 5.25], None, [0.25, 0.25]),
+        ([5.0, 5.5, 5.75], 4.9, [0.1, 0.5, 0.25]),
+        ([5.0, 9.0], 4.5, [0.5, 1.0]),  # a hole stands for nothing beyond the longest period
+        ([5.0, 5.0], 4.5, [0.5, 0.0]),
+        ([5.0], 6.0, [0.0]),  # the clock was set back
+    ],
+)
+def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, expected):
+    assert weights_s(samples(*((time_s, 0) for time_s in times)), previous_s) == pytest.approx(expected)
+
+
+def test_a_mean_of_nothing_is_unknown():
+    assert mean_percent([]) is None
+    assert weighted_mean([], []) is None
+    assert weighted_mean([3.0], [0.0]) is None
+
+
+@given(st.lists(st.tuples(durations, percents), min_size=1, max_size=30), st.floats(0, 2e9))
+def test_mean_lies_within_the_samples_and_does_not_depend_on_the_hour(steps, start_s):
+    def at(origin_s: float) -> list[UtilizationSample]:
+        times = [origin_s + sum(step for step, _ in steps[: i + 1]) for i in range(len(steps))]
+        return list(samples(*zip(times, (percent for _, percent in steps), strict=True)))
+
+    mean = mean_percent(at(start_s))
+    assert min(percent for _, percent in steps) - 1e-6 <= mean <= max(percent for _, percent in steps) + 1e-6
+    assert mean == pytest.approx(mean_percent(at(0.0)), abs=0.01)
+
+
+# Percentiles
+
+
+def test_percentiles_of_nothing_are_unknown():
+    assert PercentHistogram().percentile(0.5) is None
+    assert PercentHistogram().mean() is None
+
+
+def test_percentiles_count_time_not_samples():
+    histogram = PercentHistogram()
+    for _ in range(100):
+        histogram.add(0, 0.001)
+    histogram.add(80, 9.9)
+    assert histogram.percentile(0.05) == 80
+    assert histogram.percentile(0.01) == 0
+    assert histogram.mean() == pytest.approx(79.2)
+
+
+@given(st.lists(st.tuples(percents, durations), min_size=1, max_size=50), st.floats(0, 1))
+def test_at_most_the_share_of_the_time_is_spent_below_a_percentile(observations, share):
+    histogram = PercentHistogram()
+    for percent, seconds in observations:
+        histogram.add(percent, seconds)
+    value = histogram.percentile(share)
+    total_s = math.fsum(seconds for _, seconds in observations)
+    below_s = math.fsum(seconds for percent, seconds in observations if percent < value)
+    up_to_s = math.fsum(seconds for percent, seconds in observations if percent <= value)
+    assert below_s <= share * total_s + 1e-6
+    assert up_to_s >= share * total_s - 1e-6
+    assert value in {percent for percent, _ in observations}
+
+
+# Windows
+
+
+@given(
+    st.lists(st.tuples(durations, percents), min_size=2, max_size=40),
+    st.lists(st.booleans(), min_size=40, max_size=40),
+)
+def test_windows_together_hold_what_one_window_would(steps, cuts):
+    """Whenever the windows are taken, no sample is lost or counted twice."""
+    times = [1000.0 + sum(step for step, _ in steps[: i + 1]) for i in range(len(steps))]
+    looks = [
+        look(time_s, (time_s, percent), energy_joules=10.0 * i, power_watts=1.0)
+        for i, (time_s, (_, percent)) in enumerate(zip(times, steps, strict=True))
+    ]
+    whole = window_of(*looks)
+    builder, windows = WindowBuilder("GPU-a"), []
+    for one, cut in zip(looks, cuts, strict=False):
+        builder.add(one)
+        if cut:
+            windows.append(builder.take())
+    windows.append(builder.take())
+    assert sum(one.duration_s for one in windows) == pytest.approx(whole.duration_s)
+    assert sum(one.utilization_observed_s for one in windows) == pytest.approx(whole.utilization_observed_s)
+    assert sum(one.energy_joules or 0.0 for one in windows) == pytest.approx(whole.energy_joules)
+    percent_seconds = [(one.utilization_mean_percent or 0.0) * one.utilization_observed_s for one in windows]
+    assert sum(percent_seconds) == pytest.approx(whole.utilization_mean_percent * whole.utilization_observed_s)
+
+
+def test_the_first_sample_of_a_look_counts_from_the_last_one_of_the_look_before():
+    window = window_of(look(1.0, (1.0, 0)), look(1.25, (1.25, 100)), look(2.25, (2.25, 0)))
+    assert window.utilization_observed_s == 1.0 + 0.25 + 1.0
+    assert window.utilization_mean_percent == pytest.approx(25 / 2.25)
+
+
+def test_an_empty_window_knows_nothing():
+    window = WindowBuilder("GPU-a").take()
+    assert window.duration_s == window.utilization_observed_s == 0
+    assert window.utilization_mean_percent is window.memory_used_bytes is window.energy_joules is None
+    builder = WindowBuilder("GPU-a")
+    builder.add(look(5.0, (5.0, 50), power_watts=1.0))
+    builder.take()
+    again = builder.take()
+    assert again.duration_s == 0
+    assert again.power_watts is None
+
+
+def test_gauges_are_those_of_the_last_look_and_memory_keeps_its_peak():
+    first = look(1.0, memory_used_bytes=900, power_watts=50.0, temperature_celsius=60.0, processes=(GpuProcess(pid=1),))
+    window = window_of(first, look(2.0, memory_used_bytes=300, power_watts=70.0, memory_total_bytes=1000))
+    assert (window.memory_used_bytes, window.memory_used_peak_bytes, window.memory_total_bytes) == (300, 900, 1000)
+    assert window.power_watts == 70
+    assert window.temperature_celsius is None  # not that of a look before
+    assert window.processes is None
+
+
+def test_counters_become_rates_over_their_own_time():
+    window = window_of(
+        look(10.0, throttled_s=5.0, power_capped_s=5.0, thermal_throttled_s=0.0, pcie_tx_bytes=0),
+        look(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0, pcie_tx_bytes=400, pcie_rx_bytes=50),
+        look(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=0.0, pcie_tx_bytes=800, pcie_rx_bytes=70),
+    )
+    assert window.duration_s == 4
+    assert (window.throttled_percent, window.power_capped_percent, window.thermal_throttled_percent) == (25, 25, 0)
+    assert window.pcie_tx_bytes_per_second == 200
+    assert window.pcie_rx_bytes_per_second == 10  # over the two seconds in which it was there
+
+
+def test_power_and_heat_at_once_are_not_more_than_always():
+    window = window_of(look(0.0, throttled_s=0.0), look(1.0, throttled_s=1.9))
+    assert window.throttled_percent == 100
+
+
+def test_a_counter_that_was_set_back_starts_again():
+    window = window_of(look(1.0, energy_joules=900.0), look(2.0, energy_joules=5.0), look(3.0, energy_joules=25.0))
+    assert window.energy_joules == 20
+
+
+def test_a_counter_that_was_away_for_a_look_goes_on():
+    window = window_of(look(1.0, energy_joules=100.0), look(2.0), look(3.0, energy_joules=300.0))
+    assert window.energy_joules == 200
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "difference"), [(None, 1, None), (1, None, None), (5, 3, None), (3, 5, 2), (0, 0, 0)]
+)
+def test_counter_difference(before, after, difference):
+    assert counter_difference(before, after) == difference
+
+
+def test_means_of_the_hardware_counters_are_weighted_by_time():
+    window = window_of(look(0.0), look(1.0, sm_active_percent=90.0), look(4.0, sm_active_percent=10.0))
+    assert window.sm_active_percent == pytest.approx((90 + 3 * 10) / 4)
+    assert window.tensor_active_percent is None
+
+
+def test_a_problem_is_told_once_a_window():
+    builder = WindowBuilder("GPU-a")
+    for time_s in range(3):
+        builder.add(look(time_s, problems=("lost",)))
+    assert builder.take().problems == ("lost",)
+    assert builder.take().problems == ()
+
+
+def test_a_window_of_a_week_is_as_small_as_one_of_a_minute():
+    def size(looks: int) -> int:
+        builder = WindowBuilder("GPU-a")
+        for i in range(looks):
+            builder.add(look(float(i), (float(i), i % 101), energy_joules=float(i), problems=("lost",)))
+        state = vars(builder)
+        return sum(sys.getsizeof(value) for value in state.values()) + sys.getsizeof(state["_utilization"]._seconds)
+
+    assert size(20_000) == size(60)
+
+
+# Timelines
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.floats(-100, 100), st.floats(0.01, 10)), min_size=1, max_size=200),
+    st.integers(2, 20),
+)
+def test_a_timeline_stays_within_its_points_and_keeps_the_mean(entries, max_points):
+    timeline = Timeline(max_points, width_s=1.0)
+    for time_s, value, weight in entries:
+        timeline.add(time_s, value, weight)
+    points = timeline.points()
+    assert 1 <= len(points) <= max_points
+    assert [time_s for time_s, _ in points] == sorted(time_s for time_s, _ in points)
+    values = [value for _, value, _ in entries]
+    assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for _, value in points)
+
+
+def test_a_timeline_is_exact_until_it_is_full_and_then_half_as_fine():
+    timeline = Timeline(4, width_s=1.0)
+    for i in range(4):
+        timeline.add(100.0 + i, float(i))
+    assert timeline.points() == [(100.5, 0), (101.5, 1), (102.5, 2), (103.5, 3)]
+    timeline.add(104.0, 4.0)
+    assert timeline.points() == [(101.0, 0.5), (103.0, 2.5), (105.0, 4.0)]
+
+
+def test_a_timeline_accepts_what_was_before_its_first_entry():
+    timeline = Timeline(3, width_s=1.0)
+    for time_s in (100.0, 99.0, 95.0, 101.0):
+        timeline.add(time_s, 7.0)
+    assert {value for _, value in timeline.points()} == {7}
+    assert len(timeline.points()) <= 3
+    assert Timeline(3, width_s=1.0).points() == []

@@ -1,0 +1,105 @@
+"""The contract of nvml_contract.py on a real driver, and what only hardware can show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+
+import nvml_contract
+import pytest
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.sampler import subscribe
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    try:
+        context = nvml.session()
+        context.__enter__()
+    except NvmlUnavailableError as error:
+        pytest.skip(str(error))
+    yield
+    context.__exit__(None, None, None)
+
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        nvml_contract.check_handles,
+        nvml_contract.check_memory,
+        nvml_contract.check_utilization_samples,
+        nvml_contract.check_counters,
+        nvml_contract.check_readings,
+    ],
+)
+def test_driver_keeps_the_contract(check):
+    check()
+
+
+def test_probe_keeps_the_contract():
+    nvml_contract.check_probe(time.sleep)
+
+
+def test_index_and_uuid_are_those_of_nvidia_smi():
+    lines = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert [(gpu.index, gpu.uuid) for gpu in nvml.read_gpus()] == [
+        (int(index), uuid) for index, uuid in (line.split(", ") for line in lines)
+    ]
+
+
+@pytest.fixture
+def cuda():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA here")
+    return torch
+
+
+def test_uuid_is_the_one_torch_gives(cuda):
+    uuids = {gpu.uuid for gpu in nvml.read_gpus()}
+    assert all(f"GPU-{cuda.cuda.get_device_properties(i).uuid}" in uuids for i in range(cuda.cuda.device_count()))
+
+
+def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
+    uuid = f"GPU-{cuda.cuda.get_device_properties(0).uuid}"
+    matrix = cuda.randn(8192, 8192, device="cuda:0")
+    with subscribe([uuid], interval_s=0.5) as reader:
+        reader.take(wait_s=10)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            matrix @ matrix
+            cuda.cuda.synchronize()
+        window = reader.take(wait_s=10)[uuid]
+    print(window)
+    assert reader.failure is None
+    assert window.utilization_mean_percent > 70
+    assert window.utilization_observed_s > 3
+    assert window.memory_used_bytes >= matrix.numel() * 4
+    assert window.energy_joules is None or window.energy_joules > 0
+    (gpu,) = (gpu for gpu in nvml.read_gpus() if gpu.uuid == uuid)
+    assert gpu.processes
+    assert gpu.utilization_percent > 10
+    if nvml.pids_are_ours():
+        assert os.getpid() in {process.pid for process in gpu.processes}
+
+
+def test_a_look_is_cheap():
+    """The thread's share of a core, at one look a second."""
+    for gpu in nvml.read_gpus():
+        with nvml.GpuProbe(gpu.uuid) as probe:
+            probe.read()
+            time.sleep(0.2)
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+            probe.read()
+            wall_s, cpu_s = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
+        print(f"{gpu.name}: a look takes {wall_s * 1e3:.2f} ms, {cpu_s * 1e3:.2f} ms of them on the CPU")
+        assert cpu_s < 0.02

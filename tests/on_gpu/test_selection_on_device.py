@@ -1,0 +1,140 @@
+"""Selection on a real driver and a real CUDA: what the fake driver and the stand-in for CUDA take for granted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("claims_dir")]
+
+
+def answer(code: str, **environment: str) -> Any:
+    """What a process of its own prints as JSON: CUDA can be started only once in each."""
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def test_after_apply_cuda_shows_exactly_the_gpus_picked_in_their_order() -> None:
+    seen = answer("""
+import json, torch
+from lightning_gpu_tools import list_gpus, select_gpus
+selection = select_gpus(len([gpu for gpu in list_gpus() if not gpu.error and not gpu.mig_mode]) or 1)
+selection.apply()
+shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").item()]))
+""")
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    "start", ["torch.zeros(1, device='cuda')", "torch.cuda.is_available()"], ids=["by-a-tensor", "by-is-available"]
+)
+def test_it_is_known_whether_cuda_has_started(start: str) -> None:
+    before, after, too_late = answer(f"""
+import json, torch
+from lightning_gpu_tools import CudaAlreadyInitializedError, select_gpus
+from lightning_gpu_tools.selection import cuda
+before = cuda.is_initialized()
+selection = select_gpus()
+{start}
+too_late = None
+try:
+    selection.apply()
+except CudaAlreadyInitializedError as error:
+    too_late = str(error)
+print(json.dumps([before, cuda.is_initialized(), too_late]))
+""")
+    assert before is False
+    assert after is True
+    assert too_late
+
+
+def test_cudas_own_order_is_that_of_torch() -> None:
+    asked, shown = answer("""
+import json, torch
+from lightning_gpu_tools.selection import cuda
+asked = cuda.device_order()
+shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+print(json.dumps([asked, shown]))
+""")
+    assert asked == shown
+
+
+def test_memory_that_the_holder_uses_by_now_does_not_count_twice() -> None:
+    claimed, effective, free, known = answer("""
+import json, os, torch
+from lightning_gpu_tools import select_gpus
+selection = select_gpus(min_free="4GiB")
+selection.apply()
+buffer = torch.zeros(2**30, device="cuda")  # 4 GiB
+os.environ.pop("LIGHTNING_GPU_TOOLS_JOB")
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.selection import claims
+from lightning_gpu_tools.selection.ranking import effective_free_bytes
+(gpu,) = [gpu for gpu in nvml.read_gpus() if gpu.uuid == selection.uuids[0]]
+with claims.read_ledger(claims.directory()) as ledger:
+    (claim,) = ledger.claims([process.pid for process in gpu.processes or ()])
+known = os.getpid() in claim.process_ids
+print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.memory_free_bytes, known]))
+""")
+    # In a container the driver names the processes of the host; then the claim counts in full.
+    assert effective == (free if known else free - claimed)
+
+
+def test_a_trainer_computes_on_the_gpu_that_was_picked(tmp_path: Path) -> None:
+    picked, used, again = answer(f"""
+import json, os, torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator
+def fit():
+    trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(min_free="1GiB"), devices=1, max_steps=2, logger=False,
+                      enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
+    trainer.fit(BoringModel())
+    return f"GPU-{{torch.cuda.get_device_properties(trainer.strategy.root_device).uuid}}"
+used = fit()
+print(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], used, fit()]))
+""")
+    assert picked == used == again
+
+
+def test_after_cuda_has_started_a_trainer_picks_by_number(tmp_path: Path) -> None:
+    number, mask = answer(f"""
+import json, os, torch
+torch.zeros(1, device="cuda")
+from lightning.pytorch import Trainer
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator
+trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(), devices=1, logger=False, enable_checkpointing=False,
+                  default_root_dir={str(tmp_path)!r})
+print(json.dumps([trainer.strategy.root_device.index, os.environ.get("CUDA_VISIBLE_DEVICES")]))
+""")
+    assert isinstance(number, int)
+    assert mask is None
+
+
+@pytest.mark.parametrize("strategy", ["free_memory", "ddp_free_memory", "fsdp_free_memory"])
+def test_a_strategy_really_trains(strategy: str, tmp_path: Path) -> None:
+    steps, device = answer(f"""
+import json
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_gpu_tools
+class Model(BoringModel):
+    def configure_optimizers(self):  # FSDP makes new parameters, so that the optimizer has to come after it
+        import torch
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+trainer = Trainer(strategy={strategy!r}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
+                  enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
+trainer.fit(Model())
+print(json.dumps([trainer.global_step, trainer.strategy.root_device.type]))
+""")
+    assert (steps, device) == (2, "cuda")

@@ -1,0 +1,77 @@
+"""The GPU's idle time by its own events, on real hardware, against what a training was built to leave idle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from trainings import Model, Samples, Spending, loader, quiet_trainer
+
+from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.training.run_measurements import GpuIdle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 300
+
+
+class Watch(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.clock = StepClock(trainer)
+
+
+class Busy(Model):
+    """A step that keeps the GPU busy for about so many milliseconds and the host for hardly any."""
+
+    def __init__(self, kernel_ms: float) -> None:
+        super().__init__()
+        self.kernel_ms = kernel_ms
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        torch.cuda._sleep(int(self.kernel_ms * 1e6))  # in cycles; the clock is between 1 and 2 GHz
+        return super().training_step(batch, batch_idx)
+
+
+def train(folder: Path, model: Model, *others: Callback, data_s: float = 0.0) -> tuple[GpuIdle, float]:
+    """Train and return the idle times, and the milliseconds of a step."""
+    watch = Watch()
+    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[watch, *others])
+    trainer.fit(model, loader(Samples(STEPS, time.sleep, data_s)))
+    idle = watch.clock.gpu_idle()
+    assert idle is not None
+    assert idle.looks > STEPS / 20
+    return idle, 1e3 * watch.clock.wall_s / STEPS
+
+
+def idle_ms(idle: GpuIdle, phase: str) -> float:
+    return 1e3 * idle.idle_s.get(phase, 0.0) / idle.looks
+
+
+def test_a_wait_that_the_gpu_feels_is_idle_time(tmp_path: Path) -> None:
+    idle, _ = train(tmp_path, Busy(1.0), data_s=0.020)
+    assert 15 < idle_ms(idle, "data_loading") < 22
+
+
+def test_a_wait_behind_gpu_work_is_none(tmp_path: Path) -> None:
+    idle, step_ms = train(tmp_path, Busy(30.0), data_s=0.005)
+    assert step_ms > 12
+    assert idle_ms(idle, "data_loading") < 0.5
+
+
+def test_a_slow_callback_is_idle_time_by_its_name(tmp_path: Path) -> None:
+    idle, _ = train(tmp_path, Busy(1.0), Spending(time.sleep, "on_train_batch_end", 0.020))
+    assert 15 < idle_ms(idle, "callback/Spending") < 22
+
+
+def test_looking_makes_the_host_wait_for_nothing(tmp_path: Path) -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(tmp_path, Model())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,81 @@
+"""A real training on a real GPU: what the monitor logs, what the report says, what the advisor finds."""
+
+import csv
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from trainings import Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.reports.report import Report, load_report
+
+pytestmark = pytest.mark.gpu
+
+
+class Busy(LightningModule):
+    """Keeps the GPU busy for some 10 ms a step with a matrix product."""
+
+    def __init__(self, products: int) -> None:
+        super().__init__()
+        self.products = products
+        self.layer = torch.nn.Linear(4, 1)
+
+    def setup(self, stage: str) -> None:
+        self.matrix = torch.rand(8192, 8192, device=self.device)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for _ in range(self.products):
+            self.matrix @ self.matrix
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def train(folder: Path, products: int, data: DataLoader[torch.Tensor]) -> tuple[Report, dict[str, list[float]]]:
+    logger = CSVLogger(folder)
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=2)]
+    trainer = quiet_trainer(
+        folder,
+        accelerator="gpu",
+        callbacks=callbacks,
+        logger=logger,
+        log_every_n_steps=50,
+        plugins=[PortableCheckpointIO()],
+    )
+    model = Busy(products)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    load_weights(Busy(products), folder / "last.ckpt")
+    metrics: dict[str, list[float]] = {}
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if text:
+                    metrics.setdefault(name, []).append(float(text))
+    return load_report(logger.log_dir), metrics
+
+
+def test_a_busy_gpu_is_logged_as_busy_and_found_healthy(tmp_path: Path) -> None:
+    report, metrics = train(tmp_path, 20, loader(Samples(400)))
+    index = torch.cuda.current_device()
+    assert metrics[f"gpu/{index}/utilization_percent/mean"][-1] > 80
+    assert metrics[f"gpu/{index}/memory_used_bytes"][-1] >= 8192 * 8192 * 4
+    assert metrics[f"gpu/{index}/power_watts"][-1] > 0
+    assert metrics[f"gpu/{index}/energy_joules"][-1] > metrics[f"gpu/{index}/energy_joules"][0]
+    (gpu,) = report.gpus
+    assert gpu.uuid in {reading.uuid for reading in nvml.read_gpus()}
+    assert report.diagnosis.verdict == "healthy", report.diagnosis.why
+
+
+def test_a_gpu_that_waits_for_data_is_found_low_and_why(tmp_path: Path) -> None:
+    report, _ = train(tmp_path, 1, loader(Samples(300, time.sleep, 0.02), num_workers=0))
+    assert report.diagnosis.verdict == "low"
+    assert report.diagnosis.findings[0].cause == "data_loading"
+    assert "pin_memory=True (now False)" in report.diagnosis.findings[0].advice

@@ -1,0 +1,107 @@
+"""Sizes and durations as users type them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.units import (
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_duration,
+    printable,
+    printable_lines,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("500MB", 500_000_000),
+        ("10B", 10),
+    ],
+)
+def test_sizes_are_read_in_iec_and_si_units(text: int | str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["8 bananas", "", "-1GiB", -1, "GiB", "1e3", True, None, 1.5, "8GiB free", 2**64, "9" * 400, "9" * 300 + "TiB"],
+)
+def test_a_size_that_is_none_is_refused_with_the_value_and_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="min_free must be") as caught:
+        parse_bytes(text, "min_free")  # type: ignore[arg-type]
+    assert repr(text) in str(caught.value)
+    assert "8GiB" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration_s"), [(2, 2.0), (0.5, 0.5), ("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0), ("250ms", 0.25)]
+)
+def test_durations_are_read_in_seconds(text: float | str, duration_s: float) -> None:
+    assert parse_duration(text) == duration_s
+
+
+@pytest.mark.parametrize("text", ["soon", "10 bananas", -1, "-5s", float("nan"), float("inf"), None, True])
+def test_a_duration_that_is_none_is_refused_with_the_value_and_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="wait must be") as caught:
+        parse_duration(text, "wait")  # type: ignore[arg-type]
+    assert repr(text) in str(caught.value)
+    assert "10m" in str(caught.value)
+
+
+@given(st.integers(0, 2**50))
+def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) -> None:
+    assert parse_bytes(format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [
+        (12e-6, "12 us"),
+        (0.0009997, "1 ms"),
+        (0.0042, "4.2 ms"),
+        (0.9997, "1 s"),
+        (38.0, "38 s"),
+        (600.0, "10 min"),
+        (7500.0, "2 h 05 min"),
+    ],
+)
+def test_durations_are_written_in_the_unit_a_reader_expects(duration_s: float, text: str) -> None:
+    assert format_duration(duration_s) == text
+
+
+@given(st.one_of(st.text(), st.text(alphabet="\x1b\n\u202e\ud800a", min_size=90)), st.integers(2, 120))
+def test_shown_text_has_one_line_no_control_characters_and_a_limit(text: str, max_length: int) -> None:
+    shown = printable(text, max_length)
+    assert shown.isprintable()
+    assert len(shown) <= max_length
+    if text.isprintable() and len(text) <= max_length:
+        assert shown == text
+
+
+def test_long_text_keeps_both_ends_and_says_what_was_escaped() -> None:
+    assert printable("encoder\x1b[2J.weight") == r"encoder\x1b[2J.weight"
+    assert printable("a" * 200_000 + "\nweight", 40) == "a" * 26 + "…" + r"aaaaa\nweight"
+
+
+def test_what_python_refuses_to_print_is_shown_by_its_type() -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert printable(nested) == "<list>"
+    assert printable(10**5000) == "<int>"
+
+
+@given(st.text())
+def test_lines_keep_their_ends_and_lose_every_other_control_character(text: str) -> None:
+    shown = printable_lines(text)
+    assert shown.count("\n") == text.count("\n")
+    assert all(map(str.isprintable, shown.split("\n")))

@@ -1,0 +1,481 @@
+"""The phases of real trainings, timed by a clock that moves only when the test's code spends time."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from trainings import (
+    Boom,
+    HandClock,
+    Model,
+    Raise,
+    Samples,
+    Spending,
+    SpendingLogger,
+    Stream,
+    loader,
+    quiet_trainer,
+)
+
+from lightning_gpu_tools.trainer import step_clock, timed_actions
+from lightning_gpu_tools.trainer.step_clock import WARM_UP_STEPS, StepClock
+
+
+class Watch(Callback):
+    """Holds a step clock that runs on the test's time."""
+
+    def __init__(self, time: HandClock) -> None:
+        self.time = time
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.clock = StepClock(trainer, self.time)
+
+
+@pytest.fixture
+def time() -> HandClock:
+    return HandClock()
+
+
+@pytest.mark.parametrize("profiler", [None, SimpleProfiler, AdvancedProfiler])
+def test_every_second_is_booked_where_it_was_spent(
+    time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
+) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(
+        tmp_path,
+        logger=SpendingLogger(tmp_path, time.spend, 0.5),
+        log_every_n_steps=1,
+        limit_train_batches=10,
+        callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), watch, Slow(time)],
+        profiler=None if profiler is None else profiler(),
+    )
+    trainer.fit(
+        Model(time.spend, step_s=2.0, validation_s=4.0),
+        loader(Samples(10, time.spend, 3.0)),
+        loader(Samples(2, time.spend, 1.0)),
+    )
+    clock = watch.clock
+    assert clock.unseen == []
+    assert clock.steps == 10
+    assert clock.seconds == {
+        "epoch_start": 3.0,  # the first batch of an epoch: the workers come up
+        "data_loading": 9 * 3.0,
+        "training_step": 10 * 2.0,
+        "callback/Slow": 10 * 0.125,
+        "callback/Spending": 10 * 0.25,
+        "validation": 2 * (4.0 + 1.0),
+        "logging/SpendingLogger": 10 * 0.5 + 0.5,  # and once for the validation's metrics
+    }
+    assert clock.wall_s == sum(clock.seconds.values())
+    assert wrapped(trainer, watch) == []
+
+
+@pytest.mark.parametrize("profiler", [None, SimpleProfiler])
+def test_an_action_may_be_given_by_its_parameters_name(
+    time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
+) -> None:
+    class Named(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            profiler = self.trainer.profiler  # type: ignore[attr-defined]
+            profiler.start(action_name="started")
+            profiler.stop(action_name="started")
+            with profiler.profile(action_name="mine"):
+                return super().training_step(batch, batch_idx)
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], profiler=None if profiler is None else profiler())
+    trainer.fit(Named(time.spend, step_s=1.0), loader(Samples(6)))
+    assert watch.clock.seconds == {"training_step": 6.0}
+
+
+def test_a_callback_that_only_looks_like_one_is_timed_like_one(time: HandClock, tmp_path: Path) -> None:
+    class Proxy:
+        def __init__(self, callback: Callback) -> None:
+            self.callback = callback
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.callback, name)
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch])
+    trainer.callbacks += [Proxy(Slow(time))]  # type: ignore[attr-defined]
+    trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
+    assert watch.clock.seconds == {"training_step": 6.0, "callback/Proxy": 6 * 0.125}
+
+
+def test_an_action_that_cannot_be_told_apart_is_not_timed_and_training_goes_on(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("a callback unlike any other")
+
+    monkeypatch.setattr(step_clock, "action_context", fail)
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
+    assert watch.clock.steps == 6
+    assert watch.clock.seconds == {"trainer": 6.0}
+
+
+def test_a_logger_used_by_another_thread_takes_no_time_of_the_training(time: HandClock, tmp_path: Path) -> None:
+    logger = SpendingLogger(tmp_path, time.spend, 0.5)
+
+    class Background(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            thread = threading.Thread(target=logger.log_metrics, args=({"cpu": 1.0},))
+            thread.start()
+            thread.join()
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, Background()], logger=logger, log_every_n_steps=100)
+    trainer.fit(Model(), loader(Samples(6)))
+    assert watch.clock.seconds == {"callback/Background": 6 * 0.5}
+
+
+def test_the_users_profiler_sees_all_that_it_would_have_seen(time: HandClock, tmp_path: Path) -> None:
+    class Profiled(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            with self.trainer.profiler.profile("mine") as name:  # type: ignore[attr-defined]
+                assert name == "mine"
+                return super().training_step(batch, batch_idx)
+
+    def actions(*callbacks: Callback) -> dict[str, int]:
+        profiler = SimpleProfiler()
+        trainer = quiet_trainer(tmp_path, callbacks=[*callbacks, Slow(time)], profiler=profiler)
+        trainer.fit(Profiled(time.spend), loader(Samples(6)), loader(Samples(4)))
+        return {name: len(durations) for name, durations in profiler.recorded_durations.items() if "Watch" not in name}
+
+    timed, alone = actions(Watch(time)), actions()
+    assert timed == alone
+    assert timed["mine"] == 6
+
+
+def test_an_action_of_the_users_gets_its_name_and_costs_no_memory(time: HandClock, tmp_path: Path) -> None:
+    class Numbered(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            for i in range(100):
+                with self.trainer.profiler.profile(f"{batch_idx} {i}") as name:  # type: ignore[attr-defined]
+                    assert name == f"{batch_idx} {i}"
+            self.known = len(self.trainer.profiler.profile.contexts)  # type: ignore[attr-defined]
+            return super().training_step(batch, batch_idx)
+
+    watch, model = Watch(time), Numbered(time.spend, step_s=1.0)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(model, loader(Samples(50)))
+    assert model.known == 1000
+    assert watch.clock.seconds["training_step"] == 50.0
+
+
+class Slow(Callback):
+    def __init__(self, time: HandClock) -> None:
+        self.time = time
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.time.spend(0.125)
+
+
+def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock, tmp_path: Path) -> None:
+    class SlowModel(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            time.spend(7.0)
+
+    watch = Watch(time)
+    trainer = quiet_trainer(
+        tmp_path,
+        callbacks=[watch, ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+        max_epochs=2,
+    )
+    trainer.fit(SlowModel(), loader(Samples(2)), loader(Samples(2)))
+    assert watch.clock.seconds["checkpoint"] == 2 * 7.0
+    assert "validation" not in watch.clock.seconds
+
+
+@pytest.mark.parametrize("callbacks_first", [True, False])
+def test_the_order_of_callbacks_changes_nothing(time: HandClock, tmp_path: Path, callbacks_first: bool) -> None:
+    watch = Watch(time)
+    callbacks = [Slow(time), watch] if callbacks_first else [watch, Slow(time)]
+    quiet_trainer(tmp_path, callbacks=callbacks).fit(Model(time.spend, step_s=1.0), loader(Samples(5)))
+    assert watch.clock.seconds["callback/Slow"] == 5 * 0.125
+    assert watch.clock.seconds["training_step"] == 5.0
+
+
+def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
+    trainer.fit(Model(), loader(Stream(Samples(6, time.spend, 1.0))))
+    # Lightning fetches the first batch of the first epoch before training starts; that of the second starts the epoch.
+    assert watch.clock.seconds["data_loading"] + watch.clock.seconds["epoch_start"] == 5 + 6
+    assert watch.clock.wall_s == sum(watch.clock.seconds.values())
+
+
+def test_steady_steps_leave_out_warm_up_and_first_batches(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(50, time.spend, 1.0)))
+    blocks = watch.clock.blocks
+    # 100 steps less 20 of warm-up, less the first of the second epoch, less the one that nothing comes after.
+    assert sum(block.steps for block in blocks) == (100 - WARM_UP_STEPS - 1 - 1) // 10 * 10
+    assert {(b.wall_s - b.paused_s, b.data_loading_s, b.training_step_s) for b in blocks} == {(30.0, 10.0, 20.0)}
+
+
+def test_validation_inside_a_step_is_a_pause_of_it(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], val_check_interval=10, num_sanity_val_steps=0)
+    trainer.fit(Model(time.spend, step_s=1.0, validation_s=5.0), loader(Samples(52)), loader(Samples(1)))
+    assert [(b.steps, b.wall_s, b.paused_s) for b in watch.clock.blocks] == [(10, 15.0, 5.0)] * 3
+
+
+def test_own_work_within_a_fetch_is_no_wait_for_data(time: HandClock, tmp_path: Path) -> None:
+    def load(seconds: float) -> None:
+        time.spend(seconds)
+        watch.clock.as_own_work(time.spend, 5.0, part="Search")
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch])
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(10, load, 3.0)))
+    booked = dict(watch.clock.seconds)
+    assert booked["monitoring/Search"] == 10 * 5.0
+    assert booked["data_loading"] + booked["epoch_start"] == 10 * 3.0
+    assert watch.clock.last_fetch_s == 3.0
+    load(3.0)
+    assert watch.clock.seconds == booked  # training is over
+
+
+def test_steady_steps_begin_anew_after_a_change_and_the_phases_go_on(time: HandClock, tmp_path: Path) -> None:
+    class Change(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 60:
+                watch.clock.begin_anew()
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, Change()])
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(100, time.spend, 1.0)))
+    # Of the 40 steps after it 20 are warm-up, and nothing comes after the last one.
+    assert [(block.steps, block.wall_s) for block in watch.clock.blocks] == [(10, 30.0)]
+    assert watch.clock.seconds["training_step"] == 200.0
+
+
+def test_memory_is_bounded_and_nothing_is_lost(time: HandClock, tmp_path: Path) -> None:
+    steps = WARM_UP_STEPS + 2 * 128 * 10 + 1
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(steps)))
+    assert len(watch.clock.blocks) <= 128
+    assert sum(block.steps for block in watch.clock.blocks) == 2 * 128 * 10
+    assert sum(block.wall_s for block in watch.clock.blocks) == 2 * 128 * 10
+
+
+def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, Raise(at_step=5)])
+    with pytest.raises(Boom):
+        trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(9)))
+    time.spend(99.0)
+    watch.clock.stop()
+    assert watch.clock.steps == 5
+    assert watch.clock.seconds["training_step"] == 5.0
+    assert watch.clock.wall_s == sum(watch.clock.seconds.values())
+    assert wrapped(trainer, watch) == []
+
+
+def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
+    """Return what still stands on instances that a class should provide."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    owners = [
+        trainer,
+        trainer.strategy,
+        trainer.profiler,
+        trainer.fit_loop,
+        epoch_loop,
+        epoch_loop.val_loop,
+        *callbacks,
+    ]  # type: ignore[attr-defined]
+    owners += [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
+    return [
+        name
+        for owner in owners
+        for name, value in vars(owner).items()
+        if callable(value) and hasattr(type(owner), name)
+    ]
+
+
+def test_every_wrapper_comes_off_and_another_ones_wrapper_stays(time: HandClock, tmp_path: Path) -> None:
+    calls = []
+    watch, slow = Watch(time), Slow(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch, slow])
+    to_device = trainer.strategy.batch_to_device
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return to_device(*args, **kwargs)
+
+    trainer.strategy.batch_to_device = counted  # type: ignore[method-assign]
+    trainer.fit(Model(), loader(Samples(3)))
+    assert len(calls) == 3
+    assert vars(trainer.strategy).pop("batch_to_device") is counted
+    assert wrapped(trainer, watch, slow) == []
+
+
+def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own(tmp_path: Path) -> None:
+    clocks: list[StepClock] = []
+
+    class Attached(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            clocks.append(StepClock.attach(trainer))
+
+        def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            clocks[-1].detach(trainer)
+
+    trainer = quiet_trainer(tmp_path, callbacks=[Attached(), Attached()])
+    trainer.fit(Model(), loader(Samples(3)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Model(), loader(Samples(4)))
+    first, also_first, second, also_second = clocks
+    assert first is also_first
+    assert second is also_second
+    assert (first.steps, second.steps) == (3, 4)
+
+
+def test_a_trial_in_the_middle_of_a_fit_is_part_of_what_made_it(time: HandClock, tmp_path: Path) -> None:
+    """As in the recipe of Lightning's documentation, which looks for a learning rate at some epochs."""
+
+    class FineTune(LearningRateFinder):
+        def on_fit_start(self, *args: Any) -> None:
+            """Not at the beginning."""
+
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                self.lr_find(trainer, pl_module)
+
+    class Tuned(Model):
+        lr = 0.1
+
+    watch, model = Watch(time), Tuned(time.spend, step_s=1.0)
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[FineTune(num_training_steps=4, update_attr=False), watch], max_epochs=3
+    )
+    trainer.fit(model, loader(Samples(10)))
+    assert watch.clock.wall_s == time() - 1000.0 == sum(watch.clock.seconds.values())
+    assert watch.clock.wall_s >= 30.0
+    assert wrapped(trainer, watch) == []
+
+
+def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandClock, tmp_path: Path) -> None:
+    class Attached(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            self.clock = StepClock.attach(trainer)
+
+    attached = Attached()
+    trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])
+    with pytest.raises(Boom):
+        trainer.fit(Model(), loader(Samples(9)))
+    first = attached.clock
+    trainer.callbacks.pop()  # type: ignore[attr-defined]
+    trainer.fit(Model(), loader(Samples(9)))
+    assert first.steps == 5
+    assert attached.clock is not first
+    assert attached.clock.steps == 9
+    assert attached.clock.wall_s == pytest.approx(sum(attached.clock.seconds.values()))
+    assert wrapped(trainer, attached) == []
+
+
+def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch])
+    trainer.fit_loop.epoch_loop.val_loop.run = None  # type: ignore[assignment, method-assign]
+    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
+    assert watch.clock.unseen == ["_EvaluationLoop.run"]
+    assert watch.clock.seconds == {"epoch_start": 1.0, "data_loading": 3.0, "training_step": 8.0}
+
+
+def test_a_training_step_of_another_name_is_named_too(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed_actions, "RUN_STEP", "an earlier name")
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=2.0), loader(Samples(4)))
+    assert watch.clock.unseen == ["run_training_batch"]
+    assert watch.clock.seconds == {"trainer": 8.0}
+
+
+class Hooked(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.spend(0.25)
+
+    def on_after_backward(self) -> None:
+        self.spend(0.125)
+
+
+def test_a_hook_of_the_model_is_booked_by_its_name(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    model = Hooked(time.spend, step_s=1.0)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(model, loader(Samples(8)))
+    assert watch.clock.seconds["callback/Hooked.on_train_batch_start"] == 8 * 0.25
+    assert watch.clock.seconds["callback/Hooked.on_after_backward"] == 8 * 0.125
+    assert watch.clock.seconds["training_step"] == 8.0
+    assert not {"on_train_batch_start", "on_after_backward"} & vars(model).keys()
+
+
+def test_where_the_fetch_has_another_name_the_public_hooks_tell_the_wait(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A future Lightning that calls the fetch something else."""
+    monkeypatch.setattr(_TrainingEpochLoop, "_on_before_fetch", lambda loop: loop.trainer.profiler.start("renamed"))
+    monkeypatch.setattr(_TrainingEpochLoop, "_on_after_fetch", lambda loop: loop.trainer.profiler.stop("renamed"))
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2, val_check_interval=5, num_sanity_val_steps=0)
+    trainer.fit(
+        Model(time.spend, step_s=2.0, validation_s=1.0), loader(Samples(50, time.spend, 3.0)), loader(Samples(2))
+    )
+    assert watch.clock.unseen == ["[_TrainingEpochLoop].train_dataloader_next"]
+    assert watch.clock.steps == 100
+    assert watch.clock.seconds["data_loading"] == 98 * 3.0
+    assert watch.clock.seconds["epoch_start"] == 3.0
+    assert watch.clock.seconds["trainer"] == 3.0  # by the end of the first step it is known that its fetch went unseen
+    assert watch.clock.seconds["training_step"] == 100 * 2.0
+    assert watch.clock.seconds["validation"] == 20 * 2 * 1.0
+    assert {(b.wall_s - b.paused_s, b.data_loading_s) for b in watch.clock.blocks} == {(50.0, 30.0)}
+
+
+def test_handing_a_batch_to_validation_is_validation(time: HandClock, tmp_path: Path) -> None:
+    class Transferring(Model):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            time.spend(0.5)
+            return batch
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
+    trainer.fit(Transferring(time.spend, validation_s=1.0), loader(Samples(6)), loader(Samples(4)))
+    assert watch.clock.seconds["host_to_device_copy"] == 6 * 0.5
+    assert watch.clock.seconds["validation"] == 4 * (1.0 + 0.5)
+
+
+def test_what_a_datamodule_does_to_a_batch_is_booked_by_its_name(time: HandClock, tmp_path: Path) -> None:
+    class Augmenting(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(Samples(6))
+
+        def val_dataloader(self) -> Any:
+            return loader(Samples(4))
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            time.spend(0.5)
+            return batch
+
+    watch = Watch(time)
+    trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
+    trainer.fit(Model(time.spend), Augmenting())
+    assert watch.clock.seconds == {"callback/Augmenting.on_after_batch_transfer": 6 * 0.5, "validation": 4 * 0.5}
+
+
+def test_measuring_its_own_cost_books_nothing(time: HandClock, tmp_path: Path) -> None:
+    watch = Watch(time)
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(50, time.spend, 1.0)))
+    before = (watch.clock.seconds, list(watch.clock.blocks), watch.clock.steps)
+    assert watch.clock.cost_s() > 0
+    assert (watch.clock.seconds, list(watch.clock.blocks), watch.clock.steps) == before

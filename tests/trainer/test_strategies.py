@@ -1,0 +1,263 @@
+"""The strategies by name, by object and by YAML: which GPUs they get, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import cpu_as_cuda
+import pytest
+import torch
+from fake_driver import Driver, gpu
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.strategies import StrategyRegistry, deepspeed
+
+from lightning_gpu_tools import (
+    CudaAlreadyInitializedError,
+    FreeMemoryCUDAAccelerator,
+    FreeMemoryDDPStrategy,
+    FreeMemoryDeepSpeedStrategy,
+    FreeMemoryFSDPStrategy,
+    FreeMemoryStrategy,
+    NotEnoughGpusError,
+    UnknownOptionError,
+)
+from lightning_gpu_tools.trainer import strategies
+
+TESTS = Path(__file__).parents[1]
+BY_NAME = {
+    "free_memory": FreeMemoryStrategy,
+    "ddp_free_memory": FreeMemoryDDPStrategy,
+    "fsdp_free_memory": FreeMemoryFSDPStrategy,
+    "deepspeed_free_memory": FreeMemoryDeepSpeedStrategy,
+}
+pytestmark = pytest.mark.usefixtures("claims_dir")
+
+
+@pytest.fixture
+def cuda(driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Four idle GPUs; the higher the number, the more free memory. DeepSpeed counts as installed."""
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    cpu_as_cuda.install(monkeypatch.setattr)
+    monkeypatch.setattr(deepspeed, "_DEEPSPEED_AVAILABLE", True)
+    monkeypatch.setattr(deepspeed, "_DEEPSPEED_GREATER_EQUAL_0_16", True)
+    monkeypatch.setitem(sys.modules, "deepspeed", MagicMock(name="deepspeed"))  # only its logger is touched
+    return driver
+
+
+def trainer(strategy: Any, devices: Any = 2, **options: Any) -> Trainer:
+    return Trainer(strategy=strategy, devices=devices, logger=False, enable_checkpointing=False, **options)
+
+
+def positions(made: Trainer, driver: Driver) -> list[int]:
+    return [[one.uuid for one in driver.gpus].index(uuid) for uuid in cpu_as_cuda.gpus_of(made)]
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_strategy_by_name_gets_the_freest_gpus(cuda: Driver, name: str, accelerator: str) -> None:
+    made = trainer(name, accelerator=accelerator)
+    assert type(made.strategy) is BY_NAME[name]
+    expected = [3] if name == "free_memory" else [3, 2]
+    assert positions(made, cuda) == expected
+    assert cpu_as_cuda.device_numbers(made) == list(range(len(expected)))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(cuda.gpus[index].uuid for index in expected)
+    assert made.num_devices == len(expected)
+
+
+@pytest.mark.parametrize("strategy", BY_NAME.values())
+def test_options_are_those_of_a_selection_and_of_lightning(cuda: Driver, strategy: Any) -> None:
+    with pytest.raises(NotEnoughGpusError, match=r"asked for 50\.0 GiB"):
+        trainer(strategy(min_free="50GiB"))
+    assert positions(trainer(strategy(min_free="8GiB", precision_plugin=None, claim=False), devices=1), cuda) == [3]
+
+
+def test_options_of_lightnings_strategy_reach_it(cuda: Driver) -> None:
+    made = FreeMemoryDDPStrategy(find_unused_parameters=True, process_group_backend="gloo", start_method="spawn")
+    assert made._ddp_kwargs == {"find_unused_parameters": True}
+    assert made.process_group_backend == "gloo"
+    assert FreeMemoryFSDPStrategy(state_dict_type="sharded")._state_dict_type == "sharded"
+    assert FreeMemoryDeepSpeedStrategy(stage=3).config["zero_optimization"]["stage"] == 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize("strategy", BY_NAME.values())
+def test_an_unknown_option_is_named_with_the_known_ones(cuda: Driver, strategy: Any) -> None:
+    known = r"It has min_free, .*wait, claim"
+    named = rf"{strategy.__name__} has no option 'min_fre' \(got min_fre='8GiB'\)\. {known}"
+    with pytest.raises(UnknownOptionError, match=named):
+        strategy(min_fre="8GiB")
+    with pytest.raises(ValueError, match="8 bananas"):
+        strategy(min_free="8 bananas")
+
+
+@pytest.mark.parametrize(("devices", "expected"), [([1, 3], [1, 3]), ([2], [2]), ("auto", [3, 2, 1, 0])])
+def test_named_devices_are_respected(cuda: Driver, devices: Any, expected: list[int]) -> None:
+    assert positions(trainer("ddp_free_memory", devices), cuda) == expected
+
+
+def test_one_named_device_of_the_single_device_strategy(cuda: Driver) -> None:
+    made = trainer("free_memory", [2])
+    assert positions(made, cuda) == [2]
+    assert cpu_as_cuda.device_numbers(made) == [2]
+
+
+def test_accelerator_and_strategy_together_choose_once(cuda: Driver) -> None:
+    accelerator = FreeMemoryCUDAAccelerator(exclusive=True)
+    made = trainer(FreeMemoryDDPStrategy(exclusive=True), accelerator=accelerator)
+    assert positions(made, cuda) == [3, 2]
+
+
+def test_after_cuda_has_started_devices_are_picked_by_number(cuda: Driver) -> None:
+    cpu_as_cuda.start()
+    assert cpu_as_cuda.device_numbers(trainer("ddp_free_memory")) == [2, 3]
+    assert cpu_as_cuda.device_numbers(trainer("free_memory")) == [3]
+
+
+def test_deepspeed_cannot_be_given_other_numbers(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_as_cuda.start()
+    with pytest.raises(CudaAlreadyInitializedError, match=r"DeepSpeed can only use .* \[2, 3\]"):
+        trainer("deepspeed_free_memory")
+
+
+@pytest.mark.parametrize("name", ["free_memory", "fsdp_free_memory"])
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+def test_without_cuda_the_message_says_what_to_do(driver: Driver, name: str, accelerator: str) -> None:
+    with pytest.raises(NotEnoughGpusError, match=r"would run on the CPUAccelerator.*Trainer\(accelerator='cpu'\)"):
+        trainer(name, accelerator=accelerator, devices=1)
+
+
+def test_ddp_on_the_cpu_is_plain_ddp(driver: Driver) -> None:
+    made = trainer("ddp_free_memory", accelerator="cpu", devices=2)
+    assert made.strategy.parallel_devices == [torch.device("cpu")] * 2
+    assert driver.calls() == []
+
+
+def test_names_can_be_registered_again() -> None:
+    before = dict(vars(strategies))
+    again = importlib.reload(strategies)
+    assert StrategyRegistry["ddp_free_memory"]["strategy"] is again.FreeMemoryDDPStrategy
+    vars(strategies).update(before)  # the other tests know the classes of the first time
+    for name, strategy in BY_NAME.items():
+        StrategyRegistry.register(name, strategy, override=True)
+
+
+@pytest.mark.parametrize(
+    "code", ["from lightning_gpu_tools import FreeMemoryDDPStrategy", "import lightning.pytorch, lightning_gpu_tools"]
+)
+def test_names_are_registered_by(code: str, run_python: Callable[..., Any]) -> None:
+    check = "from lightning.pytorch.strategies import StrategyRegistry as s; print('ddp_free_memory' in s)"
+    assert run_python("-c", f"{code}; {check}").stdout == "True\n"
+
+
+def test_a_picked_strategy_can_be_sent_to_spawned_processes(cuda: Driver) -> None:
+    made = trainer(FreeMemoryDDPStrategy(start_method="spawn"))
+    copied = pickle.loads(pickle.dumps(made.strategy))
+    assert copied.parallel_devices == made.strategy.parallel_devices
+
+
+YAML = """
+trainer:
+  devices: 2
+  logger: false
+  enable_checkpointing: false
+  accelerator:
+    class_path: lightning_gpu_tools.FreeMemoryCUDAAccelerator
+    init_args:
+      min_free: 15GiB
+      wait: 10
+  strategy:
+    class_path: lightning_gpu_tools.FreeMemoryDDPStrategy
+    init_args:
+      min_free: 15GiB
+      find_unused_parameters: true
+"""
+
+
+def cli(path: Path, *arguments: str) -> LightningCLI:
+    return LightningCLI(
+        BoringModel,
+        BoringDataModule,
+        run=False,
+        args=["--config", str(path), *arguments],
+        save_config_callback=None,
+    )
+
+
+def test_lightning_cli_builds_both_from_yaml(cuda: Driver, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(YAML)
+    made = cli(tmp_path / "config.yaml").trainer
+    assert isinstance(made.accelerator, FreeMemoryCUDAAccelerator)
+    assert isinstance(made.strategy, FreeMemoryDDPStrategy)
+    assert made.strategy._ddp_kwargs["find_unused_parameters"] is True
+    assert positions(made, cuda) == [3, 2]
+
+
+@pytest.mark.parametrize("name", BY_NAME.values())
+def test_lightning_cli_knows_every_strategy_and_its_options(cuda: Driver, tmp_path: Path, name: Any) -> None:
+    (tmp_path / "config.yaml").write_text(
+        f"""
+trainer:
+  devices: 1
+  logger: false
+  enable_checkpointing: false
+  strategy:
+    class_path: lightning_gpu_tools.{name.__name__}
+    init_args:
+      max_utilization: 50
+      exclusive: true
+"""
+    )
+    assert positions(cli(tmp_path / "config.yaml").trainer, cuda) == [3]
+    with pytest.raises(SystemExit):
+        cli(tmp_path / "config.yaml", "--trainer.strategy.init_args.min_fre=1GiB")
+
+
+SCRIPT = """
+import cpu_as_cuda, os, sys
+cpu_as_cuda.install()
+import torch.distributed
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_gpu_tools import FreeMemoryFSDPStrategy, FreeMemoryStrategy
+strategy = {"fsdp": FreeMemoryFSDPStrategy, "single": FreeMemoryStrategy}.get(sys.argv[1])
+trainer = Trainer(strategy=strategy(bind_numa=True) if strategy else sys.argv[1], devices=int(sys.argv[2]), max_steps=2,
+                  logger=False, enable_checkpointing=False, limit_val_batches=0, enable_progress_bar=False,
+                  enable_model_summary=False)
+trainer.fit(BoringModel())
+told = [trainer.global_rank, trainer.global_step, *cpu_as_cuda.gpus_of(trainer), *os.sched_getaffinity(0)]
+os.write(1, (" ".join(map(str, told)) + "\\n").encode())  # in one write, because the ranks share the pipe
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "bound"),
+    [("free_memory", 1, False), ("ddp_free_memory", 1, False), ("single", 1, True), ("fsdp", 2, True)],
+)
+def test_a_strategy_really_trains(
+    driver: Driver, tmp_path: Path, run_python: Callable[..., Any], strategy: str, devices: int, bound: bool
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    first, second = cores[0], cores[-1]
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", cpus=[core]) for gib, core in ((10, 0), (40, first), (20, second))]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
+    answer: subprocess.CompletedProcess[str] = run_python(
+        str(tmp_path / "train.py"), strategy, str(devices), env={"PYTHONPATH": path}
+    )
+    assert answer.returncode == 0, answer.stderr
+    picked = " ".join(driver.gpus[index].uuid for index in (1, 2)[:devices])
+    kept_on = [[first], [second]] if bound else [cores]
+    assert sorted(answer.stdout.splitlines()) == [
+        f"{rank} 2 {picked} {' '.join(map(str, kept_on[rank]))}" for rank in range(devices)
+    ]

@@ -1,0 +1,73 @@
+"""Gaps on the GPU and what the host did meanwhile, on data."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, IdleSums, idle_by_phase
+
+PHASES = [("callback/A", 2.0), ("trainer", 1.0), ("data_loading", 3.0), ("host_to_device_copy", 1.0)]  # from 3 to 10
+
+
+@pytest.mark.parametrize(
+    ("begin_s", "end_s", "idle"),
+    [
+        (3.0, 10.0, {"callback/A": 2.0, "trainer": 1.0, "data_loading": 3.0, "host_to_device_copy": 1.0}),
+        (7.0, 10.0, {"data_loading": 2.0, "host_to_device_copy": 1.0}),  # the GPU was busy up to 7
+        (9.5, 10.5, {"host_to_device_copy": 1.0}),  # and copies until 10.5
+        (12.0, 12.0, {}),  # all of it was hidden
+        (12.0, 12.5, {"host_to_device_copy": 0.5}),  # but for the copy, which the GPU does after its kernels
+    ],
+)
+def test_the_gpu_is_idle_from_its_last_kernel_to_the_next(begin_s: float, end_s: float, idle: dict[str, float]) -> None:
+    assert idle_by_phase(Gap(begin_s, end_s, 10.0, PHASES)) == pytest.approx(idle)
+
+
+def test_of_validation_nothing_is_known() -> None:
+    spent = [("callback/A", 1.0), ("validation", 5.0), ("data_loading", 1.0)]
+    assert idle_by_phase(Gap(3.0, 10.0, 10.0, spent)) == {"callback/A": 1.0, "data_loading": 1.0}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.floats(0, 10)), max_size=6),
+    st.floats(0, 50),
+    st.floats(0, 50),
+)
+def test_the_parts_are_never_more_than_the_gap_or_than_the_phase(
+    spent: list[tuple[str, float]], begin_s: float, length_s: float
+) -> None:
+    idle = idle_by_phase(Gap(begin_s, begin_s + length_s, 30.0, spent))
+    assert sum(idle.values()) <= length_s + 1e-9
+    for phase in {"a", "b", "c"} & idle.keys():
+        assert idle[phase] <= sum(seconds for name, seconds in spent if name == phase) + 1e-9
+
+
+def test_the_clocks_are_tied_where_the_gpu_had_nothing_else_to_do() -> None:
+    time = HostTime()
+    time.learn(100.0, 5.0)  # behind other work: it came to this 0.3 s after it was asked for
+    assert time.at(5.0) == pytest.approx(100.0)
+    time.learn(101.0, 5.7)  # idle: at once
+    assert time.at(5.7) == pytest.approx(101.0)
+    assert time.at(5.0) == pytest.approx(100.3)
+    time.learn(102.0, 7.0)  # behind other work again
+    assert time.at(7.0) == pytest.approx(102.3, abs=1e-3)
+
+
+def test_clocks_that_drift_are_tied_anew() -> None:
+    time = HostTime()
+    for i in range(1000):  # the GPU's clock is 30 millionths fast
+        time.learn(10.0 * i, 10.0 * i * (1 + 30e-6))
+    assert time.at(9990.0 * (1 + 30e-6)) == pytest.approx(9990.0, abs=1e-3)
+
+
+def test_sums_count_looks_phases_and_idle_time() -> None:
+    sums = IdleSums()
+    sums.add(Gap(3.0, 10.0, 10.0, PHASES))
+    sums.add(Gap(9.5, 10.5, 10.0, [*PHASES[1:], ("checkpoint", 0.0)]))
+    facts = sums.facts()
+    assert facts.looks == 2
+    assert facts.seen["data_loading"] == 2
+    assert facts.seen["callback/A"] == 1
+    assert facts.host_s["data_loading"] == 6.0
+    assert facts.idle_s["data_loading"] == 3.0
+    assert facts.idle_s["host_to_device_copy"] == 2.0

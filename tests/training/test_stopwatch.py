@@ -1,0 +1,82 @@
+"""Every instant is booked once, whatever happens; the timeline of phases loses nothing, and it stays small."""
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainings import Boom, HandClock
+
+from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch
+
+
+def test_spans_add_up_to_the_run_and_are_few_however_long_it_is() -> None:
+    timeline = PhaseTimeline(max_spans=40, width_s=0.25)
+    timeline.start(100.0)
+    seconds = {"training_step": 0.0, "callback/Slow": 0.0}
+    now_s = 100.0
+    for step in range(20_000):  # a step of 30 s: a week
+        now_s += 30.0
+        seconds["training_step"] += 20.0
+        seconds["callback/Slow"] += 10.0
+        if now_s >= timeline.due_s:
+            timeline.cut(now_s, seconds)
+        assert len(timeline.spans()) <= 40 or step % 100
+    spans = timeline.spans()
+    assert spans[0].begin_s == 0
+    assert [span.end_s for span in spans[:-1]] == [span.begin_s for span in spans[1:]]
+    for span in spans:
+        assert sum(span.phase_s.values()) == pytest.approx(span.end_s - span.begin_s)
+        assert span.phase_s["callback"] == pytest.approx(span.phase_s["training_step"] / 2)
+
+
+def test_what_begins_has_an_edge_of_its_own() -> None:
+    timeline = PhaseTimeline(width_s=100.0)
+    timeline.start(0.0)
+    timeline.cut_at_edge(50.0, {"training_step": 50.0})
+    timeline.cut_at_edge(80.0, {"training_step": 50.0, "validation": 30.0})
+    timeline.cut_at_edge(81.0, {"training_step": 51.0, "validation": 30.0})  # too short for a span
+    timeline.cut(90.0, {"training_step": 60.0, "validation": 30.0})
+    assert [(span.end_s, dict(span.phase_s)) for span in timeline.spans()] == [
+        (50, {"training_step": 50}),
+        (80, {"validation": 30}),
+        (90, {"training_step": 10}),
+    ]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Any:
+    """Return what a thread does, one after the other: seconds that go by, phases with such a list inside, errors."""
+    inside = st.deferred(trees)
+    phase = st.tuples(st.sampled_from("abc"), inside)
+    return draw(st.lists(st.one_of(st.integers(1, 1000), phase, st.just(Boom)), max_size=5))
+
+
+@given(trees())
+def test_phases_add_up_and_end_where_they_began_whatever_is_raised_inside(tree: Any) -> None:
+    time, booked = HandClock(), dict.fromkeys("abc", 0.0)
+    watch = Stopwatch("outside", time)
+    contexts = {phase: watch.booked(phase, except_in="c" if phase == "b" else "") for phase in "abc"}
+    booked["outside"] = 0.0
+    watch.start()
+    began_s = time()
+
+    def act(tree: Any, phase: str) -> None:
+        for part in tree:
+            if part is Boom:
+                raise Boom
+            if isinstance(part, int):
+                time.spend(part)
+                booked[phase] += part
+            else:
+                inner, rest = part
+                with contextlib.suppress(Boom), contexts[inner]:
+                    act(rest, phase if (inner, phase) == ("b", "c") else inner)
+                assert watch.current.phase == phase
+
+    with contextlib.suppress(Boom):
+        act(tree, "outside")
+    watch.switch(watch.current)
+    assert watch.seconds == pytest.approx({phase: seconds for phase, seconds in booked.items() if seconds}, abs=1e-6)
+    assert sum(watch.seconds.values()) == pytest.approx(time() - began_s)
