@@ -161,23 +161,23 @@ def _idle_percent(run: RunMeasurements) -> dict[str, float]:
     return percent if in_step is None else {**percent, "training_step": 100 * in_step}
 
 
-_LOST_TO = {
-    "data_loading": "Waiting for data",
-    "host_to_device_copy": "Moving batches to the device",
-    "device_sync": "Waiting for GPU results inside the training step",
-    "launch_bound": "Launching many small kernels",
-    "small_batch": "A batch that fills only part of the GPU",
-    "low_precision": "32-bit computing beside idle tensor cores",
-    "callback": "The callback {name}",
-    "logging": "The logger {name}",
-    "checkpoint": "Writing checkpoints",
-    "validation": "Validation",
-    "epoch_start": "Starting epochs",
-    "communication": "Waiting for other GPUs",
-    "straggler": "Waiting for rank {rank}",
-    "thermal_throttling": "Thermal throttling",
-    "power_cap": "Throttling at the power limit",
-    "unexplained": "Unexplained idle time inside the training step",
+_COSTS = {
+    "data_loading": "Waiting for data takes",
+    "host_to_device_copy": "Moving batches to the device takes",
+    "device_sync": "Waiting for GPU results inside the training step takes",
+    "launch_bound": "Launching many small kernels takes",
+    "small_batch": "A batch too small to fill the GPU costs",
+    "low_precision": "32-bit computing beside idle tensor cores costs",
+    "callback": "The callback {name} takes",
+    "logging": "The logger {name} takes",
+    "checkpoint": "Writing checkpoints takes",
+    "validation": "Validation takes",
+    "epoch_start": "Starting epochs takes",
+    "communication": "Waiting for other GPUs takes",
+    "straggler": "Waiting for rank {rank} takes",
+    "thermal_throttling": "Thermal throttling costs",
+    "power_cap": "Throttling at the power limit costs",
+    "unexplained": "Unexplained idle time inside the training step takes",
 }
 
 
@@ -192,10 +192,10 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
     if first.cause == "callback" and "." in name:  # of the model: LitModel.on_train_batch_start
-        lost_to = f"The hook {name}"
+        costs = f"The hook {name} takes"
     else:
-        lost_to = _LOST_TO[first.cause].format_map({"rank": "", **first.evidence, "name": name})
-    return f"{gpu}{lost_to} takes {100 * first.share:.0f} % of the wall time{_numbers(first.evidence)}."
+        costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
+    return f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{_numbers(first.evidence)}."
 
 
 def _others(shared: Finding) -> str:

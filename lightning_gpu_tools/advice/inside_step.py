@@ -31,6 +31,7 @@ _HALF_PRECISION_SPEEDUP = 2.0
 _MIN_COMMUNICATION = 0.10
 # loadtune's target: fill 80 % of the memory. The rest is for fragmentation, the CUDA context and the largest sample.
 _MAX_FILL = 0.80
+_CAVEAT = " With a larger batch, scale the learning rate and compare the validation metric."
 
 
 def inside_step(run: RunMeasurements) -> list[Finding]:
@@ -75,13 +76,12 @@ def _larger_batch(run: RunMeasurements) -> str:
     """Return which batch size to set, with the limit by measured memory where it is known; empty if none is larger."""
     batch_size = run.loader.batch_size if run.loader is not None else None
     fits = batch_size_that_fits(run.gpu, batch_size) if run.gpu is not None and batch_size else None
-    caveat = "scale the learning rate with it and compare the validation metric"
     if fits is None or batch_size is None:
-        return f"a larger batch_size, as far as memory allows ({caveat})"
+        return "a larger batch_size"
     if fits < 2 * batch_size:
         return ""  # no room for a batch twice as large
     doubled = batch_size * 2 ** ((fits // batch_size).bit_length() - 1)
-    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit by measured memory; {caveat})"
+    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit by measured memory)"
 
 
 def _basis(known: bool) -> Literal["measured", "heuristic"]:
@@ -157,7 +157,7 @@ def _sync(run: RunMeasurements) -> Finding | None:
         "device_sync",
         share,
         evidence,
-        f"Each step waits for GPU results {profile.syncs_per_step:.3g} times{where}. Remove .item(), float(), print "
+        f"The host syncs with the GPU {profile.syncs_per_step:.3g}x per step{where}. Remove .item(), float(), print "
         "and .cpu() there, or call them every 50 steps. Pass the tensor itself to self.log; prog_bar=True syncs each "
         "time the bar is drawn.",
         _basis(known),
@@ -181,12 +181,12 @@ def _launch(run: RunMeasurements) -> Finding | None:
         }
     larger = _larger_batch(run)
     if tiny:
-        advice = f"The model is too small for this GPU. Set {larger or 'a larger batch_size'}, or train on the CPU."
+        advice = f"The model is too small for this GPU. Set {larger or 'a larger batch_size'}, or train on the CPU.{_CAVEAT}"
     else:
         advice = (
             "The host launches kernels more slowly than the GPU runs them. Use torch.compile(model, "
             "mode='reduce-overhead') (CUDA graphs), a fused optimizer (AdamW(..., fused=True))"
-            + (f", or {larger}." if larger else ".")
+            + (f", or {larger}.{_CAVEAT}" if larger else ".")
         )
     return counted("launch_bound", share, evidence, advice, _basis(known))
 
@@ -211,7 +211,7 @@ def _small_batch(run: RunMeasurements) -> Finding | None:
         "small_batch",
         share,
         evidence,
-        f"The kernels fill {run.gpu.sm_active_percent:.0f} % of the GPU. Set {larger}.",
+        f"The kernels fill {run.gpu.sm_active_percent:.0f} % of the GPU. Set {larger}.{_CAVEAT}",
         "heuristic",
     )
 
