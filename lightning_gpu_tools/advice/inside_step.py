@@ -181,7 +181,8 @@ def _launch(run: RunMeasurements) -> Finding | None:
         }
     larger = _larger_batch(run)
     if tiny:
-        advice = f"The model is too small for this GPU. Set {larger or 'a larger batch_size'}, or train on the CPU.{_CAVEAT}"
+        larger = larger or "a larger batch_size"
+        advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{_CAVEAT}"
     else:
         advice = (
             "The host launches kernels more slowly than the GPU runs them. Use torch.compile(model, "

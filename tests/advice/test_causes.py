@@ -379,9 +379,7 @@ def test_the_settings_come_with_the_tool_that_finds_them() -> None:
 @pytest.mark.parametrize(
     ("busy", "ms", "named"), [(None, 30, True), (None, 10, False), (20.0, 30, True), (90.0, 30, False)]
 )
-def test_validation_counts_beyond_a_quarter_with_an_idle_gpu(
-    busy: float | None, ms: float, named: bool
-) -> None:
+def test_validation_counts_beyond_a_quarter_with_an_idle_gpu(busy: float | None, ms: float, named: bool) -> None:
     run = gpu_run({"training_step": 60, "validation": ms}, 99.0, validation_utilization_percent=busy)
     cpu = dataclasses.replace(run, on_gpu=False, utilization_percent=None)
     causes = [finding.cause for finding in judge(cpu).findings]
@@ -402,9 +400,7 @@ def test_less_often_comes_with_how_often(log_every_n_steps: int, advised: int) -
 
 
 @pytest.mark.parametrize(("workers", "persistent", "advised"), [(0, False, False), (2, True, False), (2, False, True)])
-def test_persistent_workers_are_advised_only_where_workers_end(
-    workers: int, persistent: bool, advised: bool
-) -> None:
+def test_persistent_workers_are_advised_only_where_workers_end(workers: int, persistent: bool, advised: bool) -> None:
     loader = dataclasses.replace(LOADER, num_workers=workers, persistent_workers=persistent)
     finding = first(gpu_run({"epoch_start": 20, "training_step": 5}, utilization_percent=20.0, loader=loader))
     assert finding.cause == "epoch_start"

@@ -1,4 +1,4 @@
-"""Files that are no report, or one that somebody has made up: one sentence each, at once, and never a traceback."""
+"""Files that are not reports, or forged ones: one sentence each, at once, and never a traceback."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FULL = replace(
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the way to each value inside of plain data, the data itself included."""
+    """Return the path to each value in plain data, that of the data itself included."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place, *(found for key, item in inside for found in places(item, (*place, key)))]
 
@@ -71,7 +71,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 def like(value: Any) -> st.SearchStrategy[Any]:
-    """Return values of the same type, which a report may well have, however odd they are."""
+    """Return values of the same type, however odd."""
     if isinstance(value, dict):
         return st.dictionaries(texts, like(next(iter(value.values()), 0.5)), max_size=3)
     if isinstance(value, list):
@@ -91,7 +91,7 @@ changed = st.sampled_from(places(DATA)[1:]).flatmap(lambda place: st.tuples(st.j
 @example([(("steps",), 10**300)])
 @example([(("wall_s",), 0), (("phase_s",), {})])
 @example([(("diagnosis", "findings", 0, "cause"), "checkpoint"), (("phase_s", "checkpoint"), 1e300)])
-def test_any_value_in_any_place_is_shown_or_refused_in_words(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+def test_any_value_anywhere_is_shown_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     data = copy.deepcopy(DATA)
     for place, value in changes:
         put(data, place, value)
@@ -111,7 +111,7 @@ def test_any_value_in_any_place_is_shown_or_refused_in_words(changes: list[tuple
 
 
 def put(data: Any, place: tuple[Any, ...], value: Any) -> None:
-    """Put a value in a place of plain data, unless an earlier change has left no such place."""
+    """Put a value in plain data, unless an earlier change removed its place."""
     with contextlib.suppress(LookupError, TypeError):
         *way, last = place
         for key in way:
@@ -119,7 +119,7 @@ def put(data: Any, place: tuple[Any, ...], value: Any) -> None:
         data[last] = value
 
 
-def test_what_a_training_writes_is_read_back_with_the_same_values() -> None:
+def test_a_full_report_is_read_back_unchanged() -> None:
     assert from_json(to_json(FULL)) == FULL
     assert json.loads(to_json(from_json(to_json(FULL)))) == json.loads(
         json.dumps({"schema_version": 1, **asdict(FULL)})
@@ -139,17 +139,17 @@ def test_what_a_training_writes_is_read_back_with_the_same_values() -> None:
         (("spans", 0, 1), -1.0, "spans[0].end_s must not be negative"),
         (("spans", 0), [1], "spans[0] must be a list of begin_s, end_s, phase_s, got 1 items"),
         (("step_s_blocks", 3), 0.0, "step_s_blocks holds a step of less than a nanosecond"),
-        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items, of at most 20,000"),
-        (("outcome",), ["completed"], "outcome must be a text, got a list"),
-        (("gpus", 0, "name"), 5, "gpus[0].name must be a text or null, got 5"),
+        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items; at most 20,000 are allowed"),
+        (("outcome",), ["completed"], "outcome must be a string, got a list"),
+        (("gpus", 0, "name"), 5, "gpus[0].name must be a string or null, got 5"),
         (("gpus", 0, "timelines", "power_watts"), [[0.0, "1"]], 'power_watts[0][1] must be a number, got "1"'),
         (("gpus", 0), {}, "gpus[0] has no 'index'"),
         (("loader", "applied"), 1, "loader.applied must be true or false, got 1"),
         (("diagnosis", "findings"), {}, "diagnosis.findings must be a list, got an object"),
         (("settings", "x"), [[[[[[[[[1]]]]]]]]], "settings.x is nested deeper than 8 levels"),
         (("phase_s", "\x1b[2J\n"), "a", r"phase_s.\x1b[2J\n must be a number"),
-        (("schema_version",), "1", "no object with an integer as schema_version"),
-        (("schema_version",), 10**40, "written by a newer version"),
+        (("schema_version",), "1", "not an object with an integer schema_version"),
+        (("schema_version",), 10**40, "but this version of lightning_gpu_tools reads only up to 1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: Any, says: str) -> None:
