@@ -122,7 +122,7 @@ def test_the_previous_run_is_in_the_folder_or_newest_version(tmp_path: Path) -> 
 
 class SlowCallback(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
-        time.sleep(0.02)
+        time.sleep(0.008)
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
@@ -138,8 +138,8 @@ def test_the_next_run_reports_the_result_of_the_change(tmp_path: Path, capsys: p
     assert load_report(folders[0]).confirmation is None
     result = load_report(folders[1]).confirmation
     assert result is not None
-    assert result.startswith("SlowCallback 2")
+    assert result.startswith("SlowCallback ")
     assert result.endswith("confirmed.")
     printed = capsys.readouterr().out
     assert "Result:  SlowCallback" in printed
-    assert f"Verify a change: lightning-gpu-tools report NEW --against {folders[0]}" in printed
+    assert f"lightning-gpu-tools report NEW --against {folders[0]}" in printed

@@ -207,6 +207,6 @@ def test_an_old_run_that_cannot_be_read_cannot_be_compared(run_cli: RunCli, tmp_
     NOT_REPORTS[kind](tmp_path / "old" / "gpu_report.json")
     result = run_cli("report", str(tmp_path / "new"), "--against", str(tmp_path / "old"))
     assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr.startswith("lightning-gpu-tools: cannot be compared: ")
+    assert result.stderr.startswith("lightning-gpu-tools: cannot compare: ")
     assert result.stderr.count("\n") == 1
     assert run_cli("report", str(tmp_path / "old")).returncode == 1
