@@ -8,11 +8,9 @@ import functools
 import json
 import operator
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import REPORT
 
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports import comparison as comparing
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
@@ -29,8 +28,6 @@ from lightning_gpu_tools.reports.text import render_markdown, render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
-
-RunCli = Callable[..., "CompletedProcess[str]"]
 
 SETTINGS = {"num_workers": 0, "prefetch_factor": None, "batch_size": 64}
 FULL = replace(
@@ -183,30 +180,32 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.timeout(30)  # a reader that waits for the pipe, or reads the device to its end, never returns
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
 @pytest.mark.parametrize("kind", NOT_REPORTS)
-def test_what_is_no_report_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_what_is_not_a_report_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
     folder.mkdir()
     path = folder / "gpu_report.json"
     NOT_REPORTS[kind](path)
-    began_s = time.monotonic()
     with pytest.raises(ReportError) as caught:
         load_report(path)
     assert printable_path(path) in str(caught.value)
     assert str(caught.value).isprintable()
     assert earlier_report(folder) is None
-    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
 @pytest.mark.parametrize("kind", ["a pipe", "brackets", "negative"])
-def test_an_old_run_that_cannot_be_read_cannot_be_compared(run_cli: RunCli, tmp_path: Path, kind: str) -> None:
+def test_an_unreadable_old_run_cannot_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     save_report(FULL, tmp_path / "new")
     (tmp_path / "old").mkdir()
     NOT_REPORTS[kind](tmp_path / "old" / "gpu_report.json")
-    result = run_cli("report", str(tmp_path / "new"), "--against", str(tmp_path / "old"))
-    assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr.startswith("lightning-gpu-tools: cannot compare: ")
-    assert result.stderr.count("\n") == 1
-    assert run_cli("report", str(tmp_path / "old")).returncode == 1
+    assert main(["report", str(tmp_path / "new"), "--against", str(tmp_path / "old")]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lightning-gpu-tools: cannot compare: ")
+    assert shown.err.count("\n") == 1
+    assert main(["report", str(tmp_path / "old")]) == 1
