@@ -53,7 +53,7 @@ class Report:
         started_at: ISO 8601, UTC.
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
-        phase_s: Wall time by phase, see :mod:`lightning_gpu_tools.trainer.step_clock`.
+        phase_s: Wall time by phase, see docs/report_schema.md.
         step_s_median: Median time per steady step; ``None`` if there were none.
         diagnosis: Verdict and findings.
         gpus: The monitored GPUs.
@@ -65,7 +65,7 @@ class Report:
             training thread, as measured in warm caches, and its own work there; ``None`` if it was not measured.
         monitor_thread_us_per_step: CPU time of its background thread per step, likewise; ``None`` without GPUs.
         confirmation: The measured result of following the previous run's advice, as text; ``None`` without one.
-        unseen: What could not be timed with this version of Lightning; it counts to the phase around it.
+        unseen: What could not be timed with this version of Lightning; it counts toward the phase around it.
         spans: The phases over time, in at most 401 parts.
         ranks: The speed of each rank that reported; empty with one rank.
         memory_growth: Memory that grew steadily.
