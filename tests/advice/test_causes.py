@@ -58,7 +58,7 @@ def test_an_event_too_rare_to_be_sampled_counts_in_full() -> None:
 
 
 def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
-    """By its own times the GPU stood idle for 60 % of the time, by the driver's for 35 %."""
+    """By its own times the GPU is idle for 60 % of the time, by the driver for 35 %."""
     run = gpu_run({"data_loading": 60, "training_step": 40}, 65.0, gpu_idle=looks(data_loading=(60.0, 60.0)))
     diagnosis = judge(run)
     assert diagnosis.gpu_idle_residual_percent == pytest.approx(25.0)

@@ -24,6 +24,14 @@ def block(wait_ms: float, rest_ms: float = 10.0, steps: int = 10, **options: flo
     return StepBlock(**{**zero, **values, **options, "steps": steps})
 
 
+def workers(count: int) -> LoaderSettings:
+    return LoaderSettings(num_workers=count, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+
+
+def a_host(cores: float = 64, **options: Any) -> HostBudget:
+    return HostBudget(**{"cores": cores, "memory_available_bytes": 2**36, "shm_free_bytes": 2**35, **options})
+
+
 def run(blocks: list[StepBlock], phases: dict[str, float] | None = None, **options: Any) -> RunMeasurements:
     wall_s = sum(b.wall_s for b in blocks)
     loader = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
@@ -33,7 +41,7 @@ def run(blocks: list[StepBlock], phases: dict[str, float] | None = None, **optio
             "steps": sum(b.steps for b in blocks),
             "phase_s": phases or {"data_loading": sum(b.data_loading_s for b in blocks)},
             "blocks": blocks,
-            "host": HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**35),
+            "host": a_host(),
             "loader": loader,
             **options,
         }
@@ -60,7 +68,7 @@ def test_a_step_on_the_cpu_takes_cores_away_from_loading(busy_cores: int, speedu
     """Steps of 40 ms, 30 of them loading, on 2 cores: training keeps one of them busy, or both."""
     measured = run(
         [block(wait_ms=30, rest_ms=10, data_loading_cpu_s=0.30)] * 10,
-        host=HostBudget(cores=2, memory_available_bytes=2**36, shm_free_bytes=2**35),
+        host=a_host(2),
         busy_cores=busy_cores,
     )
     assert only_finding(measured).evidence["predicted_speedup"] == pytest.approx(speedup)
@@ -69,42 +77,38 @@ def test_a_step_on_the_cpu_takes_cores_away_from_loading(busy_cores: int, speedu
 @pytest.mark.parametrize(("cpu_s", "kind"), [(0.150, "cpu_bound"), (0.100, "too_few_workers")])
 def test_workers_that_use_every_core_are_not_multiplied(cpu_s: float, kind: str) -> None:
     """Steps of 40 ms on 4 cores pay for 160 ms of CPU time: 10 for training, the rest for loading."""
-    loader = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=4, memory_available_bytes=2**36, shm_free_bytes=2**35)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=cpu_s))
+    finding = only_finding(run([block(30)] * 10, loader=workers(4), host=a_host(4), worker_cpu_s_per_batch=cpu_s))
     assert finding.evidence["kind"] == kind
     assert finding.advice.startswith("More workers will not help") == (kind == "cpu_bound")
     assert "4 cores" in finding.advice
 
 
 def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None:
-    loader = LoaderSettings(num_workers=3, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=2, memory_available_bytes=2**36, shm_free_bytes=2**35)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.002))
+    finding = only_finding(run([block(30)] * 10, loader=workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "num_workers=14 (now 3)" in finding.advice
 
 
 def test_cores_used_by_other_jobs_are_mentioned() -> None:
-    loader = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**35, cores_in_reach=4.04)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.150))
+    finding = only_finding(
+        run([block(30)] * 10, loader=workers(4), host=a_host(cores_in_reach=4.04), worker_cpu_s_per_batch=0.150)
+    )
     assert finding.evidence["kind"] == "cpu_bound"
     assert "64 cores, of which other jobs leave it 4" in finding.advice
 
 
 def test_a_full_shared_memory_is_to_be_enlarged() -> None:
-    loader = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**26)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, batch_bytes=2**24))
+    finding = only_finding(
+        run([block(30)] * 10, loader=workers(2), host=a_host(shm_free_bytes=2**26), batch_bytes=2**24)
+    )
     assert "--shm-size" in finding.advice
     assert "now 2" in finding.advice
 
 
 def test_the_ranks_that_share_the_cores_are_mentioned() -> None:
-    loader = LoaderSettings(num_workers=3, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=8, memory_available_bytes=2**36, shm_free_bytes=2**35, local_ranks=4)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.080))
+    finding = only_finding(
+        run([block(30)] * 10, loader=workers(3), host=a_host(8, local_ranks=4), worker_cpu_s_per_batch=0.080)
+    )
     assert "8 cores for 4 ranks" in finding.advice
 
 

@@ -145,6 +145,8 @@ def test_a_full_report_is_read_back_unchanged() -> None:
         (("diagnosis", "findings"), {}, "diagnosis.findings must be a list, got an object"),
         (("settings", "x"), [[[[[[[[[1]]]]]]]]], "settings.x is nested deeper than 8 levels"),
         (("phase_s", "\x1b[2J\n"), "a", r"phase_s.\x1b[2J\n must be a number"),
+        (("diagnosis", "verdict"), "odd", "diagnosis.verdict must be one of healthy, low, too_short"),
+        (("step_s_blocks",), [None], "step_s_blocks[0] must be a number, got null"),
         (("schema_version",), "1", "not an object with an integer schema_version"),
         (("schema_version",), 10**40, "but this version of lightning_gpu_tools reads only up to 1"),
     ],
@@ -175,6 +177,8 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "a folder": lambda path: path.mkdir(),
     "no object": lambda path: path.write_text("[]"),
     "of a later version": lambda path: path.write_text('{"schema_version": 2}'),
+    "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
+    "without a field": lambda path: path.write_text(to_json(FULL).replace('"steps"', '"stairs"')),
     "with NaN": lambda path: path.write_text(to_json(FULL).replace('"wall_s": 41.4', '"wall_s": NaN')),
     "negative": lambda path: path.write_text(to_json(FULL).replace('"wall_s": 41.4', '"wall_s": -41.4')),
 }
