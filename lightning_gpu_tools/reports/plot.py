@@ -55,9 +55,9 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     Raises:
         OSError: The folder is not writable.
     """
-    target = Path(folder) / PLOT_NAME
+    figure, target = _draw(report), Path(folder) / PLOT_NAME
     with replacing(str(target)) as file:
-        _draw(report).savefig(file, format="png", dpi=120)
+        figure.savefig(file, format="png", dpi=120)
     return target
 
 
