@@ -20,8 +20,8 @@ from fake_driver import Driver, gpu
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection import claim_files
+from lightning_gpu_tools.selection.claim_files import mount_of, why_private
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger, warn_once
-from lightning_gpu_tools.selection.mounts import mount_of, why_private
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 ALICE, BOB, CAROL = 4711, 4712, 4713
@@ -183,9 +183,10 @@ def test_a_claim_is_of_a_job_only_if_its_owner_is(driver: Driver, path: Path, mo
     ask = """
 os.environ["LIGHTNING_GPU_TOOLS_JOB"] = "j"
 os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
-from lightning_gpu_tools.selection.picking import Request, pick
+from lightning_gpu_tools.selection.picking import Attempt, pick
+from lightning_gpu_tools.selection.request import Request
 try:
-    print(pick(Request.parse(1)._replace(group="g")).uuids)
+    print(pick(Request(), Attempt.choose, group="g").uuids)
 except Exception as error:
     print(error)
 """
@@ -516,6 +517,6 @@ def test_what_is_mounted_at_a_folder_is_told_by_the_last_and_longest_mount(
 
 @needs_root
 def test_a_folder_on_a_mount_of_the_jobs_own_is_private(tmp_path: Path) -> None:
-    code = f"from lightning_gpu_tools.selection.mounts import why_private; print(why_private({str(tmp_path)!r}))"
+    code = f"from lightning_gpu_tools.selection.claim_files import why_private; print(why_private({str(tmp_path)!r}))"
     assert "private to this job, on a mount of its own" in on_mount_of_its_own(tmp_path, "size=1m", code).stdout
     assert "job" not in str(why_private(str(tmp_path)))

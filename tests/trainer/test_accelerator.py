@@ -133,7 +133,7 @@ def test_two_jobs_on_what_a_scheduler_gave_are_told_and_share_no_exclusive_claim
     select_gpus(exclusive=theirs)
     trainer(1, exclusive=ours)
     assert live_claims(claims_dir) == [("exclusive" if theirs else "whole", 1), ("whole", 1)]
-    assert f"(pid {os.getpid()}) has claimed{' exclusively' * theirs}. Both use it now" in caplog.text
+    assert f"(pid {os.getpid()}) has claimed{' exclusively' * theirs}. Both jobs use it now" in caplog.text
 
 
 def test_the_choice_stays_inside_what_a_scheduler_gave(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ tell("built", trainer)
 PLACE = """
 import os, sys
 from lightning_gpu_tools.selection.placement import place
-from lightning_gpu_tools.selection.picking import Request
+from lightning_gpu_tools.selection.request import Request
 assert place(2, Request.parse(exclusive=True), list) == [0, 1]
 uuids = os.environ["CUDA_VISIBLE_DEVICES"].replace(",", " ")
 os.write(1, f"TOLD built {os.environ['RANK']} {uuids}\\n".encode())
@@ -390,7 +390,7 @@ def test_a_child_that_outlives_the_one_that_picked_keeps_the_claim(
     path = script("""
 import subprocess, sys
 from lightning_gpu_tools.selection.placement import place
-from lightning_gpu_tools.selection.picking import Request
+from lightning_gpu_tools.selection.request import Request
 assert place(1, Request.parse(exclusive=True), list) == [0]
 if len(sys.argv) > 1:
     subprocess.Popen([sys.executable, sys.argv[0]])
@@ -554,7 +554,7 @@ def test_tasks_of_slurm_count_alike_and_jobs_in_one_shell_of_slurm_are_several(
     path = script("""
 import os, sys
 from lightning_gpu_tools.selection.placement import how_many, place
-from lightning_gpu_tools.selection.picking import Request
+from lightning_gpu_tools.selection.request import Request
 request = Request.parse(min_free="5GiB", exclusive=True)
 place(how_many(request) if sys.argv[1] == "auto" else int(sys.argv[1]), request, list)
 print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
