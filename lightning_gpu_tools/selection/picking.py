@@ -175,7 +175,8 @@ class Attempt:
         problem: Why claims cannot be made, or not even be read.
         ahead: Who has waited longer.
         group: Name of the processes that share one choice: the first one makes it, the others take it over.
-        among: UUIDs to pick from; ``None``: those that ``CUDA_VISIBLE_DEVICES`` shows.
+        among: UUIDs to pick from, in whose order the choice is given; ``None``: those that ``CUDA_VISIBLE_DEVICES``
+            shows, and the best come first.
     """
 
     def __init__(
@@ -260,6 +261,8 @@ class Attempt:
                 return self.choose()
             raise self._not_enough(ranking, visible)
         chosen = _best_set(ranking.candidates, self.request)
+        if self.among is not None:  # children of a process in which CUDA has started number them like this
+            chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
         held = None
         if self.ledger.takes_claims and (self.request.claim or self.group is not None):
             try:
