@@ -33,8 +33,7 @@ def test_a_block_of_the_readme_runs_as_it_stands(driver: Driver, run_python: Run
 
 
 def test_the_metrics_in_the_readme_are_the_ones_that_are_logged() -> None:
-    from lightning_gpu_tools.gpus.metrics import gpu_metrics
-    from lightning_gpu_tools.gpus.samples import GpuWindow
+    from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
     from lightning_gpu_tools.gpus.sharing import Sharing
 
     def filled(kind: type[Any]) -> Any:
