@@ -40,7 +40,7 @@ class BoardOfRanks:
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Return the facts of all ranks, which are the same on all; ``None`` if one is missing."""
         self._turn += 1
-        self._exchange.tell(self._turn, **facts)
+        self._exchange.publish(self._turn, **facts)
         everyones = self._exchange.read(self._turn, _PATIENCE_S)
         complete = len(everyones) == self.count and all(one["turn"] == self._turn for one in everyones)
         return everyones if complete else None

@@ -26,7 +26,7 @@ from lightning_gpu_tools.loaders.tuning import Terms, Tuning
 from lightning_gpu_tools.loaders.validation import ValidationLoader
 from lightning_gpu_tools.trainer.facts import local_ranks, rank_exchange, trains_on_gpu
 from lightning_gpu_tools.trainer.finder_messages import log_settings, show_result, show_trial
-from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.rank_exchange import RankExchange
@@ -157,7 +157,8 @@ class _Fit:
         self._fixed: LoaderResult | None = None
         self.started = False
         # Says how long a loader is waited for that is left alone; the tuning of another one measures by itself.
-        self._clock: StepClock | None = StepClock.attach(trainer)
+        self._session: Session | None = Session.of(trainer)
+        self._clock = self._session.clock
         self._as_own_work = functools.partial(self._clock.as_own_work, part=type(finder).__name__)
         self._shown: LoaderResult | None = None
         # Every loader of every stage goes through here, each time it is made.
@@ -167,7 +168,7 @@ class _Fit:
     @property
     def result(self) -> LoaderResult | None:
         """What was found, or why nothing was looked for."""
-        if self._fixed is not None and self._clock is not None and self._clock.ran:
+        if self._fixed is not None and self._clock.ran:
             wait_s = self._clock.seconds.get(DATA_LOADING, 0.0)
             return dataclasses.replace(self._fixed, wait_share=wait_s / max(self._clock.wall_s, 1e-9))
         return self._fixed if self._tuning is None else self._tuning.result
@@ -246,8 +247,7 @@ class _Fit:
         else:
             self._tuned = ours[0]
             self._tune(self._tuned, exchange)
-            self._let_go_of_the_clock()
-            self._clock = None
+            self._release_session()
         for switch in self._switches.values():
             switch.watched = switch is self._tuned
 
@@ -312,9 +312,10 @@ class _Fit:
         if self._tuned is not None:
             self._tuned.pause()
 
-    def _let_go_of_the_clock(self) -> None:
-        if self._clock is not None:
-            self._clock.detach(self._trainer)
+    def _release_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.release()
 
     def close(self) -> None:
         """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
@@ -327,7 +328,7 @@ class _Fit:
         for switch in self._switches.values():
             switch.close()
         self._wrappers.undo()
-        self._let_go_of_the_clock()
+        self._release_session()
         for combined in self._combined_loaders:
             combined.flattened = [self._originals.get(id(loader), loader) for loader in combined.flattened]
 
