@@ -15,6 +15,7 @@ from lightning_gpu_tools.environment import VERSION as __version__
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+    from lightning_gpu_tools.advice.loader_trials import LoaderResult
     from lightning_gpu_tools.checkpoints.weights import LoadReport, load_weights
     from lightning_gpu_tools.errors import (
         AmbiguousCheckpointError,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
     )
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
-    from lightning_gpu_tools.loaders.standalone import find_loader_settings
+    from lightning_gpu_tools.loaders.search import find_loader_settings
     from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         FreeMemoryFSDPStrategy,
         FreeMemoryStrategy,
     )
+    from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 _MODULE_OF = {
     "FreeMemoryCUDAAccelerator": "trainer.accelerator",
@@ -70,7 +72,9 @@ _MODULE_OF = {
     "NvmlUnavailableError": "errors",
     "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
-    "find_loader_settings": "loaders.standalone",
+    "LoaderResult": "advice.loader_trials",
+    "LoaderSettings": "training.run_measurements",
+    "find_loader_settings": "loaders.search",
     "GpuClaim": "gpus.readings",
     "GpuProcess": "gpus.readings",
     "GpuReading": "gpus.readings",
@@ -108,6 +112,8 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "NvmlUnavailableError",
     "UnknownOptionError",
     "UnsafeCheckpointError",
+    "LoaderResult",
+    "LoaderSettings",
     "find_loader_settings",
     "GpuClaim",
     "GpuProcess",
