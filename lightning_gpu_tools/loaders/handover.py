@@ -29,7 +29,7 @@ from lightning_gpu_tools.loaders.random_state import (
 )
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, plain_loader, settings_of, why_fixed
 from lightning_gpu_tools.loaders.trial import in_one_line
-from lightning_gpu_tools.loaders.workers import Batches, keep_deaths_out_of_the_step
+from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # Workers that are not the user's own are given up if no batch comes for as long. Our default: no sample takes minutes.
@@ -131,7 +131,6 @@ class Switch:
         )
         self._seeds = torch.Generator()
         self._randomness: PrivateRandomness | None = None
-        self._undo: Callable[[], None] | None = None
 
     @property
     def in_use(self) -> LoaderSettings:
@@ -180,8 +179,6 @@ class Switch:
         if self._own is not None:
             self._own[2].close()
             self._own = None
-        if self._undo is not None:
-            self._undo()
 
     def begin_watch(self) -> None:
         """Take down what the dataset holds before the first batch of an epoch, as long as it is of interest."""
@@ -247,7 +244,7 @@ class _Epoch:
         inner = plain_loader(
             self._loader, self._settings, self._rest, generator=self._loader.generator, **_extras(self._loader)
         )
-        self._batches = Batches(inner)
+        self._batches = Batches(inner, trusted=True)
         if self._settings.persistent_workers:
             switch._own = inner, self._rest, self._batches
 
@@ -317,12 +314,10 @@ class _Epoch:
         if settings.persistent_workers and not switch.original.persistent_workers:
             self._contents = switch._contents()
         self._rest = _Rest(self.source, starts=False)
-        options = _extras(self._loader)
-        if settings != switch.original:
-            options["timeout"] = self._loader.timeout or MAX_BATCH_S
-        self._batches = Batches(plain_loader(self._loader, settings, self._rest, generator=switch._seeds, **options))
-        if settings.num_workers and settings != switch.original:
-            switch._undo = keep_deaths_out_of_the_step() or switch._undo
+        trusted = settings == switch.original
+        limit = {} if trusted else {"timeout": self._loader.timeout or MAX_BATCH_S}
+        options = {**_extras(self._loader), **limit, "generator": switch._seeds}
+        self._batches = Batches(plain_loader(self._loader, settings, self._rest, **options), trusted=trusted)
 
     def _fetch(self) -> Any:
         switch, settings = self._switch, self._settings

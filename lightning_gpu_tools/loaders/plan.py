@@ -196,13 +196,15 @@ def _further(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list
 
 
 def _again(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSettings | None:
-    """Return what is close to the best, or is the original, and was measured only once: the last one first."""
+    """Return the best, or what could do with fewer workers, if it was tried only once: the last one first."""
     best = _best(trials)
     if best is None:
         return None
-    for one in reversed(combined(trials)):
-        visits = sum(trial.measured and _alike(trial.settings, one.settings) for trial in trials)
-        if visits == 1 and _seconds(one) <= _CLOSE * _seconds(best) and one.measured:
+    close = [one for one in combined(trials) if one.measured and _seconds(one) <= _CLOSE * _seconds(best)]
+    fewest = min(close, key=lambda one: one.settings.num_workers, default=None)
+    for one in reversed(close):
+        visits = sum(_alike(trial.settings, one.settings) for trial in trials)
+        if visits == 1 and (_alike(one.settings, best.settings) or one is fewest):
             return one.settings
     return None
 

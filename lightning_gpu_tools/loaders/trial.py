@@ -271,6 +271,9 @@ class _Timed(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)
 
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def __getitems__(self, indices: Any) -> tuple[float, float, int]:
         return self[indices]
 

@@ -46,12 +46,12 @@ _RANKS_TIMEOUT_S = 10.0
 class NumWorkersFinder(Callback):
     """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory``, and applies them.
 
-    It measures 25 steps with the settings that you gave. If training waits for data, it pauses, usually for 3 to 7 s and
-    at most for ``budget_s``. Meanwhile the few settings that the cost of a batch promises are tried: each in a plain
-    ``DataLoader`` in worker processes, with a stand-in for the training step. They stay within the cores (affinity and
-    cgroup quota), the memory and the ``/dev/shm`` that this machine grants, shared with the other ranks on it. The
-    fewest workers within 3 % of the best are used from the next batch on. If the next hundred steps are slower than
-    those before, the original settings come back.
+    It measures 25 steps with the settings that you gave. If training waits for data, it pauses, usually for 3 to 7 s
+    and at most for ``budget_s``. Meanwhile the few settings that the cost of a batch promises are tried: each in a
+    plain ``DataLoader`` in worker processes, with a stand-in for the training step. They stay within the cores
+    (affinity and cgroup quota), the memory and the ``/dev/shm`` that this machine grants, shared with the other ranks
+    on it. The fewest workers within 3 % of the best are used from the next batch on. If the next hundred steps are
+    slower than those before, the original settings come back.
 
     Batches, their order and the random numbers of the training process are those of a training without this callback.
     The one exception: with ``num_workers=0``, random numbers that the dataset itself draws (augmentation) come from the
@@ -204,7 +204,8 @@ class _Fit:
         before, after = _switch(made), _switch(new)
         if after is not None:
             after.log = self._log if before is None else before.log
-            after.chosen = None if before is None else before.chosen
+            if before is not None and before.chosen is not None:
+                self._change(after, before.chosen)
         if before is not None:
             restore(made)  # type: ignore[arg-type]
         return new

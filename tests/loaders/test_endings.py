@@ -1,0 +1,193 @@
+"""However a training ends, nothing is left: no process, no open file, no iterator; and it ends in bounded time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from loader_switching import CHANGES, LOADERS, SwitchAt, arguments, settings, train
+from torch.utils.data import DataLoader
+from trainings import Raise, Samples
+
+from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools.loaders.handover import restore, switchable
+from lightning_gpu_tools.loaders.workers import Batches
+
+Run = Callable[..., "CompletedProcess[str]"]
+ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Return the descriptors, without the shared memory of a last batch, which the frames of an exception keep."""
+    links = {
+        fd: os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    }
+    return {(fd, name) for fd, name in links.items() if "/dev/shm/" not in name and "/proc/" not in name}
+
+
+def iterators() -> set[int]:
+    return {id(thing) for thing in gc.get_objects() if type(thing).__name__ in ITERATORS}
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES[::2])
+@pytest.mark.parametrize("end", ["the last epoch", "a limit", "an exception"])
+def test_nothing_is_left_without_the_garbage_collector(
+    tmp_path: Path, before: LoaderSettings, after: LoaderSettings, end: str
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        files, alive, began_s = open_files(), iterators(), time.monotonic()
+        callbacks = [SwitchAt(0, 4, after), *([Raise(at_step=13)] if end == "an exception" else [])]
+        options = {"limit_train_batches": 6} if end == "a limit" else {}
+        train(LOADERS["shuffled"](**arguments(before)), *callbacks, folder=tmp_path, **options)
+        took_s = time.monotonic() - began_s
+        assert not multiprocessing.active_children()
+        assert not iterators() - alive
+        until_s = time.monotonic() + 5
+        while open_files() - files and time.monotonic() < until_s:
+            time.sleep(0.01)  # threads of the queues close their pipes a little later
+        assert not open_files() - files
+        assert took_s < 5  # torch waits as long for one worker whose iterator was in a reference cycle
+    finally:
+        gc.enable()
+
+
+def test_a_reference_cycle_around_an_iterator_costs_no_time() -> None:
+    made = switchable(DataLoader(Samples(100), num_workers=2))
+    cycle: list[Any] = [iter(made)]
+    next(cycle[0])
+    cycle.append(cycle)
+    began_s = time.monotonic()
+    restore(made)
+    del cycle
+    gc.collect()
+    assert time.monotonic() - began_s < 4  # 10 s where nobody has ended the two workers before
+    assert not multiprocessing.active_children()
+
+
+class Stuck(Samples):
+    """Hangs in a worker at the second sample, and does not hear that it is to end."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+
+def test_workers_that_hang_are_killed_all_at_once() -> None:
+    batches = Batches(DataLoader(Stuck(10), num_workers=3))
+    next(batches)
+    workers = list(batches.workers)
+    began_s = time.monotonic()
+    batches.close(grace_s=0.2)
+    assert time.monotonic() - began_s < 4  # torch takes 5 s for each, and does not get rid of it
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_who_drops_an_iteration_ends_its_workers() -> None:
+    made = switchable(DataLoader(Samples(10), num_workers=2))
+    batches = iter(made)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    del batches
+    assert not multiprocessing.active_children()
+
+
+def test_a_forked_process_does_not_end_its_parents_workers() -> None:
+    made = switchable(DataLoader(Samples(10), num_workers=2))
+    batches = iter(made)
+    next(batches)
+    pid = os.fork()
+    if not pid:
+        made.switch.end()  # type: ignore[attr-defined]
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(list(batches)) == 9
+    restore(made)
+
+
+def test_an_iteration_goes_on_after_its_workers_were_ended() -> None:
+    made = switchable(DataLoader(Samples(10), num_workers=2))
+    batches = iter(made)
+    seen = [int(next(batches)[0, 0]) for _ in range(3)]
+    made.switch.use(settings(1))  # type: ignore[attr-defined]
+    seen += [int(batch[0, 0]) for batch in batches]
+    assert seen == list(range(10))
+    restore(made)
+
+
+INTERRUPTED = """
+import json, multiprocessing, os, signal, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from trainings import Model, Samples, quiet_trainer
+from lightning_gpu_tools import NumWorkersFinder
+
+folder, when = sys.argv[1], sys.argv[2]
+home = os.getpid()
+
+class Interrupting(Samples):
+    def __getitem__(self, index):
+        if when == "in a trial" and get_worker_info() and index % 7 == 0:
+            os.kill(home, signal.SIGINT)
+            time.sleep(0.2)
+        return super().__getitem__(index)
+
+def after_fork():
+    # Where Ctrl-C is most likely to come during the start of a worker, and where Python ignores exceptions.
+    if when == "in a fork" and not sent:
+        sent.append(True)
+        signal.raise_signal(signal.SIGINT)
+
+sent = []
+os.register_at_fork(after_in_parent=after_fork)
+finder = NumWorkersFinder(budget_s=2.0)
+trainer = quiet_trainer(folder, callbacks=[finder])
+try:
+    trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
+    ended = "as usual"
+except BaseException as error:
+    ended = type(error).__name__
+print(json.dumps([ended, trainer.global_step, len(multiprocessing.active_children())]))
+"""
+
+
+@pytest.mark.parametrize("when", ["in a trial", "in a fork"])
+def test_ctrl_c_during_the_search_ends_the_training_as_always(run_python: Run, tmp_path: Path, when: str) -> None:
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began_s = time.monotonic()
+    result = run_python(str(tmp_path / "script.py"), str(tmp_path), when, env={"PYTHONPATH": path})
+    assert time.monotonic() - began_s < 60
+    assert result.returncode == 0, result.stderr
+    assert "Exception ignored" not in result.stderr
+    ended, steps, children = json.loads(result.stdout.splitlines()[-1])
+    assert ended in ("SystemExit", "KeyboardInterrupt")
+    assert steps == 25
+    assert children == 0
+
+
+def test_no_thread_of_ours_is_left() -> None:
+    batches = Batches(DataLoader(Samples(10), num_workers=1))
+    next(batches)
+    batches.close()
+    until_s = time.monotonic() + 5
+    while threading.active_count() > 1 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

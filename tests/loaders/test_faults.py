@@ -1,0 +1,158 @@
+"""Settings that do not work are given up: nothing is lost, nothing comes twice, and the user's own errors stay his."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from loader_switching import settings
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools.loaders import handover
+from lightning_gpu_tools.loaders.handover import restore, switchable
+
+IN_ORDER = list(range(40))
+
+
+class Act(Dataset[int]):
+    """Sample i is i; at one of them the worker that loads it does something."""
+
+    def __init__(self, action: Callable[[], object], at: int = 9) -> None:
+        self.action, self.at, self.home = action, at, os.getpid()
+
+    def __len__(self) -> int:
+        return len(IN_ORDER)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at and os.getpid() != self.home:
+            return self.action() or index
+        return index
+
+
+def fall() -> None:
+    raise OSError("cannot be loaded here")
+
+
+def touch_cuda() -> None:
+    # What torch does in a forked process once CUDA is initialised, without CUDA.
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+
+@pytest.fixture
+def switch_later() -> Iterator[Callable[..., list[int]]]:
+    """Iterate over a loader that is changed after some batches, for one epoch or more."""
+    made: list[Any] = []
+
+    def iterate(loader: DataLoader[Any], *plan: LoaderSettings, epochs: int = 1) -> list[int]:
+        made.append(switchable(loader))
+        seen = []
+        for _ in range(epochs):
+            for i, batch in enumerate(made[-1]):
+                seen.append(int(batch))
+                if i % 4 == 3 and i // 4 < len(plan):
+                    made[-1].switch.use(plan[i // 4])
+        return seen
+
+    yield iterate
+    for loader in made:
+        restore(loader)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        (fall, "OSError: cannot be loaded here"),
+        (touch_cuda, "re-initialize CUDA"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL (most likely memory ran out)"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS (most likely /dev/shm is full)"),
+        (lambda: os._exit(3), "exit code 3"),
+    ],
+)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_fault_under_other_settings_goes_back_to_the_original_ones(
+    switch_later: Callable[..., list[int]], action: Callable[[], object], said: str, persistent: bool
+) -> None:
+    with pytest.warns(UserWarning, match="The original settings are back") as warned:
+        seen = switch_later(DataLoader(Act(action), batch_size=None), settings(2, persistent), epochs=2)
+    assert seen == IN_ORDER * 2
+    (warning,) = [str(one.message) for one in warned if "original settings" in str(one.message)]
+    assert said in warning
+
+
+def test_workers_that_cannot_be_started_cost_no_batch(
+    switch_later: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.multiprocessing.Process", multiprocessing.get_context("spawn").Process)
+    with pytest.warns(UserWarning, match="pickle"):
+        assert switch_later(DataLoader(Act(lambda: None), batch_size=None), settings(2)) == IN_ORDER
+
+
+def test_a_worker_that_hangs_is_not_waited_for_for_ever(
+    switch_later: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "MAX_BATCH_S", 0.5)
+    began_s = time.monotonic()
+    with pytest.warns(UserWarning, match="timed out after 0.5 seconds"):
+        assert switch_later(DataLoader(Act(lambda: time.sleep(1000)), batch_size=None), settings(2)) == IN_ORDER
+    assert time.monotonic() - began_s < 5
+
+
+def test_a_worker_that_dies_in_mid_step_does_not_break_the_step() -> None:
+    made = switchable(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
+    batches = iter(made)
+    seen = [int(next(batches)) for _ in range(4)]
+    made.switch.use(settings(2))  # type: ignore[attr-defined]
+    seen += [int(next(batches)) for _ in range(6)]
+    kill_the_workers()
+    with pytest.warns(UserWarning, match="killed by SIGKILL"):
+        seen += [int(batch) for batch in batches]
+    assert seen == IN_ORDER
+    restore(made)
+
+
+def kill_the_workers() -> None:
+    """Do in a training step what ends all workers, and give Python time to hear of it."""
+    for worker in multiprocessing.active_children():
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    signal.raise_signal(signal.SIGCHLD)  # the kernel may have given it to another thread
+
+
+def test_a_worker_that_died_between_epochs_costs_no_batch() -> None:
+    made = switchable(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
+    made.switch.use(settings(2, persistent=True))  # type: ignore[attr-defined]
+    assert [int(batch) for batch in made] == IN_ORDER
+    (worker, _) = multiprocessing.active_children()
+    worker.kill()
+    worker.join()
+    with pytest.warns(UserWarning, match="The original settings are back"):
+        assert [int(batch) for batch in made] == IN_ORDER
+    restore(made)
+
+
+@pytest.mark.parametrize("change_at", [0, 3, 6])
+def test_a_dataset_that_fails_with_any_settings_fails_as_without_us(change_at: int) -> None:
+    class Broken(Act):
+        def __getitem__(self, index: int) -> int:
+            if index == 9:
+                raise KeyError("sample 9 is broken")
+            return index
+
+    made = switchable(DataLoader(Broken(print), batch_size=None))
+    batches = iter(made)
+    seen = [next(batches) for _ in range(change_at)]
+    made.switch.use(settings(2))  # type: ignore[attr-defined]
+    seen += [next(batches) for _ in range(9 - change_at)]
+    assert seen == IN_ORDER[:9]  # the batches before it have all come, as without workers
+    with pytest.warns(UserWarning, match="sample 9 is broken"), pytest.raises(KeyError, match="sample 9") as caught:
+        next(batches)
+    assert "in DataLoader worker process" not in str(caught.value)
+    restore(made)
