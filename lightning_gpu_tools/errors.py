@@ -65,7 +65,9 @@ class AmbiguousCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """No renaming makes the checkpoint fit the model; the message gives the nearest reading and what is left over.
+    """The checkpoint does not fit the model under any names, or what else it holds does not fit the Trainer.
+
+    About a model, the message gives the nearest reading and what is left over.
 
     Attributes:
         missing: Keys of the model without a weight.
