@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
     )
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
-    from lightning_gpu_tools.loaders.standalone import find_loader_settings
+    from lightning_gpu_tools.loaders.search import find_loader_settings
     from lightning_gpu_tools.reports.report import Report, load_report
     from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
@@ -77,7 +77,7 @@ _MODULE_OF = {
     "UnsafeCheckpointError": "errors",
     "LoaderResult": "advice.loader_trials",
     "LoaderSettings": "training.run_measurements",
-    "find_loader_settings": "loaders.standalone",
+    "find_loader_settings": "loaders.search",
     "GpuClaim": "gpus.readings",
     "GpuProcess": "gpus.readings",
     "GpuReading": "gpus.readings",

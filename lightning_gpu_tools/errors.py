@@ -65,7 +65,9 @@ class AmbiguousCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """No renaming makes the checkpoint fit the model; the message has the closest match and what remains.
+    """The checkpoint does not fit the model under any names, or what else it holds does not fit the Trainer.
+
+    About a model, the message has the closest match and what remains.
 
     Attributes:
         missing: Keys of the model without a weight.

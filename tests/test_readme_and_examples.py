@@ -42,8 +42,7 @@ def test_readme_blocks_and_small_examples_run(driver: Driver, run_python: Run, t
 
 
 def test_the_readmes_metrics_are_the_logged_ones() -> None:
-    from lightning_gpu_tools.gpus.metrics import gpu_metrics
-    from lightning_gpu_tools.gpus.samples import GpuWindow
+    from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
     from lightning_gpu_tools.gpus.sharing import Sharing
 
     def filled(kind: type[Any]) -> Any:
