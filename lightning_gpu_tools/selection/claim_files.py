@@ -117,7 +117,7 @@ class Folder:
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != entry.owner_id:
-                raise ValueError("it is no file of its owner's")
+                raise ValueError("it is not a regular file of its owner")
             if found.st_size > MAX_RECORD_BYTES:
                 raise ValueError(f"it has {found.st_size} bytes, more than {MAX_RECORD_BYTES}")
             return os.read(descriptor, MAX_RECORD_BYTES)
@@ -326,7 +326,7 @@ def _open(path: str) -> int:
     except PermissionError as error:
         raise _unusable(path, "this user may not read it", _open_to_all(path)) from error
     except NotADirectoryError as error:
-        kind = "a symbolic link, which is not followed" if os.path.islink(path) else "no folder"
+        kind = "a symbolic link, which is not followed" if os.path.islink(path) else "not a folder"
         raise _unusable(path, f"it is {kind}", "Remove it") from error
     except FileNotFoundError:
         raise

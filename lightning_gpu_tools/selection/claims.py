@@ -128,8 +128,8 @@ class Ledger:
         """Return the live claims, the oldest first.
 
         Args:
-            process_ids: Processes that the driver lists on the GPUs. A claim of memory is told which of them are its
-                job's.
+            process_ids: Processes that the driver lists on the GPUs. Of a claim of memory, those
+                of its job are returned with it.
         """
         jobs: dict[tuple[object, ...], list[_ClaimRecord]] = {}
         for record in self._claim_records:
@@ -238,7 +238,7 @@ class Ledger:
 
 
 class _ProcessIdentity(NamedTuple):
-    """What tells a process from another one that has or had the same number."""
+    """What distinguishes a process from another one that has or had the same number."""
 
     namespace: str | None
     started_ticks: int | None

@@ -44,9 +44,7 @@ def test_json_has_the_readings(driver: Driver, run_cli: RunCli) -> None:
 
 
 @pytest.mark.parametrize("output", ["uuid", "env", "json"])
-def test_too_few_gpus_give_no_output_a_reason_each_and_exit_code_3(
-    driver: Driver, run_cli: RunCli, output: str
-) -> None:
+def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, run_cli: RunCli, output: str) -> None:
     driver.gpus = [gpu(memory_free="4GiB"), gpu(lost=True), gpu(utilization=97)]
     answer = run_cli("pick", "-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
     assert (answer.returncode, answer.stdout) == (3, "")
@@ -68,7 +66,7 @@ def test_too_few_gpus_give_no_output_a_reason_each_and_exit_code_3(
         ("init_error", "NO_PERMISSION", "/dev/nvidiactl"),
     ],
 )
-def test_without_a_usable_driver_there_is_no_output_and_exit_code_4(
+def test_without_a_usable_driver_the_exit_code_is_4(
     driver: Driver, run_cli: RunCli, field: str, value: object, words: str
 ) -> None:
     with driver.change():
@@ -105,9 +103,7 @@ def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["-n", "2"], 3), (["-n", "two"], 2)])
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
-def test_a_closed_stream_changes_no_exit_code_and_nothing_goes_elsewhere(
-    driver: Driver, arguments: list[str], code: int, closed: str
-) -> None:
+def test_a_closed_stream_changes_no_exit_code(driver: Driver, arguments: list[str], code: int, closed: str) -> None:
     driver.gpus = [gpu()]
     command = [sys.executable, "-m", "lightning_gpu_tools", "pick", *arguments]
     answer = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], capture_output=True, text=True)
@@ -179,7 +175,7 @@ def test_reading_less_changes_no_choice(
     assert run_cli("pick", *arguments, env=env).stdout.split() == [json.loads(all_read.stdout)["cuda_visible_devices"]]
 
 
-def test_a_claim_of_memory_counts_what_its_holder_uses_by_now(driver: Driver, run_cli: RunCli) -> None:
+def test_memory_that_a_claims_holder_uses_counts_once(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="20GiB")]
     with select_gpus(min_free="30GiB"):
         assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"

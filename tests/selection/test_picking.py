@@ -112,7 +112,7 @@ def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: D
         ("GPU_IS_LOST", "fallen off the bus"),
     ],
 )
-def test_a_gpu_in_trouble_is_left_out_with_what_to_do(driver: Driver, error: str, words: str) -> None:
+def test_a_gpu_in_trouble_is_left_out_with_a_remedy(driver: Driver, error: str, words: str) -> None:
     driver.gpus = [gpu(errors={"*": error}, memory_free="70GiB"), gpu(memory_free="1GiB")]
     assert indices(select_gpus(claim=False)) == [1]
     with pytest.raises(NotEnoughGpusError) as caught:
@@ -210,7 +210,7 @@ def test_a_gpu_that_hides_its_memory_passes_no_limit(driver: Driver) -> None:
     assert indices(select_gpus(min_free=1, claim=False)) == [1]
 
 
-def test_a_model_too_big_for_one_gpu_is_told_how_many_would_do(driver: Driver) -> None:
+def test_a_model_too_big_for_one_gpu_gets_advice(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="79GiB"), gpu(memory_free="78GiB"), gpu(memory_free="40GiB")]
     with pytest.raises(NotEnoughGpusError) as caught:
         select_gpus(min_free="150GiB")
@@ -288,7 +288,7 @@ if "LOCAL_RANK" not in os.environ:  # the first rank; Lightning's DDP starts the
 
 
 @pytest.mark.parametrize("options", [{}, {"min_free": "60GiB"}, {"exclusive": True}])
-def test_ranks_of_ddp_get_what_the_first_one_has_applied_though_it_uses_them(
+def test_ranks_of_ddp_get_the_gpus_that_the_first_applied(
     driver: Driver, claims_dir: Path, options: dict[str, object]
 ) -> None:
     driver.gpus = [gpu(), gpu(), gpu(memory_free="70GiB")]
@@ -413,7 +413,7 @@ int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); 
     assert indices(select_gpus(2)) == [0, 2]
 
 
-def test_gpus_joined_by_nvlink_are_preferred_among_those_that_pass(driver: Driver) -> None:
+def test_gpus_joined_by_nvlink_are_preferred(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (40, 10, 39, 38)]
     with driver.change():
         driver.links = [link(0, 1, nvlink=True), link(2, 3, nvlink=True)]
@@ -424,12 +424,12 @@ def test_gpus_joined_by_nvlink_are_preferred_among_those_that_pass(driver: Drive
     assert indices(select_gpus(2, claim=False)) == [0, 3]
 
 
-def test_gpus_on_one_numa_node_are_preferred_among_those_that_pass(driver: Driver) -> None:
+def test_gpus_on_one_numa_node_are_preferred(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (39.5, 1), (39, 0), (10, 1))]
     assert indices(select_gpus(2, claim=False)) == [0, 2]
 
 
-def test_how_gpus_are_joined_is_only_asked_where_there_is_a_choice(driver: Driver) -> None:
+def test_links_are_only_read_where_there_is_a_choice(driver: Driver) -> None:
     driver.gpus = [gpu(), gpu()]
     select_gpus(2)
     select_gpus(1)
