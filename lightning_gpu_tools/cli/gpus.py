@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
         "lightning_gpu_tools.GpuReading: sizes in bytes, null = not reported. Two are added, and are null where claims "
         "cannot be read: `effective_free_bytes`, what is free and not claimed, and `claims`. A claim has `user`, "
-        "`pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since the epoch). "
-        "`mig_instances` have the same fields."
+        "`pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since the "
+        "epoch). `mig_instances` have the same fields."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")

@@ -58,14 +58,16 @@ class Entry(NamedTuple):
     since_ns: int
 
 
-class HeldEntry:
-    """An entry that this process keeps until it ends or lets go.
+class Held:
+    """An entry that this process keeps until it ends or releases it.
 
     Args:
         name: As in :class:`Entry`.
         folder: Descriptor of the folder.
         listener: Descriptor of the socket.
     """
+
+    job = ""  # of a claim: whose it is
 
     def __init__(self, name: str, folder: int, listener: int) -> None:
         self.name = name
@@ -76,7 +78,7 @@ class HeldEntry:
         """Let the program that this process executes hold it."""
         os.set_inheritable(self._descriptors[1], True)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Remove it, also if forked children still have its socket; idempotent."""
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors and self._pid == os.getpid():
@@ -124,7 +126,7 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def put(self, kind: str, record: bytes) -> HeldEntry:
+    def put(self, kind: str, record: bytes) -> Held:
         """Put an entry there, with the folder locked, and hold it.
 
         Raises:
@@ -143,7 +145,7 @@ class Folder:
             listener.close()
             _remove(self._descriptor, name)
             raise self._refusal(error) from error
-        return HeldEntry(name, folder=os.dup(self._descriptor), listener=listener.detach())
+        return Held(name, folder=os.dup(self._descriptor), listener=listener.detach())
 
     def clean_up(self) -> None:
         """Remove what this user's ended processes have left, of all users as root, with the folder locked."""

@@ -22,7 +22,7 @@ from lightning_gpu_tools.selection.claims import open_ledger
 os.umask(0o077)
 with open_ledger(sys.argv[1]) as ledger:
     claim = ledger.join(ledger.claims()[0]) if sys.argv[2:] else ledger.take(["GPU-a"], "memory", 5)
-print(claim.name, flush=True)
+print(claim.job, flush=True)
 sys.stdin.read()
 """
 
