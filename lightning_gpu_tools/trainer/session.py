@@ -245,9 +245,14 @@ class Session:
         self._warn_once(self.gpus.take()[1])
         return summaries
 
-    def ranks(self) -> list[dict[str, Any]]:
-        """Return what each rank published last, as far as it could be heard."""
-        return [] if self._exchange is None else self._exchange.read(self._turn)
+    def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
+        """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
+        published = [] if self._exchange is None else self._exchange.read(self._turn)
+        return tuple(
+            GpuSummary(**{**gpu, "errors": tuple(gpu["errors"])})
+            for facts in published
+            for gpu in facts.get("gpus", ())
+        )
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
         """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""
