@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import GpuWatch
@@ -113,7 +113,12 @@ class GPUUtilizationMonitor(MeasuringCallback):
     @override
     def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
         diagnosis = session.diagnosis()
-        if self.report and diagnosis is not None and session.clock.ran and trainer.is_global_zero:
+        if diagnosis is None or not self.report:  # training has not begun
+            return
+        if not session.clock.ran:
+            missing = ", ".join(session.unseen)
+            rank_zero_warn(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
+        elif trainer.is_global_zero:
             publish(describe(session, diagnosis, trainer, outcome), self._folder)
 
     @override
