@@ -12,14 +12,14 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 # Workers must be this much faster than the step, or the fluctuation of load times empties the queue (measured with 1 to
 # 8 workers: with exactly load time / step time workers, 6 to 9 % of the wait remained).
 _HEADROOM = 1.15
-# A choice: of two numbers of workers whose predicted speed differs by less than this, the smaller one.
+# Our default: of two numbers of workers whose predicted speed differs by less than this, the smaller one.
 TOLERANCE = 0.03
-# A choice: queues and unpickling need room in /dev/shm beside the batches themselves.
+# Our default: queues and unpickling need room in /dev/shm beside the batches themselves.
 _SHM_SHARE = 0.8
-# A choice: the other half of the free memory is for what training itself has yet to take, and for the page cache.
+# Our default: the other half of the free memory is for what training itself has yet to take, and for the page cache.
 _MEMORY_SHARE = 0.5
-# Batches are delivered in order, so all wait for a slow one; the more are loaded ahead the longer the others last. From
-# a 95th percentile of so many medians on, four or eight batches a worker instead of two. A choice.
+# Batches are delivered in order, so all wait for a slow one; the more are loaded ahead the longer the others last. Our
+# default: from a 95th percentile of 1.5 or 3 medians on, four or eight batches a worker instead of two.
 _PREFETCH_FROM_SPREAD = ((3.0, 8), (1.5, 4))
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
@@ -90,9 +90,9 @@ def plan_loader(
     limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     prefetch_factor = max(least_prefetch, _prefetch_factor(cost))
-    while prefetch_factor > least_prefetch and workers > _most_in_shm(cost, host, prefetch_factor):
+    while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
         prefetch_factor = max(least_prefetch, prefetch_factor // 2)
-    limits = {"shm": _most_in_shm(cost, host, prefetch_factor), "memory": _most_in_memory(cost, host)}
+    limits = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": _most_in_memory(cost, host)}
     for resource, most in limits.items():
         if most < workers:
             workers, limited_by = int(most), cast("Literal['shm', 'memory']", resource)
@@ -128,7 +128,8 @@ def _prefetch_factor(cost: LoadCost) -> int:
     return _DEFAULT_PREFETCH_FACTOR
 
 
-def _most_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) -> float:
+def most_workers_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) -> float:
+    """Return how many workers' batches fit into ``/dev/shm``; infinite where that is not known."""
     if not cost.batch_bytes or host.shm_free_bytes is None:
         return math.inf
     room_bytes = _SHM_SHARE * host.shm_free_bytes / host.local_ranks

@@ -1,29 +1,66 @@
-"""The random numbers of this process: kept as the user's own program would have left them."""
+"""The global random numbers of this process: read, compared, put back."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+RandomStates = tuple[Any, Any, Any]
 
-def random_state(generators: Iterable[torch.Generator] = ()) -> tuple[Any, ...]:
-    """Return the state of torch's (CPU), NumPy's and Python's global generators and of those given; compare with ==."""
-    torch_state, numpy_state, python_state = _take()
-    return (
-        torch_state.numpy().tobytes(),
-        None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:]),
-        python_state,
-        *(generator.get_state().numpy().tobytes() for generator in generators),
-    )
+
+def random_states() -> RandomStates:
+    """Return the states of torch's (CPU), NumPy's and Python's global generators."""
+    numpy = sys.modules.get("numpy")  # a program that has not imported it draws nothing from it
+    return torch.get_rng_state(), None if numpy is None else numpy.random.get_state(), random.getstate()
+
+
+def put_back(states: RandomStates) -> None:
+    """Set the global generators to states that :func:`random_states` returned."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def same_states(one: RandomStates, other: RandomStates) -> bool:
+    """Return whether no global generator was drawn from between the two."""
+    if not torch.equal(one[0], other[0]) or one[2] != other[2]:
+        return False
+    # Where NumPy came in between, its generator is new; nobody can have drawn from the one before.
+    return one[1] is None or other[1] is None or (one[1][2:] == other[1][2:] and (one[1][1] == other[1][1]).all())
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put the global random states back when the block ends, those of the GPUs included."""
+    before = random_states()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        put_back(before)
+        if on_gpus is not None:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw the seed of a new iterator, as torch's DataLoader does; ``None`` is the global generator."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def peek_seed(generator: torch.Generator | None) -> int:
+    """Return what :func:`draw_seed` would return, without drawing it."""
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return draw_seed(torch.Generator().set_state(state))
 
 
 class PrivateRandomness:
-    """Global random numbers of its own: inside of ``with``, and nowhere else, they go on from where they stood.
+    """Global random numbers of its own: inside the ``with`` block they go on from where they stood.
 
     Args:
         seed: Where they start.
@@ -31,7 +68,7 @@ class PrivateRandomness:
 
     def __init__(self, seed: int) -> None:
         numpy = sys.modules.get("numpy")
-        self._state = (
+        self._states: RandomStates = (
             # Not torch.manual_seed, which would seed the GPUs, too.
             torch.Generator().manual_seed(seed).get_state(),
             None if numpy is None else numpy.random.RandomState(seed % 2**32).get_state(),
@@ -41,33 +78,10 @@ class PrivateRandomness:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Use them for the time of a block."""
-        outside = _take()
-        _put(self._state)
+        outside = random_states()
+        put_back(self._states)
         try:
             yield
         finally:
-            self._state = _take()
-            _put(outside)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Put the random numbers back to where they stood when the block ends."""
-    before = _take()
-    try:
-        yield
-    finally:
-        _put(before)
-
-
-def _take() -> tuple[Any, Any, Any]:
-    numpy = sys.modules.get("numpy")  # who has not imported it draws nothing from it
-    return torch.get_rng_state(), None if numpy is None else numpy.random.get_state(), random.getstate()
-
-
-def _put(state: tuple[Any, Any, Any]) -> None:
-    torch_state, numpy_state, python_state = state
-    torch.set_rng_state(torch_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
-    random.setstate(python_state)
+            self._states = random_states()
+            put_back(outside)

@@ -1,18 +1,26 @@
-"""The settings of a DataLoader: read, changed in a copy, and why those of some loaders are left alone."""
+"""The settings of a DataLoader: read, why some loaders are left alone, and a plain loader with other ones."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
+# The two private names of torch that changing a loader in use takes. Without the first one loaders are left alone,
+# without the second one workers end when their iterator is dropped.
+GET_ITERATOR = "_get_iterator"
+SHUT_DOWN_WORKERS = "_shutdown_workers"
+
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the settings of a DataLoader."""
+    """Return the settings of a DataLoader; of one that we have changed, those that it uses now."""
+    switch = vars(loader).get("switch")
+    if switch is not None:
+        in_use: LoaderSettings = switch.in_use
+        return in_use
     return LoaderSettings(
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
@@ -22,53 +30,53 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
     )
 
 
-def copy_with(loader: DataLoader[Any], settings: LoaderSettings) -> DataLoader[Any]:
-    """Return a copy of a DataLoader with other settings, which shares everything else with it.
-
-    The constructor is not called again: a subclass may have arguments of its own, and a sampler or a batch sampler
-    cannot always be given twice.
-    """
-    changed = copy.copy(loader)
-    set_settings(changed, settings)
-    vars(changed)["_iterator"] = None
-    if not settings.num_workers:
-        # Both mean something for workers only, and the loader insists that they are not set without any.
-        vars(changed).update(timeout=0, _DataLoader__multiprocessing_context=None)
-    return changed
-
-
-def set_settings(loader: DataLoader[Any], settings: LoaderSettings) -> None:
-    """Write settings into a DataLoader that is not being iterated; it refuses some of them as attributes."""
-    vars(loader).update(
-        num_workers=settings.num_workers,
-        prefetch_factor=settings.prefetch_factor,
-        persistent_workers=settings.persistent_workers,
-        pin_memory=settings.pin_memory,
-    )
-
-
 def why_fixed(loader: object) -> str | None:
     """Return why the settings of a loader cannot be changed without changing what it loads; ``None`` if they can."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         return f"it is a {kind.__module__}.{kind.__qualname__}, not a torch DataLoader"
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    if hasattr(loader, "state_dict"):
         return f"a {kind.__qualname__} keeps its position (state_dict), which new workers would lose"
-    if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
+    if isinstance(loader.dataset, IterableDataset):
         return (
-            f"its dataset is iterable ({type(loader.dataset).__qualname__}): how it divides itself among workers is "
-            "its own doing, and with another number of them it could repeat or lose samples"
+            f"its dataset is iterable ({type(loader.dataset).__qualname__}) and divides itself among its workers: "
+            "with another number of them it could repeat or lose samples"
         )
     if not loader.in_order:
         return "in_order=False: the order of its batches depends on the workers"
-    own_ways = [
-        name
-        for name in ("_get_iterator", "_index_sampler", "_auto_collation")
-        if getattr(kind, name, None) is not getattr(DataLoader, name)
-    ]
-    if own_ways:
-        return f"{kind.__qualname__} has its own {' and '.join(own_ways)}"
+    if not hasattr(DataLoader, GET_ITERATOR):
+        return f"this version of torch has no DataLoader.{GET_ITERATOR}"
+    if getattr(kind, GET_ITERATOR) is not getattr(DataLoader, GET_ITERATOR):
+        return f"{kind.__qualname__} has its own {GET_ITERATOR}"
     return None
+
+
+def plain_loader(
+    loader: DataLoader[Any], settings: LoaderSettings, indices: Any, *, dataset: Any = None, **options: Any
+) -> DataLoader[Any]:
+    """Return a plain torch DataLoader with other settings, which loads what the given one loads.
+
+    Args:
+        loader: The loader.
+        settings: The settings of the new one.
+        indices: What takes the place of its sampler, or of its batch sampler where it has one.
+        dataset: What takes the place of its dataset.
+        **options: Further arguments of the new loader, in place of the given one's.
+    """
+    same: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    if settings.num_workers:  # a loader without workers insists on neither
+        same |= {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
+    else:
+        options.pop("timeout", None)
+    return DataLoader(
+        loader.dataset if dataset is None else dataset,
+        **({"batch_size": None, "sampler": indices} if loader.batch_sampler is None else {"batch_sampler": indices}),
+        num_workers=settings.num_workers,
+        prefetch_factor=settings.prefetch_factor,
+        persistent_workers=settings.persistent_workers,
+        pin_memory=settings.pin_memory,
+        **{**same, **options},
+    )
 
 
 def batch_bytes(batch: Any) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gpu_tools.advice.loader_trials import LoaderResult, score_of
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.units import format_duration, printable
 
 
@@ -16,16 +16,16 @@ class LoaderSummary:
     """What NumWorkersFinder found.
 
     Attributes:
-        users: The settings that the user gave: ``num_workers``, ``prefetch_factor``, ``persistent_workers``,
+        users: The original settings: ``num_workers``, ``prefetch_factor``, ``persistent_workers``,
             ``pin_memory``, ``batch_size``; ``None`` if the loader is not a torch DataLoader.
         settings: The settings found, likewise.
         applied: Whether they were in use at the end.
         confirmed: Whether they were as good in the first hundred steps of their use; ``None`` if that was not seen.
         reason: Why these, with numbers.
-        users_batches_per_s: Speed of loader and step together with the user's settings; ``None`` if not measured.
+        users_batches_per_s: Speed of loader and step together with the original settings; ``None`` if not measured.
         batches_per_s: Speed with the settings found, likewise.
         wait_share: Part of the time that training waited for data with them; ``None`` if not measured.
-        seconds: How long the trials took.
+        seconds: How long the search took.
     """
 
     users: Mapping[str, Any] | None
@@ -41,18 +41,22 @@ class LoaderSummary:
 
 def summarize(result: LoaderResult) -> LoaderSummary:
     """Return the summary of a search."""
-    before, after = score_of(result.scores, result.users), score_of(result.scores, result.settings)
+    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     return LoaderSummary(
-        users=None if result.users is None else dataclasses.asdict(result.users),
+        users=None if result.original is None else dataclasses.asdict(result.original),
         settings=None if result.settings is None else dataclasses.asdict(result.settings),
         applied=result.applied,
         confirmed=result.confirmed,
         reason=result.reason,
-        users_batches_per_s=None if before is None else before.batches_per_s,
-        batches_per_s=None if after is None else after.batches_per_s,
+        users_batches_per_s=_batches_per_s(before),
+        batches_per_s=_batches_per_s(after),
         wait_share=result.wait_share,
         seconds=result.seconds,
     )
+
+
+def _batches_per_s(trial: LoaderTrial | None) -> float | None:
+    return None if trial is None or not trial.batch_s else 1 / trial.batch_s
 
 
 def loader_line(loader: LoaderSummary) -> str:

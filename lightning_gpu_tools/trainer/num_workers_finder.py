@@ -1,68 +1,82 @@
-"""Finds the DataLoader settings that feed the training step, by trying them in the training itself."""
+"""Finds the DataLoader settings that feed the training step, in a short pause of the training itself."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from statistics import mean
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
-from lightning_gpu_tools.loaders.index_source import length_of
-from lightning_gpu_tools.loaders.ranks import BoardOfRanks
-from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
-from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.loaders.tuning import Terms, Tuning
-from lightning_gpu_tools.loaders.validation import ValidationLoader
+from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
+from lightning_gpu_tools.loaders.plan import (
+    CONFIRM_STEPS,
+    STUDY_STEPS,
+    Step,
+    StepCost,
+    is_slower,
+    settled,
+    step_cost,
+    wait_share,
+    why_no_search,
+)
+from lightning_gpu_tools.loaders.search import SearchTerms, search
+from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import local_ranks, rank_exchange, trains_on_gpu
-from lightning_gpu_tools.trainer.finder_messages import log_settings, show_result, show_trial
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.rank_exchange import RankExchange
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
+
+# The ranks wait for each other in every step, so they come to a search at the same time. Our default.
+_RANKS_TIMEOUT_S = 10.0
 
 
 class NumWorkersFinder(Callback):
-    """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` while training goes on.
+    """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory``, and applies them.
 
-    It measures what a batch costs to load, in the worker processes, and how long a step takes when its batch is there.
-    That predicts the settings, within what this machine grants: cores by affinity and cgroup quota, memory,
-    ``/dev/shm``, shared with the other ranks of the machine. The prediction and its neighbours are then tried in the
-    running epoch, in turns, on real steps: no batch is loaded for a trial alone, and batches and their order are those
-    of a training without this callback. So are the random numbers of the training process, and with them the weights,
-    unless the dataset itself draws random numbers: then they come from the seeds of other workers. The choice is the
-    smallest number of workers within 3 % of the best speed of loader and step together. It is watched for a hundred
-    steps more, and taken back if it is slower than the settings before.
+    It measures 25 steps with the settings that you gave. If training waits for data, it pauses, usually for 3 to 7 s
+    and at most for ``budget_s``. Meanwhile the few settings that the cost of a batch promises are tried: each in a
+    plain ``DataLoader`` in worker processes, with a stand-in for the training step. They stay within the cores
+    (affinity and cgroup quota), the memory and the ``/dev/shm`` that this machine grants, shared with the other ranks
+    on it. The fewest workers within 3 % of the best are used from the next batch on. If the next hundred steps are
+    slower than those before, the original settings come back.
 
-    What was found holds for the rest of the fit, also for loaders that are made again
-    (``reload_dataloaders_every_n_epochs``), and in proportion for the validation loaders, as long as these gain by it.
-    The objects that you gave stay as they are. If anything fails under settings that are not yours (a dataset that
-    cannot be pickled, a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with
-    yours. Of several training loaders the first one that can be changed is tuned. A loader with an iterable dataset,
-    one that keeps its position, and one that is not a torch ``DataLoader`` is measured and left alone. So is one whose
-    dataset holds what worker processes would share, as a file that is open before the first sample is loaded, and one
-    whose dataset or sampler training changes from batch to batch while settings are tried. What training changes
-    between epochs, workers learn. With several ranks all decide the same at the same step.
+    Batches, their order and the random numbers of the training process are those of a training without this callback.
+    The one exception: with ``num_workers=0``, random numbers that the dataset itself draws (augmentation) come from the
+    workers afterwards, as with every change of ``num_workers``. The result says so. If anything fails under settings
+    that are not yours (a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with
+    yours. No failure of this callback reaches your training.
 
-    Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trial runs of a tuner. On a GPU a
-    step is timed by the host, which may run ahead of the GPU, so only means over many steps count. Not yet verified on
-    GPU hardware.
+    These loaders keep their settings, with the reason in the result:
+
+    - a dataset that is iterable, a loader with a position of its own (``StatefulDataLoader``) or its own
+      ``_get_iterator``, and ``in_order=False``;
+    - a sampler that draws random numbers during the epoch;
+    - a dataset that holds an open file, a lock or a running generator, or that changes while it is used (a cache, a
+      random generator of its own).
+
+    Of several training loaders the first one that can be changed is. Validation loaders keep their settings. With
+    several ranks all try at the same time and decide the same.
+
+    Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trial runs of a tuner. Where the
+    training step computes on the CPU it needs the same cores as the workers; settings are changed then only for a
+    predicted gain of more than 15 %.
 
     Args:
-        budget_s: How long the trials may take, in seconds. That is training time, too, only with settings that may not
-            be the best ones; the trial of your own settings and a short one of others are made in any case. Workers
-            that hang end their trial after 30 s.
-        apply: Whether to use what was found. Else it is measured, and your own settings come back.
+        budget_s: How long training may pause, in seconds; a hard limit, also if an item of the dataset hangs.
+        apply: Whether to use what was found. Else it is only measured.
 
     Raises:
         ValueError: ``budget_s`` is not a positive number.
@@ -74,7 +88,7 @@ class NumWorkersFinder(Callback):
         print(finder.result.settings)
     """
 
-    def __init__(self, *, budget_s: float = 60.0, apply: bool = True) -> None:
+    def __init__(self, *, budget_s: float = 30.0, apply: bool = True) -> None:
         if not 0 < budget_s < math.inf:
             raise ValueError(f"budget_s must be a positive number of seconds, got {budget_s!r}.")
         self.budget_s = budget_s
@@ -85,50 +99,46 @@ class NumWorkersFinder(Callback):
 
     @property
     def result(self) -> LoaderResult | None:
-        """What was found: ``.settings``, ``.reason``, ``.scores``, ``.trials``; ``None`` until it is known."""
+        """What was found: ``.settings``, ``.reason``, ``.trials``; ``None`` until it is known."""
         return self._result if self._fit is None else self._fit.result
 
     @override
+    @never_stops_training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
             self._fits += 1
             self._result = None
-            self._fit = _Fit(trainer, self)
+            self._fit = _Fit(trainer, budget_s=self.budget_s, apply=self.apply)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Not before: only now it is seen whose batches the Trainer gets.
-        if self._fit is not None and not self._fit.started:
+    @never_stops_training
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
             place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
             self._fit.start(rank_exchange(trainer, f"loader/{self._fits}/{place}"))
 
     @override
+    @never_stops_training
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
             self._fit.next_round()
 
     @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    @never_stops_training
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._fit is not None:
-            self._fit.end_epoch("training")
+            self._fit.after_step()
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.end_epoch("validation")
-            self._fit.pause()
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._fit is not None:
-            self._fit.pause()
-
-    @override
+    @never_stops_training
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._finish()
 
     @override
+    @never_stops_training
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._finish()
 
@@ -139,209 +149,297 @@ class NumWorkersFinder(Callback):
             # Not before: if Ctrl-C comes meanwhile, this is called once more.
             self._result, self._fit = fit.result, None
 
+    def _give_up(self, trainer: Trainer) -> None:
+        if self._fit is not None:
+            with suppress(Exception):  # what is broken may break here, too, and training must go on
+                self._fit.give_up()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_fit": None}
 
 
 class _Fit:
-    """One fit: its loaders, and the tuning of one of them."""
+    """One fit: its training loaders, and the search for the settings of one of them."""
 
-    def __init__(self, trainer: Trainer, finder: NumWorkersFinder) -> None:
+    def __init__(self, trainer: Trainer, *, budget_s: float, apply: bool) -> None:
         self._trainer = trainer
-        self._finder = finder
-        self._switches: dict[tuple[str, int], Switch] = {}
-        self._validation: dict[int, ValidationLoader] = {}
-        self._tuning: Tuning | None = None
-        self._tuned: Switch | None = None
-        self._places = {"training": 0, "validation": 0}
-        self._fixed: LoaderResult | None = None
-        self.started = False
-        # Says how long a loader is waited for that is left alone; the tuning of another one measures by itself.
-        self._session: Session | None = Session.of(trainer)
-        self._clock = self._session.clock
-        self._as_own_work = functools.partial(self._clock.as_own_work, part=type(finder).__name__)
-        self._shown: LoaderResult | None = None
-        # Every loader of every stage goes through here, each time it is made.
+        self._budget_s = budget_s
+        self._apply = apply
+        self._made: dict[int, tuple[object, object]] = {}  # what the Trainer was given, and what it got, by place
+        self._fixed: dict[int, str] = {}  # why loaders are left alone
+        self._place = 0
+        self._tuned: int | None = None
+        self._log: list[Step] = []
+        self._study: list[Step] = []
+        self._steps = 0
+        self._next: Callable[[], None] | None = None
+        self._due = STUDY_STEPS
+        self._turn = 0
+        self._exchange: RankExchange | None = None
+        self.result: LoaderResult | None = None
+        # Every loader goes through here, each time it is made.
         self._wrappers = Wrappers()
         self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
 
-    @property
-    def result(self) -> LoaderResult | None:
-        """What was found, or why nothing was looked for."""
-        if self._fixed is not None and self._clock.ran:
-            wait_s = self._clock.seconds.get(DATA_LOADING, 0.0)
-            return dataclasses.replace(self._fixed, wait_share=wait_s / max(self._clock.wall_s, 1e-9))
-        return self._fixed if self._tuning is None else self._tuning.result
-
     def _adopting(self, process: Callable[[object], object]) -> Callable[[object], object]:
-        return lambda loader: self._adopt(process(loader))
+        def process_dataloader(loader: object) -> object:
+            loader = process(loader)
+            return self._adopt(loader) if self._trainer.training else loader
+
+        return process_dataloader
 
     def _adopt(self, loader: object) -> object:
-        stage = "training" if self._trainer.training else "validation"
-        place = self._places[stage]
-        self._places[stage] += 1
-        if stage == "training" and place == 1 and ("training", 0) in self._switches:
-            self._switches["training", 0].length = None
-        # In a CombinedLoader of the user's own there is the copy that it got from us the last time.
-        loader = self._originals.get(id(loader), loader)
-        before = self._switches.pop((stage, place), None)
-        switch = self._switch_for(loader, stage)
-        if switch is None:
-            if before is not None:
-                before.close()
-            return loader
-        self._switches[stage, place] = switch
-        if stage == "training":
-            self._adopt_training(switch, before)
-        elif place in self._validation:
-            self._validation[place].move_to(switch)
-        else:
-            self._validation[place] = ValidationLoader(switch)
-            self._scale_validation()
-        if before is not None:
-            before.close()
-        return switch.loader
-
-    def _switch_for(self, loader: object, stage: str) -> Switch | None:
-        if not isinstance(loader, DataLoader) or why_fixed(loader) is not None:
-            return None
+        place = self._place
+        self._place += 1
+        given, made = self._made.get(place, (None, None))
+        if loader is given or loader is made:  # made again, but the same one: its persistent workers go on
+            return made
+        self._fixed.pop(place, None)
+        new = loader
         try:
-            switch = Switch(loader, watched=stage == "training" and self._tuning is None)
+            new = switchable(loader)  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
-            rank_zero_warn(f"NumWorkersFinder leaves the {stage} loader alone, which cannot be copied: {error!r}")
-            return None
-        switch.as_own_work = self._as_own_work
-        return switch
-
-    def _adopt_training(self, switch: Switch, before: Switch | None) -> None:
-        # One of several loaders may be iterated to its end, and once more, within the limit of the epoch.
-        if self._places["training"] == 1:
-            switch.length = _limited(switch.loader, self._trainer.limit_train_batches)
-        if self._tuning is not None and before is not None and before is self._tuned:
-            self._tuning.move_to(switch)
-            self._tuned = switch
-
-    @property
-    def _originals(self) -> dict[int, DataLoader[Any]]:
-        return {id(switch.loader): switch.original for switch in self._switches.values()}
-
-    def _of(self, stage: str) -> list[Switch]:
-        return [switch for (known, _), switch in self._switches.items() if known == stage]
+            self._fixed[place] = str(error)
+        self._made[place] = loader, new
+        before, after = _switch(made), _switch(new)
+        if after is not None:
+            after.log = self._log if before is None else before.log
+            if before is not None and before.chosen is not None:
+                self._change(after, before.chosen)
+        if before is not None:
+            restore(made)  # type: ignore[arg-type]
+        return new
 
     def next_round(self) -> None:
         """Say that the loaders of this epoch have been made."""
-        self._places = dict.fromkeys(self._places, 0)
+        self._place = 0
 
     def start(self, exchange: RankExchange) -> None:
-        """Begin with the first training loader whose settings can be changed."""
-        self.started = True
-        for validation in self._validation.values():
-            validation.forget()
-        loaders = self._trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
-        switches = {id(switch.loader): switch for switch in self._of("training") if switch.iterated}
-        ours = [switches[id(loader)] for loader in loaders if id(loader) in switches]
-        if not ours:
-            self._leave_alone(loaders[0])
-        elif self._trainer.world_size > exchange.ranks:
-            self._leave_alone(loaders[0], "the ranks cannot agree without torch.distributed")
-        else:
-            self._tuned = ours[0]
-            self._tune(self._tuned, exchange)
-            self._release_session()
-        for switch in self._switches.values():
-            switch.watched = switch is self._tuned
+        """Begin to study the training: what came before was a tuner's, or none."""
+        self._exchange = exchange
+        self._log.clear()
+        self._steps, self._next = 0, self._search
 
-    def _tune(self, switch: Switch, exchange: RankExchange) -> None:
+    def after_step(self) -> None:
+        """Count the step; search when enough of them were seen, and look at the result once more later."""
+        self._steps += 1
+        if self._next is not None and self._steps >= self._due:
+            action, self._next = self._next, None
+            action()
+
+    @property
+    def _current(self) -> Switch | None:
+        """What changes the loader that is tuned."""
+        return None if self._tuned is None else _switch(self._made[self._tuned][1])
+
+    def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the facts of all ranks, in their order; ``None`` if one is missing."""
+        exchange = self._exchange
+        assert exchange is not None
+        if exchange.ranks == 1:
+            return [facts]
+        self._turn += 1
+        exchange.publish(self._turn, **facts)
+        everyones = exchange.read(self._turn, _RANKS_TIMEOUT_S)
+        complete = len(everyones) == exchange.ranks and all(one["turn"] == self._turn for one in everyones)
+        return everyones if complete else None
+
+    # The search, and what follows
+
+    def _search(self) -> None:
         trainer = self._trainer
+        iterated = [
+            place for place, (_, made) in self._made.items() if (one := _switch(made)) is not None and one.begun
+        ]
+        self._tuned = min(iterated, default=None)
+        switch = self._current
+        self._study = list(settled(self._log))
+        for _, made in self._made.values():
+            if (one := _switch(made)) is not None:
+                one.log = None
+        obstacle, nothing = self._obstacle(switch)
+        own = None if obstacle or not self._study else self._own_step(self._study)
+        everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "own": own})
+        if trainer.world_size > 1 and self._exchange is not None and self._exchange.ranks < trainer.world_size:
+            self._leave("The training loader is left as it is: the ranks cannot agree without torch.distributed.")
+            return
+        if everyones is None:
+            self._leave("The training loader is left as it is: another rank did not answer.")
+            return
+        obstacle = next((facts["obstacle"] for facts in everyones if facts["obstacle"]), None)
+        if obstacle or switch is None:
+            self._leave(f"The training loader is left as it is: {obstacle}.")
+            return
+        if all(facts["nothing"] for facts in everyones):
+            self._leave(nothing or "")
+            return
+        owns = [facts["own"] for facts in everyones]
+        # Who waits for other ranks does so inside the step, so the shortest one is the step itself.
+        step = StepCost(**min((own["step"] for own in owns), key=lambda cost: float(cost["wall_s"])))
+        given = self._made[self._tuned][0] if self._tuned is not None else None
+        assert isinstance(given, DataLoader)
         steps = trainer.num_training_batches
-        # Where loaders are made again for an epoch their workers cannot live on.
-        reloaded = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
-        on_gpu = trains_on_gpu(trainer)
-        terms = Terms(
-            host=read_host_budget(local_ranks=local_ranks(trainer)),
-            cuda=on_gpu,
-            budget_s=self._finder.budget_s,
-            epoch_steps=None if reloaded or math.isinf(steps) else int(steps),
-            # While a GPU computes one thread launches its kernels; without one all threads of torch compute.
-            step_cores=1.0 if on_gpu else float(torch.get_num_threads()),
-            apply=self._finder.apply,
+        rank_zero_info(
+            f"NumWorkersFinder: training pauses for at most {self._budget_s:g} s to try DataLoader settings."
         )
-        self._tuning = switch.listener = Tuning(
-            switch, terms, ranks=BoardOfRanks(exchange), report=show_trial, conclude=self._conclude
+        found = search(
+            given,
+            SearchTerms(
+                step=step,
+                host=read_host_budget(local_ranks=local_ranks(trainer)),
+                cuda=trains_on_gpu(trainer),
+                budget_s=self._budget_s,
+                alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),
+                # Where loaders are made again for an epoch their workers cannot live on.
+                epoch_steps=None if _reloads(trainer) or math.isinf(steps) else int(steps),
+                bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
+            ),
+            self._gather,
         )
+        self._use(switch, found)
 
-    def _leave_alone(self, loader: object, why: str | None = None) -> None:
-        kind = type(loader).__qualname__
-        own_way = (
-            f"a {kind} is iterated in a way of its own; call super().__iter__() in its __iter__ and it can be tuned"
+    def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
+        """Return why the loader has to be left alone, and why there is nothing to gain."""
+        if switch is None:
+            kinds = [type(made).__qualname__ for _, made in self._made.values()]
+            own_way = f"a {kinds[0]} is iterated in a way of its own" if kinds else "there is none"
+            return next(iter(self._fixed.values()), own_way), None
+        if not self._study:
+            return "its epochs are too short to measure a step", None
+        return switch.obstacle(), why_no_search(self._study)
+
+    def _own_step(self, steps: list[Step]) -> dict[str, Any]:
+        return {"step": dataclasses.asdict(step_cost(steps, torch.get_num_threads()))}
+
+    def _use(self, switch: Switch, found: LoaderResult) -> None:
+        self.result = found
+        if found.settings is None or found.settings == found.original or not self._apply:
+            self._show()
+            return
+        self._change(switch, found.settings)
+        moved = (
+            " The dataset draws random numbers (augmentation): they come from the workers now, no longer from the "
+            "training process."
         )
-        why = why or why_fixed(loader) or own_way
-        users = settings_of(loader) if isinstance(loader, DataLoader) else None
-        self._fixed = LoaderResult(users=users, settings=users, reason=f"The training loader is left as it is: {why}.")
-        rank_zero_info(f"NumWorkersFinder: {self._fixed.reason}")
+        self.result = dataclasses.replace(
+            found, applied=True, reason=found.reason + (moved if switch.moved_draws else "")
+        )
+        self._show()
+        self._log.clear()
+        switch.log = self._log
+        ramp_up = found.settings.num_workers * (1 + (found.settings.prefetch_factor or 0)) + 2
+        self._due = self._steps + ramp_up + CONFIRM_STEPS
+        self._ramp_up = ramp_up
+        self._next = self._confirm
 
-    def _conclude(self, result: LoaderResult) -> None:
-        self._scale_validation()
-        if self._shown is not None and self._trainer.world_size > 1:
-            # While settings are tried all ranks hear of a failure; later each one has workers of its own to lose.
-            warnings.warn(f"NumWorkersFinder, rank {self._trainer.global_rank}: {result.reason}", stacklevel=2)
-        elif self._shown is not None:
-            rank_zero_warn(f"NumWorkersFinder: {result.reason}")
-        elif not result.applied or result.confirmed is not None:
-            self._show(result)
+    def _change(self, switch: Switch, settings: LoaderSettings) -> None:
+        """Set the loader, which may be in the place of another one by now, to what was found for that one."""
+        switch.use(dataclasses.replace(settings, batch_size=switch.original.batch_size))
 
-    def _show(self, result: LoaderResult) -> None:
-        self._shown = result
-        if self._trainer.is_global_zero:
-            show_result(result)
-            log_settings(self._trainer, result)
+    def _confirm(self) -> None:
+        switch, result = self._current, self.result
+        if switch is None or result is None:
+            return
+        steps, switch.log = self._log[self._ramp_up :], None
+        fault = switch.fault
+        slower = bool(steps) and is_slower(steps, self._study)
+        everyones = self._gather({"fault": fault, "slower": slower})
+        if everyones is None or any(facts["fault"] for facts in everyones):
+            why = next((facts["fault"] for facts in everyones or [] if facts["fault"]), "another rank did not answer")
+            self._take_back(switch, f"They failed in use ({why}), so the original settings are back.")
+        elif any(facts["slower"] for facts in everyones):
+            self._take_back(switch, "In their first hundred steps they were slower, so the original settings are back.")
+        elif steps:
+            self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(steps))
 
-    def _scale_validation(self) -> None:
+    def _take_back(self, switch: Switch, why: str) -> None:
+        assert self.result is not None
+        if switch.in_use != switch.original:
+            switch.use(switch.original)
+        self.result = dataclasses.replace(
+            self.result,
+            settings=self.result.original,
+            applied=False,
+            confirmed=False,
+            reason=f"{self.result.reason} {why}",
+        )
+        rank_zero_warn(f"NumWorkersFinder: {why}")
+
+    def _leave(self, reason: str) -> None:
+        given = next((given for given, _ in self._made.values()), None)
+        original = settings_of(given) if isinstance(given, DataLoader) else None
+        share = wait_share(self._study) if self._study else None
+        self.result = LoaderResult(original=original, settings=original, reason=reason, wait_share=share)
+        rank_zero_info(f"NumWorkersFinder: {reason}")
+
+    def _show(self) -> None:
         result = self.result
-        if result is not None and result.applied and result.settings is not None:
-            for loader in self._validation.values():
-                loader.scale(result.settings)
+        assert result is not None
+        for trial in result.trials:
+            if trial.failed is not None:
+                rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {trial.failed}")
+            elif trial.batch_s is not None:
+                rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {1 / trial.batch_s:.4g} batches/s")
+        state = "in use" if result.applied else "not in use"
+        found = "" if result.settings is None else f"{_words(result.settings)} ({state}). "
+        rank_zero_info(f"NumWorkersFinder: {found}{result.reason}")
+        if self._trainer.is_global_zero and result.settings is not None:
+            settings = {**dataclasses.asdict(result.settings), "applied": result.applied}
+            for logger in self._trainer.loggers:
+                _log_to(logger, {"num_workers_finder": settings})
 
-    def end_epoch(self, stage: str) -> None:
-        """Say that the loaders of a stage have been iterated as far as they will be, even where that is not the end."""
-        for switch in self._of(stage):
-            switch.end_epoch()
-
-    def pause(self) -> None:
-        """Say that something else than training steps took time."""
-        if self._tuned is not None:
-            self._tuned.pause()
-
-    def _release_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.release()
+    def give_up(self) -> None:
+        """Go back to the original settings, because of a fault in here."""
+        self._next = None
+        for _, made in self._made.values():
+            switch = _switch(made)
+            if switch is not None:
+                switch.log = None
+                if switch.in_use != switch.original:
+                    switch.use(switch.original)
+        if self.result is not None and self.result.applied:
+            self.result = dataclasses.replace(self.result, settings=self.result.original, applied=False)
 
     def close(self) -> None:
         """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
-        for switch in self._switches.values():
-            switch.end_epoch()
-        if self._tuning is not None:
-            self._tuning.abandon()
-            if self._shown is None and self._tuning.result is not None:
-                self._show(self._tuning.result)
-        for switch in self._switches.values():
-            switch.close()
         self._wrappers.undo()
-        self._release_session()
-        for combined in self._combined_loaders:
-            combined.flattened = [self._originals.get(id(loader), loader) for loader in combined.flattened]
+        for _, made in self._made.values():
+            switch = _switch(made)
+            if switch is not None:
+                fault = switch.fault
+                restore(made)  # type: ignore[arg-type]
+                if fault is not None and self.result is not None and self.result.applied:
+                    reason = f"{self.result.reason} They failed in use ({fault}), so the original settings came back."
+                    self.result = dataclasses.replace(
+                        self.result, settings=self.result.original, applied=False, confirmed=False, reason=reason
+                    )
+        if self.result is None and self._steps:
+            self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
 
-    @property
-    def _combined_loaders(self) -> list[CombinedLoader]:
-        fit_loop: Any = self._trainer.fit_loop
-        loops = (fit_loop, fit_loop.epoch_loop.val_loop)
-        return [loop._combined_loader for loop in loops if loop._combined_loader is not None]
+
+def _switch(loader: object) -> Switch | None:
+    return getattr(loader, "switch", None) if isinstance(loader, DataLoader) else None
 
 
-def _limited(loader: DataLoader[Any], limit: float) -> int | None:
-    """Return how many batches the Trainer takes of a loader in an epoch; ``None`` if that is unknown."""
-    length = length_of(loader)
-    if length is None:
-        return limit if isinstance(limit, int) else None
-    return min(length, limit) if isinstance(limit, int) else int(length * limit)
+def _reloads(trainer: Trainer) -> bool:
+    return bool(trainer.reload_dataloaders_every_n_epochs)  # type: ignore[attr-defined]
+
+
+def _words(settings: LoaderSettings) -> str:
+    words = f"num_workers={settings.num_workers}"
+    if settings.prefetch_factor is not None:
+        words += f", prefetch_factor={settings.prefetch_factor}"
+    if settings.persistent_workers:
+        words += ", persistent_workers=True"
+    return f"{words}, pin_memory=True" if settings.pin_memory else words
+
+
+def _log_to(logger: Logger, found: dict[str, Any]) -> None:
+    try:
+        if isinstance(logger, TensorBoardLogger):
+            # Without metrics it adds them to hparams.yaml and leaves the user's summary and hp_metric as they are.
+            logger.log_hyperparams(found, metrics={})
+        else:
+            logger.log_hyperparams(found)
+    except Exception as error:  # noqa: BLE001 - a logger of anybody's; training must go on
+        rank_zero_warn(f"{type(logger).__name__} did not take the DataLoader settings: {error!r}")

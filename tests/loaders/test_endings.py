@@ -1,215 +1,193 @@
-"""Workers end when who started them says so, at once and all of them, and not when the garbage collector runs."""
+"""However a training ends, nothing is left: no process, no open file, no iterator; and it ends in bounded time."""
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, get_worker_info
-from trainings import Samples
+from loader_switching import CHANGES, LOADERS, SwitchAt, arguments, settings, train
+from torch.utils.data import DataLoader
+from trainings import Raise, Samples
 
-from lightning_gpu_tools.loaders import inner_loader
-from lightning_gpu_tools.loaders.switch import Switch
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools.loaders.handover import restore, switchable
+from lightning_gpu_tools.loaders.workers import Batches
 
 Run = Callable[..., "CompletedProcess[str]"]
+ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
 
-# The collector is off: what waits for it is still there when a training is over.
-HEAD = """
-import gc, json, os, signal, sys, time
-from multiprocessing.util import Finalize
-gc.disable()
-import psutil
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from lightning.pytorch import Callback
-from trainings import Model, Samples, quiet_trainer
-from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, find_loader_settings
-from lightning_gpu_tools.loaders.switch import Switch
 
-LOAD_S, STEP_S = 0.02, 0.005
-folder, me = sys.argv[1], psutil.Process()
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-def left(before):
-    began_s = time.monotonic()
-    while descriptors() > before and time.monotonic() < began_s + 10:
-        time.sleep(0.01)  # threads of the queues close their pipes a little later
-    return {
-        "children": len(me.children(recursive=True)),
-        "iterators": sum(isinstance(thing, _MultiProcessingDataLoaderIter) for thing in gc.get_objects()),
-        "descriptors": descriptors() - before,
+def open_files() -> set[tuple[str, str]]:
+    """Return the descriptors, without the shared memory of a last batch, which the frames of an exception keep."""
+    links = {
+        fd: os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
     }
-"""
-NOTHING = {"children": 0, "iterators": 0, "descriptors": 0}
+    return {(fd, name) for fd, name in links.items() if "/dev/shm/" not in name and "/proc/" not in name}
 
-A_FIT = """
-class Lasting(Samples):
-    def __getitem__(self, index):
-        if get_worker_info() and not hasattr(self, "end"):
-            self.end = Finalize(None, time.sleep, [0.3], exitpriority=1)  # as one that closes a large file
-        return super().__getitem__(index)
 
-sys.modules["matplotlib"] = None  # drawing the report would leave fonts open
-before = descriptors()
-finder = NumWorkersFinder(budget_s=2.0)
-trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), finder], max_epochs=2)
-trainer.fit(
-    Model(time.sleep, STEP_S),
-    DataLoader(Lasting(180, time.sleep, LOAD_S), shuffle=True),
-    DataLoader(Samples(20), num_workers=1),
-)
-print(json.dumps({
-    "left": left(before),
-    "trials": [[trial.settings.num_workers, repr(trial.settings)] for trial in finder.result.trials],
-}))
-"""
+def iterators() -> set[int]:
+    return {id(thing) for thing in gc.get_objects() if type(thing).__name__ in ITERATORS}
 
-OTHERS = """
-def garbage():
-    switch = Switch(DataLoader(Samples(100), num_workers=2))
-    cycle = [iter(switch.loader)]
+
+@pytest.mark.parametrize(("before", "after"), CHANGES[::2])
+@pytest.mark.parametrize("end", ["the last epoch", "a limit", "an exception"])
+def test_nothing_is_left_without_the_garbage_collector(
+    tmp_path: Path, before: LoaderSettings, after: LoaderSettings, end: str
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        files, alive, began_s = open_files(), iterators(), time.monotonic()
+        callbacks = [SwitchAt(0, 4, after), *([Raise(at_step=13)] if end == "an exception" else [])]
+        options = {"limit_train_batches": 6} if end == "a limit" else {}
+        train(LOADERS["shuffled"](**arguments(before)), *callbacks, folder=tmp_path, **options)
+        took_s = time.monotonic() - began_s
+        assert not multiprocessing.active_children()
+        assert not iterators() - alive
+        until_s = time.monotonic() + 5
+        while open_files() - files and time.monotonic() < until_s:
+            time.sleep(0.01)  # threads of the queues close their pipes a little later
+        assert not open_files() - files
+        assert took_s < 5  # torch waits as long for one worker whose iterator was in a reference cycle
+    finally:
+        gc.enable()
+
+
+def test_a_reference_cycle_around_an_iterator_costs_no_time() -> None:
+    made = switchable(DataLoader(Samples(100), num_workers=2))
+    cycle: list[Any] = [iter(made)]
     next(cycle[0])
     cycle.append(cycle)
+    began_s = time.monotonic()
+    restore(made)
     del cycle
-    pid = os.fork()
-    if not pid:
-        gc.collect()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    alive = [child for child in me.children() if child.status() != psutil.STATUS_ZOMBIE]
     gc.collect()
-    return len(alive)
-
-def interrupted():
-    class Interrupt(Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if trainer.train_dataloader.num_workers:
-                armed.append(index)
-
-    def after_fork():
-        # Where Ctrl-C is most likely to come during the start of a worker, and where Python ignores exceptions.
-        if armed:
-            armed[:] = []
-            signal.raise_signal(signal.SIGINT)
-
-    armed = []
-    os.register_at_fork(after_in_parent=after_fork)
-    finder = NumWorkersFinder(budget_s=2.0)
-    trainer = quiet_trainer(folder, callbacks=[finder, Interrupt()])
-    try:
-        trainer.fit(Model(time.sleep, STEP_S), DataLoader(Samples(400, time.sleep, LOAD_S)))
-    except SystemExit:
-        return trainer.global_step < 400
-
-scenes = {
-    "search": lambda: find_loader_settings(DataLoader(Samples(200, time.sleep, LOAD_S)), STEP_S, budget_s=1.0).seconds,
-    "garbage": garbage,
-    "interrupted": interrupted,
-}
-found = {}
-for name, scene in scenes.items():
-    before, began_s = descriptors(), time.monotonic()
-    said = scene()
-    took_s = time.monotonic() - began_s
-    found[name] = [said, left(before), took_s]
-    gc.collect()
-print(json.dumps(found))
-"""
-
-
-def run_script(run_python: Run, folder: Path, script: str) -> dict[str, Any]:
-    (folder / "script.py").write_text(HEAD + script)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = run_python(str(folder / "script.py"), str(folder), env={"PYTHONPATH": path})
-    assert result.returncode == 0, result.stderr
-    for sign in ("Traceback", "Exception ignored", "Error"):
-        assert sign not in result.stderr
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
-
-
-def test_a_fit_leaves_nothing_behind_and_its_report_shows_our_endings(run_python: Run, tmp_path: Path) -> None:
-    found = run_script(run_python, tmp_path, A_FIT)
-    assert found["left"] == NOTHING
-    endings = sum(trial[0] > 0 and trial != following for trial, following in pairwise(found["trials"]))
-    assert endings
-    (path,) = tmp_path.rglob("gpu_report.json")
-    phase_s = json.loads(path.read_text())["phase_s"]
-    assert phase_s["monitoring/NumWorkersFinder"] >= 0.3 * endings
-
-
-def test_a_search_garbage_and_ctrl_c_leave_nothing_behind(run_python: Run, tmp_path: Path) -> None:
-    found = run_script(run_python, tmp_path, OTHERS)
-    search_s, left, took_s = found["search"]
-    assert left == NOTHING
-    assert took_s < search_s + 5  # one ending that stalls takes as long
-    workers_in_use, left, _ = found["garbage"]
-    assert left == NOTHING
-    assert workers_in_use == 2  # a forked process has not ended them
-    stopped, left, _ = found["interrupted"]
-    assert left == NOTHING
-    assert stopped
+    assert time.monotonic() - began_s < 4  # 10 s where nobody has ended the two workers before
+    assert not multiprocessing.active_children()
 
 
 class Stuck(Samples):
     """Hangs in a worker at the second sample, and does not hear that it is to end."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if get_worker_info() and index:
+        if index:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
         return super().__getitem__(index)
 
 
-def test_a_stuck_worker_is_killed_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_END_TIMEOUT_S", "_SIGNAL_TIMEOUT_S"):
-        monkeypatch.setattr(inner_loader, name, 0.2)
-    switch = Switch(DataLoader(Stuck(10), num_workers=3))
-    batches = iter(switch.loader)
+def test_workers_that_hang_are_killed_all_at_once() -> None:
+    batches = Batches(DataLoader(Stuck(10), num_workers=3))
     next(batches)
-    assert switch.inner is not None
-    workers = [psutil.Process(pid) for pid in switch.inner.pids]
+    workers = list(batches.workers)
     began_s = time.monotonic()
-    try:
-        switch.close()
-        assert time.monotonic() - began_s < 4  # torch itself takes 5 s for each, and does not get rid of it
-        assert not any(worker.is_running() for worker in workers)
-    finally:
-        for worker in workers:
-            if worker.is_running():  # or this process could not end
-                worker.kill()
+    batches.close(grace_s=0.2)
+    assert time.monotonic() - began_s < 4  # torch takes 5 s for each, and does not get rid of it
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_who_drops_an_iteration_ends_its_workers() -> None:
-    switch = Switch(DataLoader(Samples(10), num_workers=2))
-    batches = iter(switch.loader)
+    made = switchable(DataLoader(Samples(10), num_workers=2))
+    batches = iter(made)
     next(batches)
-    assert switch.inner is not None
-    workers = [psutil.Process(pid) for pid in switch.inner.pids]
+    assert len(multiprocessing.active_children()) == 2
     del batches
-    assert not any(worker.is_running() for worker in workers)
+    assert not multiprocessing.active_children()
+
+
+def test_a_forked_process_does_not_end_its_parents_workers() -> None:
+    made = switchable(DataLoader(Samples(10), num_workers=2))
+    batches = iter(made)
+    next(batches)
+    pid = os.fork()
+    if not pid:
+        made.switch.end()  # type: ignore[attr-defined]
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(list(batches)) == 9
+    restore(made)
 
 
 def test_an_iteration_goes_on_after_its_workers_were_ended() -> None:
-    switch = Switch(DataLoader(Samples(10), num_workers=2))
-    batches = iter(switch.loader)
+    made = switchable(DataLoader(Samples(10), num_workers=2))
+    batches = iter(made)
     seen = [int(next(batches)[0, 0]) for _ in range(3)]
-    switch.end_epoch()
-    switch.use(LoaderSettings(num_workers=1, prefetch_factor=2, persistent_workers=False, pin_memory=False))
-    assert switch.inner is None
+    made.switch.use(settings(1))  # type: ignore[attr-defined]
     seen += [int(batch[0, 0]) for batch in batches]
     assert seen == list(range(10))
-    switch.close()
+    restore(made)
+
+
+INTERRUPTED = """
+import json, multiprocessing, os, signal, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from trainings import Model, Samples, quiet_trainer
+from lightning_gpu_tools import NumWorkersFinder
+
+folder, when = sys.argv[1], sys.argv[2]
+home = os.getpid()
+
+class Interrupting(Samples):
+    def __getitem__(self, index):
+        if when == "in a trial" and get_worker_info() and index % 7 == 0:
+            os.kill(home, signal.SIGINT)
+            time.sleep(0.2)
+        return super().__getitem__(index)
+
+def after_fork():
+    # Where Ctrl-C is most likely to come during the start of a worker, and where Python ignores exceptions.
+    if when == "in a fork" and not sent:
+        sent.append(True)
+        signal.raise_signal(signal.SIGINT)
+
+sent = []
+os.register_at_fork(after_in_parent=after_fork)
+finder = NumWorkersFinder(budget_s=2.0)
+trainer = quiet_trainer(folder, callbacks=[finder])
+try:
+    trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
+    ended = "as usual"
+except BaseException as error:
+    ended = type(error).__name__
+print(json.dumps([ended, trainer.global_step, len(multiprocessing.active_children())]))
+"""
+
+
+@pytest.mark.parametrize("when", ["in a trial", "in a fork"])
+def test_ctrl_c_during_the_search_ends_the_training_as_always(run_python: Run, tmp_path: Path, when: str) -> None:
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began_s = time.monotonic()
+    result = run_python(str(tmp_path / "script.py"), str(tmp_path), when, env={"PYTHONPATH": path})
+    assert time.monotonic() - began_s < 60
+    assert result.returncode == 0, result.stderr
+    assert "Exception ignored" not in result.stderr
+    ended, steps, children = json.loads(result.stdout.splitlines()[-1])
+    assert ended in ("SystemExit", "KeyboardInterrupt")
+    assert steps == 25
+    assert children == 0
+
+
+def test_no_thread_of_ours_is_left() -> None:
+    batches = Batches(DataLoader(Samples(10), num_workers=1))
+    next(batches)
+    batches.close()
+    until_s = time.monotonic() + 5
+    while threading.active_count() > 1 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

@@ -1,0 +1,187 @@
+"""Starts and ends the worker processes of DataLoaders, in bounded time whatever they do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
+
+# How long workers may take to finish what they load when they are to end. torch gives each of them 5 s.
+GRACE_S = 5.0
+# How long they may then take to end by a signal. Our default: only a process that the kernel holds takes longer.
+_SIGNAL_TIMEOUT_S = 0.5
+
+_of_parents: list[Batches] = []
+
+
+class Batches:
+    """Iterates over a DataLoader, and ends the workers that this has started.
+
+    Whoever starts workers has to end them before the last reference is dropped: if a reference cycle holds the iterator
+    the garbage collector closes its queues first, and torch waits 5 s for each worker.
+
+    Args:
+        loader: The loader.
+        trusted: Whether these are the user's own settings. Else a worker that dies ends the fetch of a batch, not the
+            training step.
+
+    Raises:
+        Exception: The workers could not be started: the dataset cannot be pickled, too many files are open, ...
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, trusted: bool = False) -> None:
+        self.loader = loader
+        self._home = os.getpid()
+        self.workers: Sequence[BaseProcess] = ()
+        self.iterator: Any = None
+        before = set(multiprocessing.active_children())
+        try:
+            with _interrupt_deferred(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
+                self.iterator = iter(loader)
+        finally:  # also where Ctrl-C came in between, or only some could be started
+            self.workers = [process for process in multiprocessing.active_children() if process not in before]
+            if self.iterator is None:
+                _end_by_signal(self.workers)
+        self._deaths = _Deaths(self.workers) if self.workers and not trusted else None
+
+    def restart(self) -> None:
+        """Begin another epoch with the same, persistent workers."""
+        with self._deaths or nullcontext():
+            self.iterator = iter(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._deaths or nullcontext():
+            return next(self.iterator)
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """End the workers; those that have not ended after ``grace_s`` seconds are killed."""
+        if os.getpid() != self._home:  # a forked process must not end its parent's, nor let torch do so
+            _of_parents.append(self)
+            return
+        iterator, self.iterator = self.iterator, None
+        if iterator is None:
+            return
+        shut_down: Callable[[], None] = getattr(iterator, SHUT_DOWN_WORKERS, lambda: None)
+        if not self.workers:
+            return
+        timer = threading.Timer(grace_s, _end_by_signal, [self.workers])
+        timer.daemon = True
+        timer.start()
+        try:
+            # torch's handler of SIGCHLD names the worker that was killed, which is known here.
+            with suppress(RuntimeError):
+                shut_down()
+        finally:
+            timer.cancel()
+            if self._deaths is not None:
+                self._deaths.undo()
+        vars(self.loader)["_iterator"] = None  # torch keeps that of persistent workers there
+        with suppress(RuntimeError):
+            _end_by_signal([worker for worker in self.workers if worker.is_alive()])
+
+
+def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        alive = [worker for worker in workers if worker.is_alive()]
+        for worker in alive:
+            end(worker)
+        for worker in alive:
+            worker.join(_SIGNAL_TIMEOUT_S / len(alive))
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C take effect at the end of a block in which processes are forked.
+
+    Most likely it comes during the fork itself, which takes milliseconds. Python then raises KeyboardInterrupt in a
+    function that the logging module has registered for after a fork, where exceptions are ignored.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    home, interrupts = os.getpid(), []
+
+    def defer(*arguments: Any) -> None:
+        if os.getpid() == home:
+            interrupts.append(arguments)
+        else:
+            handler(*arguments)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if interrupts:
+            handler(*interrupts[0])
+
+
+class _Deaths:
+    """In the place of torch's handler of SIGCHLD, which raises in whatever the main thread does when a worker dies.
+
+    That ends the training step. Here it ends the fetch of a batch, at once: the one that waits, or the next one.
+    """
+
+    def __init__(self, workers: Sequence[BaseProcess]) -> None:
+        self._workers = workers
+        self._fetching = False
+        self._before: Any = None
+        self._installed = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGCHLD, self)
+
+    def __call__(self, *arguments: Any) -> None:
+        if callable(self._before):
+            with suppress(RuntimeError):
+                self._before(*arguments)
+        if self._fetching:
+            self._check()
+
+    def __enter__(self) -> None:
+        self._fetching = True
+        self._check()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._fetching = False
+        if isinstance(error, RuntimeError):  # torch may have noticed it first, and does not say why
+            self._check()
+
+    def _check(self) -> None:
+        for worker in self._workers:
+            if worker.exitcode:
+                self._fetching = False
+                raise DeadWorkerError(_how_it_ended(worker.exitcode))
+
+    def undo(self) -> None:
+        """Take it off; where somebody has put another handler over it, it does nothing more."""
+        self._workers = ()
+        current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
+        if current is self:
+            signal.signal(signal.SIGCHLD, self._before if self._before is not None else signal.SIG_DFL)
+            self._installed = False
+
+
+class DeadWorkerError(Exception):
+    """A worker process is gone."""
+
+
+def _how_it_ended(exitcode: int) -> str:
+    if exitcode > 0:
+        return f"a worker process ended with exit code {exitcode}"
+    likely = {signal.SIGKILL: " (most likely memory ran out)", signal.SIGBUS: " (most likely /dev/shm is full)"}
+    return f"a worker process was killed by {signal.Signals(-exitcode).name}{likely.get(signal.Signals(-exitcode), '')}"

@@ -1,0 +1,148 @@
+"""A loader that is changed in mid-epoch delivers what it would have: in real trainings, against untouched ones."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from loader_switching import (
+    CHANGES,
+    ITEMS,
+    LOADERS,
+    Drawing,
+    DrawsAlways,
+    SwitchAt,
+    Wrapping,
+    arguments,
+    assert_equal,
+    settings,
+    train,
+)
+from torch.utils.data import DataLoader
+
+from lightning_gpu_tools import LoaderSettings
+
+POINTS = itertools.cycle([(0, 4), (1, 4), (0, 1), (0, 0)])
+CASES = [(kind, *change, *next(POINTS)) for change in CHANGES for kind in LOADERS]
+
+
+@functools.cache
+def untouched(kind: str, before: LoaderSettings) -> Drawing:
+    return train(LOADERS[kind](**arguments(before)), folder=Path("."))
+
+
+@pytest.mark.parametrize(("kind", "before", "after", "epoch", "done"), CASES)
+def test_batches_and_random_numbers_are_those_of_an_untouched_fit(
+    tmp_path: Path, kind: str, before: LoaderSettings, after: LoaderSettings, epoch: int, done: int
+) -> None:
+    ours = train(LOADERS[kind](**arguments(before)), SwitchAt(epoch, done, after), folder=tmp_path)
+    if kind == "drawing" and not before.num_workers:  # its draws are the workers' now, so later shuffles differ
+        assert ours.batches[:9] == untouched(kind, before).batches[:9]
+        assert [sorted(itertools.chain(*ours.batches[i : i + 9])) for i in (0, 9, 18)] == [list(range(26))] * 3
+        assert ours.numbers != untouched(kind, before).numbers
+    else:
+        assert_equal(ours, untouched(kind, before))
+
+
+class Peek(Callback):
+    """Logs a batch of the training data in mid-epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 5:
+            next(iter(trainer.train_dataloader))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 6},
+        {"limit_train_batches": 6, "reload_dataloaders_every_n_epochs": 1},
+        {"peek": True},
+        {"validation": DataLoader(ITEMS, 4), "val_check_interval": 3},
+        {"accumulate_grad_batches": 2, "max_steps": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("before", "after"), [CHANGES[1], CHANGES[2], CHANGES[5]], ids=["0 to 2", "2 to 0", "2 to 1"])
+def test_what_a_trainer_does_with_its_loader_makes_no_difference(
+    tmp_path: Path, before: LoaderSettings, after: LoaderSettings, options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    peeks = [Peek()] if options.pop("peek", False) else []
+    plain = train(LOADERS["shuffled"](**arguments(before)), *peeks, folder=tmp_path, **options)
+    ours = train(LOADERS["shuffled"](**arguments(before)), *peeks, SwitchAt(0, 4, after), folder=tmp_path, **options)
+    assert_equal(ours, plain)
+
+
+def test_several_loaders_are_changed_at_once(tmp_path: Path) -> None:
+    def both() -> dict[str, Any]:
+        return {"a": LOADERS["shuffled"](num_workers=1), "b": Wrapping(ITEMS, 2, shuffle=True)}
+
+    ours = train(both(), SwitchAt(0, 4, settings(2)), folder=tmp_path)
+    assert_equal(ours, train(both(), folder=tmp_path))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_ways_to_start_workers_deliver_the_same(tmp_path: Path, method: str) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(range(40), 4, shuffle=True, num_workers=1, multiprocessing_context=method)
+
+    ours = train(loader(), SwitchAt(0, 4, settings(2)), folder=tmp_path, max_epochs=1)
+    assert_equal(ours, train(loader(), folder=tmp_path, max_epochs=1))
+
+
+def test_a_sampler_that_draws_during_the_epoch_is_an_obstacle(tmp_path: Path) -> None:
+    switch = SwitchAt(0, 4, settings(0))
+    train(DataLoader(ITEMS, 3, sampler=DrawsAlways()), switch, folder=tmp_path)
+    (obstacle,) = switch.obstacles
+    assert obstacle is not None
+    assert "its sampler draws random numbers during the epoch" in obstacle
+
+
+class Cache(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.known: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.known.setdefault(index, torch.full((4,), float(index)))
+
+
+class OwnGenerator(Cache):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(4, generator=self.generator)
+
+
+@pytest.mark.parametrize("dataset", [Cache(), OwnGenerator()])
+def test_a_dataset_that_changes_while_it_is_used_is_an_obstacle(tmp_path: Path, dataset: Any) -> None:
+    switch = SwitchAt(0, 4, settings(0))
+    train(DataLoader(dataset, 3), switch, folder=tmp_path)
+    (obstacle,) = switch.obstacles
+    assert obstacle is not None
+    assert "its dataset changes while it is used" in obstacle
+
+
+def test_living_workers_learn_what_changes_between_epochs(tmp_path: Path) -> None:
+    class Epochs(Cache):
+        epoch = -1.0
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((4,), self.epoch)
+
+    class SetEpoch(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+            dataset.epoch = float(trainer.current_epoch)
+
+    dataset = Epochs()
+    ours = train(DataLoader(dataset, 13), SetEpoch(), SwitchAt(0, 1, settings(1, persistent=True)), folder=tmp_path)
+    assert [batch[0] for batch in ours.batches] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]

@@ -1,0 +1,167 @@
+"""The search for settings: what it finds, what it leaves untouched, and that it keeps to its budget."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from loader_switching import frozen_states
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, get_worker_info
+from trainings import Samples, Stream
+
+from lightning_gpu_tools import LoaderResult, find_loader_settings
+
+LOAD_S, STEP_S = 0.02, 0.005
+
+
+def test_a_loader_that_waits_gets_workers_and_is_not_touched() -> None:
+    generator = torch.Generator().manual_seed(4)
+    samples = Samples(90, time.sleep, LOAD_S)
+    sampler = RandomSampler(samples, generator=generator)
+    loader = DataLoader(samples, batch_size=None, sampler=sampler, generator=generator)
+    states, state, attributes = frozen_states(), generator.get_state(), dict(vars(loader))
+    result = find_loader_settings(loader, STEP_S, budget_s=3)
+    assert frozen_states() == states
+    assert torch.equal(generator.get_state(), state)
+    assert vars(loader) == attributes
+    assert result.original is not None
+    assert result.settings is not None
+    assert result.original.num_workers == 0
+    assert result.settings.num_workers >= 2
+    assert not result.applied
+    assert "batches/s against" in result.reason
+    assert len(result.trials) >= 3
+    assert result.seconds < 3
+    assert not multiprocessing.active_children()
+
+
+def test_a_loader_in_memory_loses_the_workers_it_does_not_need() -> None:
+    loader = DataLoader(Samples(200), batch_size=4, num_workers=4)
+    result = find_loader_settings(loader, 0.0005, budget_s=3)
+    assert result.settings is not None
+    assert result.settings.num_workers == 0
+
+
+class Bursts(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.1 if index % 20 == 0 else 0.004)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("now", [{}, {"num_workers": 2, "prefetch_factor": 2}])
+def test_bursts_get_a_longer_queue(now: dict[str, Any]) -> None:
+    loader = DataLoader(Bursts(400), batch_size=None, shuffle=True, **now)
+    result = find_loader_settings(loader, 0.008, budget_s=4)
+    assert any((trial.settings.prefetch_factor or 0) >= 4 for trial in result.trials)
+
+
+def test_batches_are_those_that_the_sampler_puts_together() -> None:
+    class Even(Samples):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            assert index % 2 == 0
+            return super().__getitem__(index)
+
+    loader = DataLoader(Even(60, time.sleep, 0.005), 4, sampler=SubsetRandomSampler(range(0, 60, 2)))
+    result = find_loader_settings(loader, 0.005, budget_s=1.5)
+    assert not any(trial.failed for trial in result.trials)
+    assert "batches/s" in result.reason
+
+
+def test_a_worker_init_fn_finds_its_dataset() -> None:
+    def prepare(worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.scale = len(info.dataset)  # type: ignore[attr-defined]
+
+    class Scaled(Samples):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index) * self.scale
+
+    loader = DataLoader(Scaled(60, time.sleep, 0.005), num_workers=1, worker_init_fn=prepare)
+    result = find_loader_settings(loader, 0.005, budget_s=1.5)
+    assert not any(trial.failed for trial in result.trials)
+    assert len(result.trials) > 1
+
+
+class Broken(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise KeyError("no such sample")
+
+
+class Killed(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Holding(Samples):
+    def __init__(self, thing: object) -> None:
+        super().__init__(9)
+        self.thing = thing
+
+
+class Stuck:
+    """A sampler that cannot be copied."""
+
+    def __init__(self) -> None:
+        self.stream = (i for i in range(5))
+
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (DataLoader(Stream(Samples(5))), "its dataset is iterable"),
+        (range(9), "it is a builtins.range"),
+        (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
+        (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL (most likely memory ran out)"),
+        (DataLoader(Holding(threading.Lock())), "cannot pickle '_thread.lock' object"),
+        (DataLoader(Holding(multiprocessing.Event())), "worker processes cannot have copies of its dataset"),
+        (DataLoader(Samples(5), sampler=Stuck()), "its sampler cannot be copied (TypeError"),
+        (DataLoader(Samples(0), sampler=[]), "it has no batches"),
+    ],
+)
+def test_what_cannot_be_tried_keeps_its_settings_with_the_reason(loader: Any, why: str) -> None:
+    result = find_loader_settings(loader, 0.01, budget_s=3)
+    assert why in result.reason
+    assert result.settings == result.original
+    assert not result.trials
+
+
+class Hanging(Samples):
+    """Hangs in a worker, and does not hear that it is to end."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_items_that_hang_end_the_search_within_its_budget(workers: int) -> None:
+    began_s = time.monotonic()
+    result = find_loader_settings(DataLoader(Hanging(9), num_workers=workers), 0.01, budget_s=2)
+    assert time.monotonic() - began_s < 3  # torch alone takes 5 s more for each worker
+    assert "timed out" in result.reason
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("name", "options"), [("step_time_s", (0.0, 1.0)), ("budget_s", (1.0, float("nan")))])
+def test_times_that_are_none_are_refused(name: str, options: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds"):
+        find_loader_settings(DataLoader(Samples(5)), options[0], budget_s=options[1])
+
+
+def test_the_old_name_of_the_original_settings_still_works() -> None:
+    result = find_loader_settings(DataLoader(Stream(Samples(5))), 0.01)
+    assert isinstance(result, LoaderResult)
+    with pytest.warns(DeprecationWarning, match="use LoaderResult.original"):
+        assert result.users == result.original
