@@ -1,4 +1,4 @@
-"""What is known of a Trainer: its loader, its GPUs, its ranks."""
+"""What is known of a Trainer: its loader and its GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
@@ -69,8 +68,3 @@ def trainer_gpus(trainer: Trainer) -> tuple[GpuReading, ...]:
         properties = torch.cuda.get_device_properties(device)
         found.append(GpuReading(index=device.index or 0, uuid=f"GPU-{properties.uuid}", name=properties.name))
     return tuple(found)
-
-
-def rank_exchange(trainer: Trainer, name: str) -> RankExchange:
-    """Return a new board of the Trainer's ranks."""
-    return RankExchange(name, rank=trainer.global_rank, ranks=trainer.world_size)

@@ -17,11 +17,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
-from lightning_gpu_tools.reports.loader_summary import LoaderSummary, summarize
+from lightning_gpu_tools.reports.loader_summary import summarize
 from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
@@ -63,18 +62,9 @@ def describe(session: Session, diagnosis: Diagnosis, trainer: Trainer, outcome: 
         spans=tuple(clock.timeline.spans()),
         ranks=tuple(RankSpeed(rank=one.rank, node=one.node, own_step_s=one.own_s) for one in recorder.ranks()),
         memory_growth=session.memory.growth(),
-        loader=_loader_summary(session, trainer),
+        loader=None if session.loader_result is None else summarize(session.loader_result),
         settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
     )
-
-
-def _loader_summary(session: Session, trainer: Trainer) -> LoaderSummary | None:
-    result = session.loader_result
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # A finder that does not put its result into the session yet.
-        found = getattr(callback, "result", None)
-        result = found if isinstance(found, LoaderResult) else result
-    return None if result is None else summarize(result)
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
