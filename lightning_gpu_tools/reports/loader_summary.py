@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, trial_of
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, trial_of
 from lightning_gpu_tools.units import format_duration, printable
 
 
@@ -48,15 +48,11 @@ def summarize(result: LoaderResult) -> LoaderSummary:
         applied=result.applied,
         confirmed=result.confirmed,
         reason=result.reason,
-        users_batches_per_s=_batches_per_s(before),
-        batches_per_s=_batches_per_s(after),
+        users_batches_per_s=None if before is None else before.batches_per_s,
+        batches_per_s=None if after is None else after.batches_per_s,
         wait_share=result.wait_share,
         seconds=result.seconds,
     )
-
-
-def _batches_per_s(trial: LoaderTrial | None) -> float | None:
-    return None if trial is None or not trial.batch_s else 1 / trial.batch_s
 
 
 def loader_line(loader: LoaderSummary) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +42,8 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # The ranks wait for each other in every step, so they come to a search at the same time. Our default.
 _RANKS_TIMEOUT_S = 10.0
+# The ranks of a job go through the same fits, so they count alike; no board is used twice.
+_boards = itertools.count()
 
 
 class NumWorkersFinder(Callback):
@@ -94,7 +97,6 @@ class NumWorkersFinder(Callback):
         self.budget_s = budget_s
         self.apply = apply
         self._result: LoaderResult | None = None
-        self._fits = 0
         self._fit: _Fit | None = None
 
     @property
@@ -107,7 +109,6 @@ class NumWorkersFinder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
-            self._fits += 1
             self._result = None
             self._fit = _Fit(trainer, budget_s=self.budget_s, apply=self.apply)
 
@@ -115,8 +116,7 @@ class NumWorkersFinder(Callback):
     @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
-            self._fit.start(rank_exchange(trainer, f"loader/{self._fits}/{place}"))
+            self._fit.start(rank_exchange(trainer, f"loader/{next(_boards)}"))
 
     @override
     @never_stops_training

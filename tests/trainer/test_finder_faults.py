@@ -44,12 +44,10 @@ class Batches(Callback):
         self.workers.append(trainer.train_dataloader.num_workers)
 
 
-def fit(
-    folder: Path, finder: NumWorkersFinder, act: Any, *callbacks: Callback, count: int = 60, **options: Any
-) -> Batches:
+def fit(folder: Path, finder: NumWorkersFinder, act: Any, *callbacks: Callback, count: int = 60) -> Batches:
     seed_everything(7)
     batches = Batches()
-    trainer = quiet_trainer(folder, callbacks=[finder, batches, *callbacks], **options)
+    trainer = quiet_trainer(folder, callbacks=[finder, batches, *callbacks])
     trainer.fit(Model(time.sleep, STEP_S), DataLoader(InWorkers(act, count)))
     return batches
 
@@ -106,13 +104,14 @@ def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_pat
     assert "They failed in use" in finder.result.reason
 
 
-def test_settings_that_turn_out_slower_are_taken_back(tmp_path: Path) -> None:
+def test_settings_that_turn_out_slower_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(num_workers_finder, "CONFIRM_STEPS", 20)
     slow = tmp_path / "slow"
     finder = NumWorkersFinder(budget_s=1.5)
     batches = fit(
-        tmp_path, finder, lambda: slow.exists() and time.sleep(0.15), WhenApplied(finder, slow.touch), count=170
+        tmp_path, finder, lambda: slow.exists() and time.sleep(0.3), WhenApplied(finder, slow.touch), count=100
     )
-    assert batches.seen == list(range(170))
+    assert batches.seen == list(range(100))
     assert max(batches.workers) >= 2
     assert batches.workers[-1] == 0
     assert finder.result is not None
