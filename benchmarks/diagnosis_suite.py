@@ -34,7 +34,7 @@ from toys import RIVALS_TOYS, TOYS, train
 
 from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.trainer.session import Session
 
 MIN_EXPLAINED = 0.95
 
@@ -43,7 +43,7 @@ class Explained(Callback):
     """Holds the step clock of a training, to see how much of the wall time it explains."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock.attach(trainer)
+        self.clock = Session.of(trainer).clock
 
     @property
     def share(self) -> float:

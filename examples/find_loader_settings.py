@@ -1,4 +1,4 @@
-"""Find a DataLoader's settings for a training loop of one's own, without Lightning's Trainer.
+"""Find a DataLoader's settings for your own training loop, without Lightning's Trainer.
 
     python examples/find_loader_settings.py
 
@@ -27,7 +27,7 @@ class FromStorage(Dataset[torch.Tensor]):
 def main() -> None:
     loader = DataLoader(FromStorage(), batch_size=16, shuffle=True)
 
-    # How long a step takes when its batch is there: time some steps on one and the same batch.
+    # Time some steps on one batch, without loading.
     model, batch = torch.nn.Linear(8, 1), next(iter(loader))
     began_s = time.perf_counter()
     for _ in range(100):

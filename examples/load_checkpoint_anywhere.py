@@ -1,4 +1,4 @@
-"""Checkpoints that load anywhere: trained in one wrapping, loaded in three others, on any machine.
+"""Checkpoints that load anywhere: saved with one set of wrappers, loaded with three others, on any machine.
 
     python examples/load_checkpoint_anywhere.py
 
@@ -34,24 +34,24 @@ class SumOfInputs(LightningModule):
 
 
 def main(folder: Path) -> None:
-    # 1. Train with wrappers. The plugin writes clean keys, and never half a file.
+    # 1. Train with wrappers. The plugin writes clean keys, and never a partial file.
     trainer = Trainer(max_epochs=2, accelerator="cpu", plugins=[PortableCheckpointIO()], default_root_dir=folder)
     trainer.fit(SumOfInputs(parallel=True), DataLoader(torch.randn(512, 4), batch_size=32))
     checkpoint = folder / "last.ckpt"
     trainer.save_checkpoint(checkpoint)
 
-    # 2. Load into the bare network: the attribute "net." is found and dropped.
+    # 2. Load into the bare network: the prefix "net." is found and removed.
     net = make_net()
     print(load_weights(net, checkpoint))
 
     # 3. Load into a wrapped one: the prefix is added.
     print(load_weights(nn.DataParallel(torch.compile(make_net())), checkpoint))
 
-    # 4. Build the LightningModule from its hyperparameters, in another wrapping than it was saved in.
+    # 4. Build the LightningModule from its hyperparameters, with other wrappers than it was saved with.
     module = load_from_checkpoint(SumOfInputs, checkpoint, parallel=False)
     assert torch.equal(module.net[0].weight, net[0].weight)
 
-    # 5. What cannot be decided is asked, and what is broken says so.
+    # 5. Ambiguous and broken files raise errors that say what to do.
     torch.save({"student": net.state_dict(), "teacher": make_net().state_dict()}, folder / "two.pt")
     (folder / "cut.ckpt").write_bytes(checkpoint.read_bytes()[:1000])
     explain(folder / "two.pt")

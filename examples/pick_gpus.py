@@ -1,8 +1,8 @@
-"""Pick the GPU with the most free memory, claim what the job needs of it, and train there.
+"""Pick the GPU with the most free memory, claim what the job needs, and train on it.
 
     python examples/pick_gpus.py
 
-Without an NVIDIA GPU it says why none can be picked, and trains on the CPU.
+Without an NVIDIA GPU it says why, and trains on the CPU.
 """
 
 from lightning.pytorch import Trainer
@@ -21,11 +21,11 @@ def main() -> None:
     try:
         for gpu in list_gpus():
             print(f"GPU {gpu.index} {gpu.name}: {gpu.memory_free_bytes} bytes free, {gpu.utilization_percent} % busy")
-        # To look first; it claims nothing.
+        # A preview: it claims nothing.
         print(select_gpus(min_free="1GiB", claim=False).reason)
     except (NvmlUnavailableError, NotEnoughGpusError) as error:
         print(f"No GPU: {error}")
-    # It is not available either where torch has been built without CUDA.
+    # Also unavailable if torch was built without CUDA.
     usable = FreeMemoryCUDAAccelerator.is_available()
     accelerator = FreeMemoryCUDAAccelerator(min_free="1GiB") if usable else "cpu"
     trainer = Trainer(accelerator=accelerator, devices=1, max_steps=10, logger=False, enable_checkpointing=False)

@@ -1,12 +1,12 @@
-"""Train a small network on real photographs, with every part of lightning_gpu_tools switched on.
+"""Train a small network on real photographs, with every part of lightning_gpu_tools enabled.
 
-The two classes are the two sample photographs that come with scikit-learn. Each sample is a random crop, decoded from
-the JPEG file and augmented on the fly, so that loading costs something; the test crops come from a part of the
-photographs that training never sees. With GPUs it runs on those with the most free memory, without one on the CPU.
+The two classes are the two sample photographs of scikit-learn. Each sample is a random crop, decoded from the JPEG file
+and augmented on the fly, so loading takes time. The test crops are from a part of the photographs that training never
+sees. It runs on the GPUs with the most free memory, or on the CPU.
 
-    python examples/train.py                      # slow: the training process loads by itself; read its report
-    python examples/train.py --num-workers 2      # what the report says
-    python examples/train.py --find-workers       # or have it found while it trains
+    python examples/train.py                      # slow: no workers; read its report
+    python examples/train.py --num-workers 2      # follow the report's advice
+    python examples/train.py --find-workers       # or find the settings during training
 """
 
 import argparse
@@ -35,7 +35,7 @@ CROP, SIZE = 96, 48  # pixels of the photograph, pixels after scaling
 
 
 class PhotoCrops(Dataset):
-    """Random crops of photographs; the class of a crop is the photograph that it is from.
+    """Random crops of photographs; the class of a crop is its photograph.
 
     Args:
         columns: The part of each photograph to crop from, as fractions of its width.
@@ -57,13 +57,13 @@ class PhotoCrops(Dataset):
         left = int(random.integers(self.columns[0] * photo.width, self.columns[1] * photo.width - CROP))
         top = int(random.integers(0, photo.height - CROP))
         crop = photo.crop((left, top, left + CROP, top + CROP)).resize((SIZE, SIZE))
-        crop = ImageEnhance.Color(crop).enhance(random.uniform(0.0, 1.2))  # so that colour alone does not tell
+        crop = ImageEnhance.Color(crop).enhance(random.uniform(0.0, 1.2))  # color alone must not give the class away
         crop = ImageEnhance.Brightness(crop).enhance(random.uniform(0.7, 1.3))
         return torch.from_numpy(np.asarray(crop).copy()).permute(2, 0, 1).float() / 255, label
 
 
 def build_network() -> nn.Module:
-    """Return an untrained network: a plain ``nn.Module`` that knows nothing of Lightning."""
+    """Return an untrained network: a plain ``nn.Module`` without Lightning."""
     layers: list[nn.Module] = []
     for channels_in, channels_out in [(3, 16), (16, 32), (32, 64)]:
         layers += [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]

@@ -1,7 +1,7 @@
 """Lightning callbacks and plugins for shared GPU servers.
 
-Pick GPUs by free memory, log how busy they are, learn why they are not, and load checkpoints anywhere. The names below
-are imported on first use (PEP 562), so that ``import lightning_gpu_tools`` loads neither torch nor lightning nor
+Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. The names
+below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor
 pynvml.
 """
 
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
         LowGPUUtilizationWarning,
         NotEnoughGpusError,
         NvmlUnavailableError,
+        ReportError,
         UnknownOptionError,
         UnsafeCheckpointError,
     )
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.loaders.search import find_loader_settings
+    from lightning_gpu_tools.reports.report import Report, load_report
     from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
@@ -70,6 +72,7 @@ _MODULE_OF = {
     "LowGPUUtilizationWarning": "errors",
     "NotEnoughGpusError": "errors",
     "NvmlUnavailableError": "errors",
+    "ReportError": "errors",
     "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
     "LoaderResult": "advice.loader_trials",
@@ -88,6 +91,8 @@ _MODULE_OF = {
     "LoadReport": "checkpoints.weights",
     "load_from_checkpoint": "trainer.load_from_checkpoint",
     "load_weights": "checkpoints.weights",
+    "Report": "reports.report",
+    "load_report": "reports.report",
 }
 
 __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
@@ -110,6 +115,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "LowGPUUtilizationWarning",
     "NotEnoughGpusError",
     "NvmlUnavailableError",
+    "ReportError",
     "UnknownOptionError",
     "UnsafeCheckpointError",
     "LoaderResult",
@@ -128,6 +134,8 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "LoadReport",
     "load_from_checkpoint",
     "load_weights",
+    "Report",
+    "load_report",
     "__version__",
 ]
 
@@ -144,8 +152,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Trainer(strategy="ddp_free_memory") looks names up in Lightning's registry, so they must be in it before the Trainer
-# is built. Where Lightning is not imported yet, importing it here would cost seconds; importing any of the names above
-# registers them just as well.
+# Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry, so it must be there before the Trainer
+# is built. Where Lightning is not imported yet, importing it here would cost seconds; importing a strategy from this
+# package registers the names, too.
 if hasattr(sys.modules.get("lightning.pytorch"), "Trainer"):
     importlib.import_module(f"{__name__}.trainer.strategies")

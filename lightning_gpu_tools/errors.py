@@ -1,8 +1,8 @@
 """Every exception and warning of the package.
 
-One class for each thing a caller would handle differently. Each carries its data as attributes and survives pickling,
-because Lightning passes exceptions between spawned ranks. Shown as text, none holds a control character but line ends,
-whatever a file or a driver has put into it; the attributes hold the text as it is.
+There is one class per case that a caller would handle differently. Each carries its data as attributes and survives
+pickling, because Lightning passes exceptions between spawned ranks. As text, none contains control characters except
+line ends, whatever a file or a driver put into it; the attributes hold the original text.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from lightning_gpu_tools.units import printable_lines
 
 
 class LightningGpuToolsError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class NvmlUnavailableError(LightningGpuToolsError):
-    """No GPU can be asked about: the NVIDIA driver or its library is missing, unloaded or mismatched."""
+    """GPUs cannot be queried: the NVIDIA driver or its library is missing, unloaded or mismatched."""
 
 
 class NotEnoughGpusError(LightningGpuToolsError):
-    """Fewer GPUs passed the filters than were asked for.
+    """Fewer GPUs passed the filters than were requested.
 
     Attributes:
-        requested: How many GPUs were asked for.
-        rejected: One sentence for each GPU that was looked at and cannot be used, in PCI order.
+        requested: How many GPUs were requested.
+        rejected: One sentence per GPU that was rejected, in PCI order.
     """
 
     def __init__(self, message: str, requested: int, rejected: Sequence[str] = ()) -> None:
@@ -41,23 +41,23 @@ class NotEnoughGpusError(LightningGpuToolsError):
 
 
 class ClaimsError(LightningGpuToolsError):
-    """It cannot be told which GPUs are claimed: the folder that all users share cannot be used."""
+    """It is unknown which GPUs are claimed, because the folder that all users share is not usable."""
 
 
 class UnknownOptionError(LightningGpuToolsError, TypeError):
-    """A strategy was given an option that neither it nor Lightning's strategy below it has; the message lists them."""
+    """A strategy got an option that neither it nor its Lightning base class has; the message lists the valid ones."""
 
 
 class CudaAlreadyInitializedError(LightningGpuToolsError):
-    """CUDA has read ``CUDA_VISIBLE_DEVICES`` already, so changing it has no effect in this process any more."""
+    """CUDA already read ``CUDA_VISIBLE_DEVICES``, so changing it no longer has any effect in this process."""
 
 
 class CheckpointError(LightningGpuToolsError):
-    """Base of everything that is wrong with a checkpoint; the message names the file."""
+    """Base class of all checkpoint errors; the message names the file."""
 
 
 class KeyCollisionError(CheckpointError):
-    """Two keys of a checkpoint would get the same name. Nothing was changed."""
+    """Renaming would give two keys of a checkpoint the same name. Nothing was changed."""
 
 
 class AmbiguousCheckpointError(CheckpointError):
@@ -65,7 +65,9 @@ class AmbiguousCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """No renaming makes the checkpoint fit the model; the message gives the nearest reading and what is left over.
+    """The checkpoint does not fit the model under any names, or what else it holds does not fit the Trainer.
+
+    About a model, the message has the closest match and what remains.
 
     Attributes:
         missing: Keys of the model without a weight.
@@ -82,23 +84,23 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no file at the path."""
+    """There is no checkpoint at the path."""
 
 
 class BrokenCheckpointError(CheckpointError):
-    """The file is not a complete checkpoint: cut short, empty, or something else altogether."""
+    """The file is not a complete checkpoint: it is truncated, empty, or something else."""
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """Opening the file would run code that ``weights_only=True`` refuses; the message names what."""
+    """Opening the file would run code that ``weights_only=True`` refuses; the message names it."""
 
 
 class LowGPUUtilizationWarning(UserWarning):
-    """The training step spends much of its time waiting; the message says for what and what to change."""
+    """The GPU, or without one the training step, is often idle; the message says why and what to change."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class ReportError(LightningGpuToolsError):
-    """A file is not a report of this package, or one of a newer version."""
+    """A file is not a readable report of this package, or was written by a newer version."""

@@ -1,4 +1,4 @@
-"""What the host grants this process: cores by affinity and cgroup quota, memory, shared memory."""
+"""What the host grants this process: cores by affinity and cgroup quota, memory, shared memory; CPU time used."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ class HostBudget:
     """What the host grants this process.
 
     Attributes:
-        cores: CPU cores that can be used at once: the affinity mask, cut by the cgroup's quota, so possibly a fraction.
-        cores_in_reach: How many of them this job can get while others are busy on the machine. ``None`` if it was not
-            measured.
-        memory_available_bytes: Memory that can still be taken, cut by the cgroup's limit.
-        shm_free_bytes: Free space in ``/dev/shm``, through which workers hand over batches; ``None`` where there is
-            none.
+        cores: CPU cores that can be used at once: the affinity mask, limited by the cgroup's quota; may be a fraction.
+        cores_in_reach: How many of them this job can get beside other jobs; ``None`` if it was not measured.
+        memory_available_bytes: Memory that can still be allocated, limited by the cgroup.
+        shm_free_bytes: Free space in ``/dev/shm``, through which workers pass batches; ``None`` where there is none.
         local_ranks: Training processes on this machine that share the above.
     """
 
@@ -49,7 +47,7 @@ def read_host_budget(
     """
     cores = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
     memory_bytes = [psutil.virtual_memory().available]
-    # A limit anywhere on the way to the root holds, so the tightest one counts.
+    # A limit anywhere on the path to the root applies, so the tightest one counts.
     for folder in _cgroup_folders("cpu", cgroup_mount, cgroup_membership):
         quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
@@ -58,7 +56,7 @@ def read_host_budget(
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
         if limit and used and limit[0] != "max":
-            # Without what the kernel gives back on demand: the kubelet's working set,
+            # Without what the kernel frees on demand: the kubelet's working set,
             # https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
             words = _words(folder / "memory.stat")
             usage = dict(zip(words[::2], words[1::2], strict=False))
@@ -73,9 +71,9 @@ def read_host_budget(
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds that this process's children have spent so far, the living and the ended ones.
+    """Return the CPU seconds that this process's children have used so far, both living and ended ones.
 
-    The kernel adds a DataLoader worker that has ended to its parent's account when the parent waits for it.
+    The kernel adds the CPU time of an ended DataLoader worker to its parent when the parent waits for it.
     """
     process = psutil.Process()
     ended = process.cpu_times()
@@ -90,23 +88,23 @@ def children_cpu_s() -> float:
 
 
 def idle_cpu_s() -> float:
-    """Return the CPU seconds for which the cores of this process's affinity mask have stood idle since the boot.
+    """Return for how many CPU seconds the cores of this process's affinity mask have been idle since boot.
 
-    It is 0 where the system does not tell (``/proc`` mounted with ``subset=pid``).
+    It is 0 where the system does not report it (``/proc`` mounted with ``subset=pid``).
     """
     try:
         per_core = psutil.cpu_times(percpu=True)
     except OSError:
         return 0.0
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(per_core))
-    # Waiting for a disk leaves a core to others, too.
+    # A core that waits for a disk is free for others, too.
     return sum(per_core[core].idle + getattr(per_core[core], "iowait", 0.0) for core in mine if core < len(per_core))
 
 
 def private_memory_bytes(pids: list[int]) -> int | None:
-    """Return the most memory that one of the processes has for itself alone; ``None`` if the kernel does not tell.
+    """Return the largest private memory of one of the processes; ``None`` if the kernel does not report it.
 
-    That is what one more of them costs: what forked workers share with their parent is there once.
+    One more of them costs this much: forked workers share the rest with their parent.
     """
     private = [_private_memory_bytes(pid) for pid in pids]
     known = [size for size in private if size is not None]
@@ -126,12 +124,12 @@ def cores_in_reach(cores: float, used_or_idle: float) -> float:
     """Return how many of its cores a job could use while others are busy on them.
 
     Args:
-        cores: What the job is granted.
-        used_or_idle: The cores that the job used or that stood idle, on average.
+        cores: The cores that the job is granted.
+        used_or_idle: The cores that the job used or that were idle, on average.
     """
     taken = max(0.0, cores - used_or_idle)
-    # A job that mostly slept used less than the scheduler would give it: its fair share, once it has as many threads to
-    # run as it has cores.
+    # A job that mostly slept used less than the scheduler would give it: its fair share, once it has as many runnable
+    # threads as cores.
     return max(min(cores, used_or_idle), cores * cores / (cores + taken))
 
 
@@ -161,9 +159,9 @@ def _words(path: Path) -> list[str]:
 
 
 def processor_name() -> str:
-    """Return the name of the CPU; where the system does not tell it, that of its architecture."""
+    """Return the name of the CPU, or of its architecture where the system does not report the name."""
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         names = []
     return names[0] if names else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""What people write and read: ``"8GiB"``, ``"500MB"``, ``"90s"``, ``"10m"``, and the names that others have chosen."""
+"""Sizes and durations as text (``"8GiB"``, ``"90s"``), and text of others made safe to print."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return ``size`` in bytes.
 
     Args:
-        size: A number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"500MB"`` or ``"1048576"``. Upper and lower
-            case are the same.
-        name: What the caller calls this argument; used in the error.
+        size: A number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"500MB"`` or ``"1048576"``. Case does not
+            matter.
+        name: The caller's name for this argument; used in the error.
 
     Raises:
-        ValueError: ``size`` is negative, beyond any memory, or not a size.
+        ValueError: ``size`` is negative, larger than any memory, or not a size.
     """
     size_bytes: float = math.nan
     if isinstance(size, int) and not isinstance(size, bool):
@@ -48,7 +48,7 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
 
     Args:
         duration: A number of seconds, or text such as ``"90s"``, ``"10m"``, ``"1.5h"``.
-        name: What the caller calls this argument; used in the error.
+        name: The caller's name for this argument; used in the error.
 
     Raises:
         ValueError: ``duration`` is negative, not finite or not a duration.
@@ -87,21 +87,21 @@ def format_duration(duration_s: float) -> str:
 
 
 def printable(text: object, max_length: int = 100) -> str:
-    r"""Return text of others so that it can be shown: on one line, without control characters, not too long.
+    r"""Return text of others that is safe to print: one line, no control characters, limited in length.
 
-    Control characters, line ends and marks that turn the direction of writing come out as Python writes them in a
-    literal (``\x1b``, ``\n``, ``\u202e``). What is longer than ``max_length`` characters loses its middle.
+    Control characters, line ends and marks of writing direction are escaped as in a Python literal (``\x1b``, ``\n``,
+    ``\u202e``). Text longer than ``max_length`` characters loses its middle.
 
     Args:
-        text: What a file, a driver or another user has chosen. What is no text is shown as Python would print it.
-        max_length: Length of the result, at most.
+        text: Text from a file, a driver or another user. Other objects are converted with ``str``.
+        max_length: Maximum length of the result.
     """
     if not isinstance(text, str):
         try:
             text = str(text)
-        except (RecursionError, ValueError):  # nested too deep; an integer of more digits than Python converts
+        except (RecursionError, ValueError):  # nested too deeply; an integer with more digits than Python converts
             text = f"<{type(text).__name__}>"
-    # Escapes make a text longer, never shorter, so more than this cannot be needed of either end.
+    # Escapes make text longer, never shorter, so at most this much of each end is needed.
     ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
     escaped = _escaped(ends)
     if len(text) == len(ends) and len(escaped) <= max_length:
@@ -111,15 +111,15 @@ def printable(text: object, max_length: int = 100) -> str:
 
 
 def printable_path(path: object) -> str:
-    """Return a path or URL as :func:`printable` shows it, as long as whoever copies it needs it."""
+    """Return a path or URL like :func:`printable`, long enough to be copied."""
     return printable(path, max_length=300)
 
 
 def printable_lines(text: str) -> str:
-    """Return a message of the package with its line ends, and with every other control character escaped.
+    """Return a message of the package with its line ends kept and every other control character escaped.
 
-    The last net below :func:`printable`, for output of several lines: text of others that a message has taken in raw
-    cannot steer a terminal. It could still begin a line, so each part of a message is made printable by itself.
+    The safety net below :func:`printable` for output of several lines: text of others that was inserted raw cannot
+    control a terminal. It could still forge a line, so each inserted text must be made printable by itself.
     """
     return "\n".join(map(_escaped, text.split("\n")))
 

@@ -7,19 +7,22 @@ process groups (gloo), is real. Like CUDA it reads ``CUDA_VISIBLE_DEVICES`` once
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_driver
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
-from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.visibility import visible_gpus
+from lightning_gpu_tools.trainer.strategies import FreeMemoryStrategy
 
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
 
@@ -32,7 +35,7 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(torch.cuda, "is_initialized", lambda: _state.seen is not None)
     set_attribute(torch.cuda, "get_device_properties", _properties)
     set_attribute(torch.cuda, "get_device_name", lambda index: _properties(index).name)
-    for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy):
+    for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy, FreeMemoryStrategy):
         set_attribute(strategy, "root_device", property(lambda self: torch.device("cpu")))
     # PyTorch refuses to shard a model where there is no accelerator: every rank keeps all of it.
     set_attribute(FSDPStrategy, "_setup_model", lambda self, model: model)
@@ -55,11 +58,17 @@ def uuids() -> list[str]:
     """Return the UUIDs of the devices that CUDA shows this process."""
     if _state.seen is not None:
         return list(_state.seen)
-    try:
-        gpus = visible_gpus(nvml.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), "PCI_BUS_ID", list)
-    except NvmlUnavailableError:
-        return []
-    found = [str(gpu.uuid) for gpu in gpus]
+    # From the fake driver's own file, so that calls of the driver are those of the package alone.
+    machine = json.loads(Path(os.environ[fake_driver.VARIABLE]).read_text())
+    gpus = [
+        GpuReading(
+            index=index,
+            uuid=one["uuid"],
+            mig_instances=tuple(GpuReading(index=index, uuid=part["uuid"]) for part in one["mig"] or () if part),
+        )
+        for index, one in enumerate(machine["gpus"] if not machine["library_missing"] else [])
+    ]
+    found = [str(gpu.uuid) for gpu in visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), None, list)]
     # CUDA shows a process only the first MIG instance, and nothing beside it.
     return [uuid for uuid in found if uuid.startswith("MIG-")][:1] or found
 

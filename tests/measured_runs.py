@@ -1,4 +1,4 @@
-"""Measurements of trainings on a GPU, as a test or a benchmark says they were."""
+"""Made-up measurements of trainings on a GPU, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=Tru
 
 
 def gpu_run(phase_ms: dict[str, float], utilization: float | None = 30.0, **options: Any) -> RunMeasurements:
-    """Return 200 steps on a GPU, each with so many milliseconds in each phase."""
+    """Return 200 steps on a GPU, each with these milliseconds per phase."""
     steps, step_s = 200, sum(phase_ms.values()) / 1e3
     block = StepBlock(
         steps=10,
@@ -41,7 +41,7 @@ def gpu_run(phase_ms: dict[str, float], utilization: float | None = 30.0, **opti
 
 
 def looks(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
-    """Return looks at steps: of each phase the host's milliseconds a step, and for how many the GPU stood idle."""
+    """Return sampled steps: for each phase the host's milliseconds per step, and how many of them the GPU was idle."""
     return GpuIdle(
         looks=count,
         host_s={phase: count * host / 1e3 for phase, (host, _) in ms.items()},

@@ -1,4 +1,4 @@
-"""A report with something in every part of it, for the tests that need one."""
+"""A report for the tests that need one."""
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -22,8 +22,8 @@ REPORT = Report(
     diagnosis=Diagnosis(
         verdict="low",
         findings=(FINDING,),
-        why="Waiting for data takes 61 % of the wall time (31 of 51 ms a steady step).",
-        next_step="In the DataLoader set num_workers=6 (now 0). Up to 2.5 times as fast.",
+        why="Waiting for data takes 61 % of the wall time (31 ms of 51 ms per steady step).",
+        next_step="In the DataLoader set num_workers=6 (now 0). Speedup: up to 2.5x.",
     ),
     gpus=(
         GpuSummary(

@@ -13,8 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from trainings import HandClock, Model, Samples, Spending, loader, quiet_trainer
 
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements
+from lightning_gpu_tools.training.step_clock import StepClock
 
 # CUDA holds some thousand launches and then lets the host wait; here 10 launches are a step.
 _QUEUE = 30
@@ -96,7 +97,8 @@ class Watch(Callback):
         self.time = time
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock(trainer, self.time)
+        self.clock = StepClock(self.time)
+        FitTimer(trainer, self.clock)
 
 
 class GpuModel(Model):

@@ -1,4 +1,4 @@
-"""Errors travel between spawned ranks, so they survive pickling with their data."""
+"""Errors pass between spawned ranks, so they survive pickling with their data."""
 
 import inspect
 import pickle
@@ -32,12 +32,12 @@ def test_not_enough_gpus_lists_each_reason_on_its_own_line() -> None:
 @pytest.mark.parametrize(
     "error_type", [errors.CheckpointMismatchError, errors.CheckpointNotFoundError, errors.ReportError]
 )
-def test_no_error_steers_a_terminal_whatever_was_put_into_it(error_type: type[Exception]) -> None:
+def test_no_error_controls_a_terminal(error_type: type[Exception]) -> None:
     error = error_type("net.ckpt:\n  no weight for \x1b[2J\u202e")
     assert str(error) == "net.ckpt:\n  no weight for \\x1b[2J\\u202e"
     assert "\x1b" not in "".join(traceback.format_exception_only(error))
 
 
-def test_the_warning_does_not_either() -> None:
+def test_no_warning_or_reason_controls_a_terminal() -> None:
     assert str(errors.LowGPUUtilizationWarning("\x1b[2J")) == r"\x1b[2J"
     assert str(errors.NotEnoughGpusError("None.", 1, ["GPU 0: \x9b2J"])) == "None.\n  GPU 0: \\x9b2J"

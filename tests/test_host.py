@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def cgroup(tmp_path: Path):
-    """Write a cgroup tree and return the arguments that make read_host_budget read it."""
+    """Write a cgroup tree and return the arguments for read_host_budget."""
 
     def make(membership: str, files: dict[str, str]) -> dict[str, Path]:
         (tmp_path / "membership").write_text(membership)
@@ -39,7 +39,7 @@ def test_a_quota_of_half_a_core_is_half_a_core(cgroup) -> None:
     assert read_host_budget(**cgroup("0::/job\n", {"job/cpu.max": "50000 100000\n"})).cores == 0.5
 
 
-def test_the_tightest_limit_on_the_way_to_the_root_holds(cgroup) -> None:
+def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
     files = {
         "slurm/job/step/cpu.max": "max 100000\n",
         "slurm/job/cpu.max": "25000 100000\n",
@@ -52,7 +52,7 @@ def test_the_tightest_limit_on_the_way_to_the_root_holds(cgroup) -> None:
     assert budget.memory_available_bytes == 4096
 
 
-def test_version_1_of_cgroups_is_read_too(cgroup) -> None:
+def test_cgroups_of_version_1_are_read(cgroup) -> None:
     membership = "7:cpu,cpuacct:/docker/abc\n5:memory:/docker/abc\n2:freezer:/\n"
     files = {
         "cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "75000\n",
@@ -73,7 +73,7 @@ def test_version_1_of_cgroups_is_read_too(cgroup) -> None:
     ],
     ids=["v2", "v1"],
 )
-def test_cached_files_are_memory_that_can_be_had(cgroup, membership: str, limit: str, usage: str, stat: str) -> None:
+def test_cached_files_count_as_available_memory(cgroup, membership: str, limit: str, usage: str, stat: str) -> None:
     own = "inactive_file 1\n" if stat.startswith("total") else ""  # v1 has it without and with that of the children
     files = {
         limit: f"{2**20}\n",
@@ -104,12 +104,12 @@ def test_the_affinity_mask_is_that_of_the_process() -> None:
     assert float(result.stdout) <= 1.0
 
 
-def test_the_cpu_time_of_living_and_of_ended_children_is_counted() -> None:
+def test_cpu_time_of_living_and_ended_children_is_counted() -> None:
     before = children_cpu_s()
-    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burned', flush=True)\ninput()"
     child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    assert child.stdout.readline() == "burnt\n"
+    assert child.stdout.readline() == "burned\n"
     alive = children_cpu_s()
     child.communicate("\n")
     assert alive - before >= 0.28
@@ -135,11 +135,11 @@ def test_idle_time_does_not_outrun_the_clock() -> None:
         (9.0, 8.0),  # counters round
     ],
 )
-def test_a_job_can_get_what_it_used_what_was_idle_and_its_fair_share(used_or_idle: float, in_reach: float) -> None:
+def test_a_job_gets_idle_cores_and_its_fair_share(used_or_idle: float, in_reach: float) -> None:
     assert cores_in_reach(8.0, used_or_idle) == pytest.approx(in_reach)
 
 
-def test_the_memory_of_a_worker_is_what_it_has_for_itself() -> None:
+def test_only_private_memory_of_a_worker_counts() -> None:
     taken = bytearray(os.urandom(2**20)) * 32  # in this process, and shared with the child until it writes to it
     child = os.fork()
     if not child:

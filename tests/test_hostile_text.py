@@ -1,4 +1,4 @@
-"""Names in files and of GPUs that would steer a terminal or forge lines: every command, every error, a training."""
+"""Names that would control a terminal or forge lines: in every command, every error, and a training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ pytestmark = [
 
 
 def assert_harmless(text: str) -> None:
-    """No character but line ends steers a terminal, no line is forged, and no name is shown to its 200,000th letter."""
+    """No control characters except line ends, no forged line, and no name of 200,000 letters in full."""
     assert {c for c in text if not (c.isprintable() or c == "\n")} == set()
     assert not re.search(r"^\s*FORGED", text, re.MULTILINE), text[:3000]
     assert 1500 * "L" not in text
@@ -57,7 +57,7 @@ def assert_harmless(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files with a name of that kind in every place where a format has a name, by what they are."""
+    """Files with such a name wherever their format has a name."""
     folder = tmp_path_factory.mktemp("files") / "x\r\nFORGED\x1b[2J\u202e"
     folder.mkdir()
     weights = OrderedDict([(f"{EVIL}.{i}.weight", torch.ones(2, 2)) for i in range(2)])
@@ -145,7 +145,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def pickle_of_class(module: str, name: str) -> bytes:
-    """A pickle that calls something, and nothing more."""
+    """A pickle that calls something and does nothing else."""
     return b"\x80\x04" + b"".join(pickle.dumps(text, 4)[2:-1] for text in (module, name)) + b"\x93)R."
 
 
@@ -156,7 +156,7 @@ def replace_pickle(source: str, target: str, content: bytes) -> None:
 
 
 def as_text(text: str) -> bytes:
-    """A text as torch.save writes it."""
+    """A string as torch.save writes it."""
     content = text.encode()
     return b"X" + len(content).to_bytes(4, "little") + content
 
@@ -171,7 +171,7 @@ def write_safetensors(path: str, lengths: dict[str, int], dtype: str = "F32") ->
 
 
 def hostile_report() -> str:
-    """A valid report with such a name wherever it has a text."""
+    """A valid report with such a name wherever it has a string."""
     report = json.loads(to_json(REPORT))
     phases = {EVIL: 1.0, f"callback/{EVIL}": 2.0}
     report |= dict.fromkeys(("outcome", "started_at", "gpu_note", "confirmation"), EVIL)
@@ -195,36 +195,33 @@ CHECKPOINTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect", "FILE"],
-        ["inspect", "FILE", "--all"],
-        ["verify", "FILE"],
-        ["convert", "FILE", "TARGET.ckpt"],
-        ["convert", "FILE", "TARGET.safetensors", "--dtype", "bfloat16"],
-        ["convert", "FILE", "TARGET.ckpt", "--entry", EVIL, "--add-root", EVIL],
-        ["convert", "FILE", "TARGET.ckpt", "--drop-root", EVIL],
-        ["convert", "FILE", "TARGET.ckpt", "--like", "weights.pt"],
-        ["convert", "FILE", "weights.pt"],
-        ["diff", "FILE", "weights.pt"],
-    ],
-    ids=lambda arguments: "-".join(one[:12] for one in arguments if one not in ("FILE", EVIL)),
+COMMANDS = (
+    ["inspect", "FILE"],
+    ["inspect", "FILE", "--all"],
+    ["verify", "FILE"],
+    ["convert", "FILE", "TARGET.ckpt"],
+    ["convert", "FILE", "TARGET.safetensors", "--dtype", "bfloat16"],
+    ["convert", "FILE", "TARGET.ckpt", "--entry", EVIL, "--add-root", EVIL],
+    ["convert", "FILE", "TARGET.ckpt", "--drop-root", EVIL],
+    ["convert", "FILE", "TARGET.ckpt", "--like", "weights.pt"],
+    ["convert", "FILE", "weights.pt"],
+    ["diff", "FILE", "weights.pt"],
 )
-def test_checkpoint_commands_show_hostile_names_harmlessly(
-    files: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], name: str
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_commands_print_hostile_names_harmlessly(
+    files: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    target = str(tmp_path / "new\r\nFORGED")
-    code = main(["checkpoint", *(files.get(one, one).replace("TARGET", target) for one in with_file(arguments, name))])
-    shown = capfd.readouterr()
-    assert shown.err if code and arguments[0] != "diff" else shown.out or shown.err
-    assert_harmless(shown.out)
-    assert_harmless(shown.err)
-
-
-def with_file(arguments: list[str], name: str) -> list[str]:
-    return [name if one == "FILE" else one for one in arguments]
+    for i, arguments in enumerate(COMMANDS):
+        places = {**files, "FILE": files[name], "TARGET.ckpt": "", "TARGET.safetensors": ""}
+        target = str(tmp_path / f"new{i}\r\nFORGED")
+        words = [places.get(one) or one.replace("TARGET", target) for one in arguments]
+        code = main(["checkpoint", *words])
+        shown = capfd.readouterr()
+        assert shown.err if code and arguments[0] != "diff" else shown.out or shown.err, arguments
+        assert_harmless(shown.out)
+        assert_harmless(shown.err)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +248,7 @@ def test_json_is_ascii_with_whole_names(
 
 @pytest.mark.parametrize("form", ["text", "markdown"])
 @pytest.mark.parametrize("old", [None, "good.json", "report.json"])
-def test_a_report_shows_hostile_names_harmlessly(
+def test_reports_show_hostile_names_harmlessly(
     files: dict[str, str], capfd: pytest.CaptureFixture[str], form: str, old: str | None
 ) -> None:
     against = ["--against", files[old]] if old else []
@@ -265,43 +262,40 @@ def test_a_report_shows_hostile_names_harmlessly(
         assert not set(outside.replace("<details><summary>Where the time went</summary>", "")) & set("`<[$|")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [EVIL],
-        ["pick", "-n", EVIL],
-        ["pick", "--min-free", EVIL],
-        ["pick", "--wait", EVIL],
-        ["report", "a", EVIL],
-        ["report", "a", "--format", EVIL],
-        ["report", "a", "--max-slowdown", EVIL],
-        ["report", EVIL],
-        ["checkpoint", EVIL],
-        ["checkpoint", "inspect", EVIL],
-        ["checkpoint", "convert", "a", "b", EVIL],
-        ["checkpoint", "convert", EVIL, EVIL],
-        ["checkpoint", "diff", EVIL, EVIL],
-        ["run", "-n", "1", "--", STEERS],
-    ],
-    ids=lambda arguments: "-".join("EVIL" if len(one) > 50 else one for one in arguments),
+ARGUMENTS = (
+    [EVIL],
+    ["pick", "-n", EVIL],
+    ["pick", "--min-free", EVIL],
+    ["pick", "--wait", EVIL],
+    ["report", "a", EVIL],
+    ["report", "a", "--format", EVIL],
+    ["report", "a", "--max-slowdown", EVIL],
+    ["report", EVIL],
+    ["checkpoint", EVIL],
+    ["checkpoint", "inspect", EVIL],
+    ["checkpoint", "convert", "a", "b", EVIL],
+    ["checkpoint", "convert", EVIL, EVIL],
+    ["checkpoint", "diff", EVIL, EVIL],
+    ["run", "-n", "1", "--", STEERS],
 )
-def test_arguments_are_repeated_harmlessly(
-    driver: Driver, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+
+
+def test_hostile_arguments_are_repeated_harmlessly(driver: Driver, capfd: pytest.CaptureFixture[str]) -> None:
     driver.gpus = [gpu()]
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    shown = capfd.readouterr()
-    assert (code, shown.out) in [(1, ""), (2, ""), (3, ""), (127, "")]
-    assert_harmless(shown.err)
+    for arguments in ARGUMENTS:
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        shown = capfd.readouterr()
+        assert (code, shown.out) in [(1, ""), (2, ""), (3, ""), (127, "")], arguments[:2]
+        assert_harmless(shown.err)
 
 
 NAME = STEERS + "L" * 20  # NVML has room for 96 bytes
 
 
-def test_gpu_names_and_claims_of_others_are_shown_harmlessly(
+def test_gpu_names_and_claims_are_shown_harmlessly(
     driver: Driver,
     claims_dir: Path,
     capfd: pytest.CaptureFixture[str],
@@ -342,32 +336,34 @@ def test_gpu_names_and_claims_of_others_are_shown_harmlessly(
     assert_harmless(shown.err)
 
 
-LIBRARY: dict[str, Callable[[str], object]] = {
-    "read": read_checkpoint,
-    "load_weights": lambda path: load_weights(Model(), path),
-    "load_weights not strict": lambda path: load_weights(Model(), path, strict=False),
-    "load_weights of a root": lambda path: load_weights(Model(), path, root=EVIL),
-    "load_from_checkpoint": lambda path: load_from_checkpoint(Model, path),
-    "plugin": lambda path: PortableCheckpointIO(verify=True).load_checkpoint(path),
-}
+LIBRARY: tuple[Callable[[str], object], ...] = (
+    read_checkpoint,
+    lambda path: load_weights(Model(), path),
+    lambda path: load_weights(Model(), path, strict=False),
+    lambda path: load_weights(Model(), path, root=EVIL),
+    lambda path: load_from_checkpoint(Model, path),
+    lambda path: PortableCheckpointIO(verify=True).load_checkpoint(path),
+)
 
 
-@pytest.mark.parametrize("call", LIBRARY)
-@pytest.mark.parametrize("name", [*CHECKPOINTS, "sound.ckpt", "class.ckpt"])
-def test_errors_and_reports_of_the_library_are_harmless(
-    files: dict[str, str], name: str, call: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def texts_of(call: Callable[[str], object], path: str) -> list[str]:
+    """Return what a call shows: its result, or its error with the causes."""
     try:
-        result = LIBRARY[call](files[name])
+        result = call(path)
     except CheckpointError as error:
-        assert_harmless(str(error))
-        assert_harmless("".join(traceback.format_exception_only(error)))
         causes = [error.__cause__, None if error.__suppress_context__ else error.__context__]
-        assert_harmless("".join(str(cause) for cause in causes))
-    else:
-        if not isinstance(result, (dict, LightningModule)):
-            assert_harmless(str(result))
-    assert_harmless("".join(str(warning.message) for warning in recwarn))
+        return [*map(str, (error, *causes)), *traceback.format_exception_only(error)]
+    return [] if isinstance(result, (dict, LightningModule)) else [str(result)]
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS, "sound.ckpt", "class.ckpt"])
+def test_errors_and_results_of_the_library_are_harmless(
+    files: dict[str, str], name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    for text in (text for call in LIBRARY for text in texts_of(call, files[name])):
+        assert_harmless(text)
+    for warning in recwarn:
+        assert_harmless(str(warning.message))
 
 
 @pytest.mark.parametrize("name", ["rooted.ckpt", "rooted.pt", "two_fit.pt", "no_weights.pt"])
@@ -387,13 +383,13 @@ def test_the_plugin_shows_hostile_names_harmlessly(
 
 
 class RefusesToLoad(Model):
-    """Fails to load as torch does, which names keys of the file."""
+    """Fails to load as torch does, naming keys of the file."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"Error(s) in loading:\n\tsize mismatch for {EVIL}: other shape.")
 
 
-def test_what_torch_says_of_keys_is_repeated_harmlessly(tmp_path: Path) -> None:
+def test_torchs_own_errors_are_repeated_harmlessly(tmp_path: Path) -> None:
     torch.save(Model().state_dict(), tmp_path / "sound.pt")
     with pytest.raises(CheckpointError, match="size mismatch for") as caught:
         load_weights(RefusesToLoad(), tmp_path / "sound.pt")
@@ -401,7 +397,7 @@ def test_what_torch_says_of_keys_is_repeated_harmlessly(tmp_path: Path) -> None:
 
 
 class StopsTraining(Callback):
-    """Takes a while after each step, and raises an error of its own name at the 50th."""
+    """Takes a while after each step, and raises an error named like itself at the 50th."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         time.sleep(0.005)

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,13 @@ OUTSIDE_WORLD = {"logging", "os", "psutil", "socket", "subprocess", "tempfile", 
 FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield what a file imports, as a path, also inside of functions; not what is for type checkers alone."""
-    tree = ast.parse(path.read_text())
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Return what a file imports, as a path, also inside of functions; not what is for type checkers alone."""
+    return tuple(_imports(ast.parse(path.read_text())))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
     typing_only = {
         id(node)
         for block in ast.walk(tree)

@@ -1,11 +1,19 @@
-"""From measurements of a training run to a verdict and what holds it up, most costly first. Pure: decides on data."""
+"""From measurements of a training run to a verdict, the causes in order of cost, and what to do."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.data_loading import data_loading
-from lightning_gpu_tools.advice.findings import Diagnosis, Finding, Verdict, ceiling, is_worth_saying
+from lightning_gpu_tools.advice.findings import (
+    MIN_UTILIZATION_PERCENT,
+    Diagnosis,
+    Finding,
+    Verdict,
+    ceiling,
+    is_worth_reporting,
+)
 from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
 from lightning_gpu_tools.advice.host_work import host_work
 from lightning_gpu_tools.advice.inside_step import (
@@ -16,31 +24,29 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.ranks import straggler
-from lightning_gpu_tools.advice.words import next_step, why
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_duration
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
-# A choice: who has more than this to change begins with the first.
-_MOST_FINDINGS = 4
-# A choice: from so many epochs on the time that starting them takes is no accident of the first one.
-_MANY_EPOCHS = 5
-# A choice: idle time that no cause accounts for is named from this share of the wall time on.
-_MUCH_UNEXPLAINED = 0.15
+# Our default: anyone with more to change starts with the first ones.
+_MAX_FINDINGS = 4
+# Our default: from five epochs on, the time to start them is not just that of the first one.
+_MIN_EPOCHS = 5
+# Our default: idle time without a cause is reported from this share of the wall time on.
+_MIN_UNEXPLAINED = 0.15
 
 
 def diagnose(
     run: RunMeasurements,
     *,
-    min_utilization_percent: float = 70.0,
+    min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = 50,
     min_seconds: float = 20.0,
 ) -> Diagnosis:
     """Return the verdict and the findings.
 
     Args:
-        run: What was measured.
-        min_utilization_percent: Utilization below which a GPU counts as badly used. 70 is where SageMaker's
-            LowGPUUtilization rule draws the line.
+        run: The measurements.
+        min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
         min_steps: Steady steps needed to judge.
         min_seconds: Seconds of steady steps needed to judge.
     """
@@ -54,17 +60,16 @@ def diagnose(
     if verdict == "too_short":
         return Diagnosis(
             verdict=verdict,
-            why=f"{steady} steady steps in {format_duration(steady_s)} were seen; to judge, at least {min_steps} steps "
-            f"and {format_duration(min_seconds)} are needed. The first steps of the run and the first one of each "
-            "epoch are not steady.",
-            next_step="Train longer, or set min_steps and min_seconds of GPUUtilizationAdvisor lower.",
+            why=f"Measured {steady} steady steps in {format_duration(steady_s)}; at least {min_steps} steps and "
+            f"{format_duration(min_seconds)} are needed. The first steps of the run and of each epoch do not count.",
+            next_step="Train longer, or lower min_steps and min_seconds of GPUUtilizationAdvisor.",
             utilization_percent=run.utilization_percent,
         )
     return Diagnosis(
         verdict=verdict,
         findings=findings,
-        why=why(run, verdict, findings),
-        next_step=next_step(verdict, findings),
+        why=_why(run, verdict, findings),
+        next_step=_next_step(verdict, findings),
         utilization_percent=run.utilization_percent,
         gpu_idle_percent=_idle_percent(run),
         gpu_idle_residual_percent=100 * run.idle_residual,
@@ -72,10 +77,10 @@ def diagnose(
 
 
 def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
-    """Return what can be said where hardly any step is a steady one, because epochs are so short."""
-    if run.epochs < _MANY_EPOCHS:
+    """Return what is known where epochs are so short that hardly any step is steady."""
+    if run.epochs < _MIN_EPOCHS:
         return ()
-    return _worth_saying(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
+    return _worth_reporting(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
 
 
 def _judge(run: RunMeasurements, min_utilization_percent: float) -> tuple[Verdict, tuple[Finding, ...]]:
@@ -84,57 +89,59 @@ def _judge(run: RunMeasurements, min_utilization_percent: float) -> tuple[Verdic
         return "shared_gpu", (others,)
     found = _causes(run)
     if not run.on_gpu:
-        return ("low" if found else "healthy"), found[:_MOST_FINDINGS]
+        return ("low" if found else "healthy"), found[:_MAX_FINDINGS]
     if run.utilization_percent is None:
-        return ("low" if found else "unknown"), found[:_MOST_FINDINGS]
-    remarks = _worth_saying(run, [finding for finding in (low_precision(run), *held_down(run)) if finding is not None])
+        return ("low" if found else "unknown"), found[:_MAX_FINDINGS]
+    remarks = _worth_reporting(
+        run, [finding for finding in (low_precision(run), *held_down(run)) if finding is not None]
+    )
     waits_for_a_rank = any(finding.cause == "straggler" for finding in found)
     if run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run) and not waits_for_a_rank:
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100
     rest = unexplained_in_step(run, found)
-    if not found or rest >= _MUCH_UNEXPLAINED:
+    if not found or rest >= _MIN_UNEXPLAINED:
         found = _ordered([*found, _unexplained(run, idle if not found else rest)])
     if is_tiny(run):
-        return "low", _one_sentence(found, idle)
-    return "low", _ordered([*found, *remarks])[:_MOST_FINDINGS]
+        return "low", (_cause_of_tiny(found, idle),)
+    return "low", _ordered([*found, *remarks])[:_MAX_FINDINGS]
 
 
 def _causes(run: RunMeasurements) -> tuple[Finding, ...]:
-    """Return what leaves the GPU, or without one the training step, standing idle."""
+    """Return what leaves the GPU, or without one the training step, idle."""
     found = [data_loading(run), straggler(run), *host_work(run), *inside_step(run)]
-    return _worth_saying(run, [finding for finding in found if finding is not None])
+    return _worth_reporting(run, [finding for finding in found if finding is not None])
 
 
-def _worth_saying(run: RunMeasurements, found: list[Finding]) -> tuple[Finding, ...]:
-    # As far as the GPU's own times and the driver's utilization contradict each other, a share may be too large.
+def _worth_reporting(run: RunMeasurements, found: list[Finding]) -> tuple[Finding, ...]:
+    # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
     if doubt > 0:
         found = [
             replace(finding, ceiling_lower=min(finding.ceiling_lower, ceiling(finding.share - doubt)))
             for finding in found
         ]
-    return _ordered([finding for finding in found if is_worth_saying(finding, run.step_s)])
+    return _ordered([finding for finding in found if is_worth_reporting(finding, run.step_s)])
 
 
 def _ordered(found: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: (-finding.ceiling, finding.cause)))
 
 
-def _one_sentence(found: tuple[Finding, ...], idle: float) -> tuple[Finding, ...]:
-    """Return the one thing to say of a model that is too small for a GPU: a cause on the host, if it is that."""
+def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
+    """Return the one cause to report of a model that is too small for a GPU: one on the host if that dominates."""
     outside = [finding for finding in found if finding.cause != "unexplained"]
     first = outside[0] if outside else found[0]
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
-    return (first,) if first.share >= idle / 2 else (launch,)
+    return first if first.share >= idle / 2 else launch
 
 
 def _unexplained(run: RunMeasurements, idle: float) -> Finding:
-    advice = "See what happens inside the training step: Trainer(profiler='pytorch', max_steps=50)."
+    advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     evidence: dict[str, float | str] = {"idle_percent": 100 * idle}
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
-        advice += f" Begin with what is left on the CPU: {evidence['left_on_cpu']}."
+        advice += f" Start with what is left on the CPU: {evidence['left_on_cpu']}."
     return Finding(
         cause="unexplained",
         share=idle,
@@ -146,9 +153,80 @@ def _unexplained(run: RunMeasurements, idle: float) -> Finding:
 
 
 def _idle_percent(run: RunMeasurements) -> dict[str, float]:
-    """Return where the GPU stood idle, phase by phase; nothing where its own times were not measured."""
+    """Return the GPU's idle time by phase; nothing where its own times were not measured."""
     if run.gpu_idle is None:
         return {}
     percent = {phase: 100 * share for phase, share in run.idle_by_phase().items()}
     in_step = run.idle_in_step_share
     return percent if in_step is None else {**percent, "training_step": 100 * in_step}
+
+
+_COSTS = {
+    "data_loading": "Waiting for data takes",
+    "host_to_device_copy": "Moving batches to the device takes",
+    "device_sync": "Waiting for GPU results inside the training step takes",
+    "launch_bound": "Launching many small kernels takes",
+    "small_batch": "A batch too small to fill the GPU costs",
+    "low_precision": "32-bit computing beside idle tensor cores costs",
+    "callback": "The callback {name} takes",
+    "logging": "The logger {name} takes",
+    "checkpoint": "Writing checkpoints takes",
+    "validation": "Validation takes",
+    "epoch_start": "Starting epochs takes",
+    "communication": "Waiting for other GPUs takes",
+    "straggler": "Waiting for rank {rank} takes",
+    "thermal_throttling": "Thermal throttling costs",
+    "power_cap": "Throttling at the power limit costs",
+    "unexplained": "Unexplained idle time inside the training step takes",
+}
+
+
+def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> str:
+    if verdict == "unknown":
+        return "Nothing reports how busy the GPU is, and nothing on the host slows training down."
+    if verdict == "shared_gpu":
+        return f"{_others(findings[0])}, so its utilization says nothing about this training."
+    gpu = "" if run.utilization_percent is None else f"The GPU is busy {run.utilization_percent:.0f} % of the time. "
+    if verdict == "healthy" or not findings:
+        return f"{gpu}Nothing on the host slows training down."
+    first = findings[0]
+    name = printable(first.evidence.get("name", ""))
+    if first.cause == "callback" and "." in name:  # of the model: LitModel.on_train_batch_start
+        costs = f"The hook {name} takes"
+    else:
+        costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
+    return f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{_numbers(first.evidence)}."
+
+
+def _others(shared: Finding) -> str:
+    percent, size = (shared.evidence.get(name) for name in ("others_utilization_percent", "others_memory_bytes"))
+    uses = [] if percent is None else [f"keep the GPU {percent:.0f} % busy"]
+    if size is not None:
+        uses.append(f"use {format_bytes(float(size))} of the GPU's memory")
+    return f"Other jobs {' and '.join(uses)}"
+
+
+def _numbers(evidence: Mapping[str, float | str]) -> str:
+    ms = {name: format_duration(float(value) / 1e3) for name, value in evidence.items() if "ms" in name.split("_")}
+    if "wait_ms_per_step" in ms:
+        return " ({wait_ms_per_step} of {step_ms} per steady step)".format_map(ms)
+    if "behind_ms_per_step" in ms:
+        return " ({own_ms_per_step} per step; {median_ms_per_step} on the median rank)".format_map(ms)
+    if "ms_per_step" in ms:
+        return " ({ms_per_step} per step)".format_map(ms)
+    if "sm_active_percent" in evidence:
+        return " ({sm_active_percent:.0f} % of the multiprocessors are active)".format_map(evidence)
+    return ""
+
+
+def _next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
+    if not findings:
+        if verdict == "unknown":
+            return "Check nvidia-smi dmon. On a MIG instance the driver reports no utilization."
+        return "No change needed."
+    first = findings[0]
+    if verdict == "shared_gpu":
+        return first.advice
+    speedup = float(first.evidence.get("predicted_speedup", first.ceiling))
+    advice = f"{first.advice} Speedup: up to {speedup:.3g}x."
+    return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice

@@ -1,4 +1,4 @@
-"""What a diagnosis consists of, and what a finding must be worth."""
+"""The types of a diagnosis, and the thresholds that several rules share."""
 
 from __future__ import annotations
 
@@ -28,26 +28,30 @@ Cause = Literal[
     "unexplained",
 ]
 
-# A choice: advice is given where removing a cause could gain at least 5 %, and with 95 % confidence more than 2 %.
-# Less than that cannot be told from the noise between two runs.
+# Our defaults: a finding must promise a gain of 5 %, and more than 2 % with 95 % confidence. Smaller gains drown in the
+# noise between two runs.
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
-# A choice: a cause must cost this much of a step. Below it lies what no setting removes, such as the time a DataLoader
-# takes to hand over a batch that is ready.
+# Our default: a cause must cost this much per step. No setting removes less, such as the time in which a DataLoader
+# hands over a batch that is ready.
 MIN_COST_S_PER_STEP = 0.001
+# The threshold of SageMaker's LowGPUUtilization rule.
+MIN_UTILIZATION_PERCENT = 70.0
+# Our default: a GPU that runs a kernel for this much of the time looks well used.
+BUSY_PERCENT = 80.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that holds training up.
+    """One thing that slows training down.
 
     Attributes:
         cause: What it is.
         share: Fraction of the wall time lost to it, 0 to 1; on a GPU never more than the GPU's idle time.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %.
-        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share is a full count and no sample.
-        evidence: Numbers with the unit in the name, and words; ``"kind"`` says which kind of ``data_loading`` it is.
-        advice: The exact change.
+        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
+        evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``.
+        advice: The exact change to make.
         basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
     """
 
@@ -62,19 +66,18 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What a run's measurements say.
+    """The verdict on a run, its causes, and what to do.
 
     Attributes:
-        verdict: ``healthy``, ``low`` (the GPU, or without one the training step, stands waiting), ``too_short`` to
+        verdict: ``healthy``, ``low`` (the GPU, or without one the training step, is often idle), ``too_short`` to
             judge, ``shared_gpu``, or ``unknown`` (nothing reports the GPU's utilization).
         findings: Ordered by ceiling, highest first.
-        why: The verdict's reason in one sentence with numbers.
-        next_step: What to do now, in one sentence with numbers.
-        utilization_percent: Mean utilization of the trainer's GPUs, ``None`` without a report of it.
-        gpu_idle_percent: Where the GPU stood idle, in percent of the wall time outside of validation, by the phase of
-            the host in which it did; ``training_step`` is what remains inside of it. Empty where the GPU's own times
-            were not measured.
-        gpu_idle_residual_percent: By how much these parts exceed what the driver counts as idle: 0 if they add up.
+        why: The reason for the verdict, with numbers.
+        next_step: What to do now, with numbers.
+        utilization_percent: Mean utilization of the trainer's GPUs; ``None`` if nothing reports it.
+        gpu_idle_percent: GPU idle time in percent of the wall time outside validation, by the host's phase at the time;
+            ``training_step`` is the rest. Empty where the GPU's own times were not measured.
+        gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
     """
 
     verdict: Verdict
@@ -87,7 +90,7 @@ class Diagnosis:
 
 
 def ceiling(share: float) -> float:
-    """Return how much faster training is at most without something that takes this share of the wall time."""
+    """Return the greatest possible speedup from removing what takes this share of the wall time."""
     return math.inf if share >= 1 else 1 / (1 - max(0.0, share))
 
 
@@ -98,19 +101,19 @@ def counted(
     advice: str,
     basis: Literal["measured", "heuristic"] = "measured",
 ) -> Finding:
-    """Return a finding whose share is no sample of steps, so that its ceiling is its own lower bound."""
-    most = ceiling(share)
+    """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound."""
+    bound = ceiling(share)
     return Finding(
-        cause=cause, share=share, ceiling=most, ceiling_lower=most, evidence=evidence, advice=advice, basis=basis
+        cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=evidence, advice=advice, basis=basis
     )
 
 
-def is_worth_saying(finding: Finding, step_s: float) -> bool:
-    """Return whether a finding's gain and its cost stand out.
+def is_worth_reporting(finding: Finding, step_s: float) -> bool:
+    """Return whether the gain and the cost of a finding stand out.
 
     Args:
-        finding: What was found.
-        step_s: Wall time of training for each step, in seconds.
+        finding: The finding.
+        step_s: Wall time of training per step, in seconds.
     """
     return (
         finding.ceiling >= MIN_CEILING

@@ -1,41 +1,41 @@
-"""What leaves the GPU idle, or half used, inside the training step: copies, waits for its results, small kernels."""
+"""What leaves the GPU idle, or half used, inside the training step: copies, waiting for results, small kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_gpu_tools.advice.batch_memory import larger_batch_advice
-from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
+from lightning_gpu_tools.training.run_measurements import COPY, GpuFacts, RunMeasurements
 
-# A copy or a wait is worth a word from 5 % of the step on, as the DataLoader is to torch's TensorBoard plugin.
+# torch's TensorBoard plugin reports the DataLoader from 5 % of the step on; the same for copies and syncs.
 _MIN_SHARE = 0.05
-# A choice: idle time inside the step is called launch-bound from 15 % on; kernels of a well-fed GPU leave some gaps.
+# Our default: idle time inside the step counts as launch-bound from 15 % on; a well-fed GPU has some gaps, too.
 _MIN_LAUNCH_SHARE = 0.15
-# Launching a kernel takes the host 5 to 10 us; with kernels shorter than twice that the host cannot keep ahead.
+# Launching a kernel takes the host 5 to 10 us. With kernels shorter than twice that, the host cannot stay ahead.
 _SHORT_KERNEL_US = 20.0
-# A choice: steps shorter than this belong to a model too small for a GPU.
+# Our default: shorter steps belong to a model that is too small for a GPU.
 _TINY_STEP_S = 0.005
 # DCGM's guide: SM activity below 50 % "likely" is ineffective use of the GPU, however busy it looks.
 _FEW_SMS_PERCENT = 50.0
-# A choice: a GPU that has a kernel to run for this much of the time looks well used.
-_BUSY_PERCENT = 80.0
-# torch's TensorBoard plugin: tensor cores at 0 %, on hardware that has them (compute capability 7.0 and later). A
-# choice: below 1 % counts as that.
+# torch's TensorBoard plugin: tensor cores at 0 %, on hardware that has them (compute capability 7.0 and later). Our
+# default: below 1 % counts as 0.
 _NO_TENSOR_CORES_PERCENT = 1.0
 # bfloat16 and TF32 in hardware: Ampere.
 _AMPERE = (8, 0)
 _VOLTA = (7, 0)
-# A choice: 16-bit numbers are counted as halving the kernels' time. That is what half the bytes bring where memory is
-# the limit; matrix products can gain more, and other kernels less.
+# Our estimate: 16-bit numbers halve the kernels' time, as half the bytes do where memory is the limit. Matrix products
+# can gain more, other kernels less.
 _HALF_PRECISION_SPEEDUP = 2.0
 # torch's TensorBoard plugin: communication beyond 10 % of the step.
 _MIN_COMMUNICATION = 0.10
+# loadtune's target: fill 80 % of the memory. The rest is for fragmentation, the CUDA context and the largest sample.
+_MAX_FILL = 0.80
+_CAVEAT = " With a larger batch, scale the learning rate and compare the validation metric."
 
 
 def inside_step(run: RunMeasurements) -> list[Finding]:
-    """Return the causes of the GPU's idle time inside the step, without those that the measurements cannot tell."""
+    """Return the causes of GPU idle time inside the step, as far as the measurements show them."""
     if not run.on_gpu:
         return []
     found = [_copy(run), _sync(run), _launch(run), _small_batch(run), _communication(run)]
@@ -43,7 +43,7 @@ def inside_step(run: RunMeasurements) -> list[Finding]:
 
 
 def is_tiny(run: RunMeasurements) -> bool:
-    """Return whether the model is too small for a GPU to make a difference."""
+    """Return whether the model is too small to gain from a GPU."""
     step_s = run.steady_step_s
     return run.on_gpu and step_s is not None and step_s < _TINY_STEP_S
 
@@ -54,8 +54,34 @@ def has_few_active_sms(run: RunMeasurements) -> bool:
         run.gpu is not None
         and run.gpu.sm_active_percent is not None
         and run.gpu.sm_active_percent < _FEW_SMS_PERCENT
-        and (run.utilization_percent or 0.0) >= _BUSY_PERCENT
+        and (run.utilization_percent or 0.0) >= BUSY_PERCENT
     )
+
+
+def batch_size_that_fits(gpu: GpuFacts, batch_size: int) -> int | None:
+    """Return the largest batch size that leaves a fifth of the GPU's memory free; ``None`` if it is not known.
+
+    Beyond weights and optimizer state, memory grows in proportion to the batch. So two points define the line: no
+    batch, and the current one.
+    """
+    total, peak, kept = gpu.memory_total_bytes, gpu.step_memory_bytes, gpu.kept_memory_bytes
+    if total is None or peak is None or kept is None:
+        return None
+    per_sample = (peak - kept) / batch_size
+    room = _MAX_FILL * total - kept - (gpu.others_memory_bytes or 0)
+    return int(room / per_sample) if per_sample > 0 and room > 0 else None
+
+
+def _larger_batch(run: RunMeasurements) -> str:
+    """Return which batch size to set, with the limit by measured memory where it is known; empty if none is larger."""
+    batch_size = run.loader.batch_size if run.loader is not None else None
+    fits = batch_size_that_fits(run.gpu, batch_size) if run.gpu is not None and batch_size else None
+    if fits is None or batch_size is None:
+        return "a larger batch_size"
+    if fits < 2 * batch_size:
+        return ""  # no room for a batch twice as large
+    doubled = batch_size * 2 ** ((fits // batch_size).bit_length() - 1)
+    return f"batch_size={doubled} (now {batch_size}; up to {fits} fit by measured memory)"
 
 
 def _basis(known: bool) -> Literal["measured", "heuristic"]:
@@ -76,16 +102,15 @@ def _copy(run: RunMeasurements) -> Finding | None:
         evidence["pageable_copies_per_step"] = run.profile.pageable_copies_per_step
     if run.loader is not None and not run.loader.pin_memory:
         advice = (
-            "In the DataLoader set pin_memory=True (now False): from page-locked memory the GPU copies in the "
-            "background, and Lightning asks for that already (non_blocking=True). A transfer_batch_to_device of "
-            "yours must pass non_blocking=True, too."
+            "In the DataLoader set pin_memory=True (now False). The GPU copies page-locked memory in the background; "
+            "Lightning already passes non_blocking=True. Your own transfer_batch_to_device must pass it, too."
         )
     else:
-        advice = "Send less: images as uint8, to be converted on the GPU in on_after_batch_transfer."
+        advice = "Copy less: send images as uint8 and convert them on the GPU in on_after_batch_transfer."
     if len(run.ranks) > 1:
         advice += (
-            " With several ranks Lightning waits for the GPU at the start of each step (its issue 21487), so that no "
-            "copy is hidden behind the step before."
+            " With several ranks Lightning waits for the GPU at the start of each step (Lightning issue 21487), so no "
+            "copy overlaps the previous step."
         )
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
@@ -95,13 +120,13 @@ def _copy(run: RunMeasurements) -> Finding | None:
 
 def _left_on_cpu_advice(names: tuple[str, ...]) -> str:
     return (
-        f"On the CPU, and copied whenever it is used: {', '.join(names)}. Lightning moves only parameters, buffers and "
-        "submodules: use register_buffer, and nn.ModuleList or nn.ParameterList instead of a list."
+        f"Still on the CPU and copied on every use: {', '.join(names)}. Lightning moves only parameters, buffers and "
+        "submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
     )
 
 
 def _part_of_idle(run: RunMeasurements, reason: str) -> tuple[float, bool]:
-    """Return which fraction of the wall time the GPU idles inside the step for a reason, and whether that is known."""
+    """Return for what fraction of the wall time the GPU idles inside the step for a reason, and whether it is known."""
     in_step, profile = run.idle_in_step_share, run.profile
     if in_step is None or profile is None:
         return 0.0, False
@@ -116,7 +141,7 @@ def _sync(run: RunMeasurements) -> Finding | None:
     if profile is None or profile.syncs_per_step < 1:
         return None
     share, known = _part_of_idle(run, "sync")
-    if not known:  # no GPU was traced: then all of the idle time may be due to it
+    if not known:  # no GPU was traced, so all of the idle time may be due to it
         share = run.idle_in_step_share or 0.0
     if share < _MIN_SHARE:
         return None
@@ -132,9 +157,9 @@ def _sync(run: RunMeasurements) -> Finding | None:
         "device_sync",
         share,
         evidence,
-        f"Each step waits for the GPU's results {profile.syncs_per_step:.3g} times{where}: remove .item(), float(), "
-        "print and .cpu() there, or do it every 50th step. self.log takes the tensor as it is; prog_bar=True asks for "
-        "its value as often as the bar is drawn.",
+        f"The host syncs with the GPU {profile.syncs_per_step:.3g}x per step{where}. Remove .item(), float(), print "
+        "and .cpu() there, or call them every 50 steps. Pass the tensor itself to self.log; prog_bar=True syncs each "
+        "time the bar is drawn.",
         _basis(known),
     )
 
@@ -154,17 +179,15 @@ def _launch(run: RunMeasurements) -> Finding | None:
             "kernel_median_us": profile.kernel_median_us,
             "kernels_per_step": profile.kernels_per_step,
         }
-    bigger = larger_batch_advice(run.gpu, run.loader.batch_size if run.loader is not None else None)
+    larger = _larger_batch(run)
     if tiny:
-        advice = (
-            f"The model is too small for this GPU: set {bigger or 'a larger batch_size'}, or train on the CPU, which "
-            "would do."
-        )
+        larger = larger or "a larger batch_size"
+        advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{_CAVEAT}"
     else:
         advice = (
-            "The host launches kernels more slowly than the GPU runs them: torch.compile(model, "
+            "The host launches kernels more slowly than the GPU runs them. Use torch.compile(model, "
             "mode='reduce-overhead') (CUDA graphs), a fused optimizer (AdamW(..., fused=True))"
-            + (f", or {bigger}." if bigger else ".")
+            + (f", or {larger}.{_CAVEAT}" if larger else ".")
         )
     return counted("launch_bound", share, evidence, advice, _basis(known))
 
@@ -174,9 +197,8 @@ def _small_batch(run: RunMeasurements) -> Finding | None:
         return None
     assert run.gpu is not None
     assert run.gpu.sm_active_percent is not None
-    batch_size = run.loader.batch_size if run.loader is not None else None
-    bigger = larger_batch_advice(run.gpu, batch_size)
-    if not bigger:
+    larger = _larger_batch(run)
+    if not larger:
         return None
     busy = (run.utilization_percent or 0.0) / 100
     share = (busy - run.gpu.sm_active_percent / 100) * (1 - run.phase_s.get("validation", 0.0) / run.wall_s)
@@ -184,19 +206,19 @@ def _small_batch(run: RunMeasurements) -> Finding | None:
     for name in ("step_memory_bytes", "memory_total_bytes"):
         if (value := getattr(run.gpu, name)) is not None:
             evidence[name] = value
-    if batch_size is not None:
-        evidence["batch_size"] = batch_size
+    if run.loader is not None and run.loader.batch_size is not None:
+        evidence["batch_size"] = run.loader.batch_size
     return counted(
         "small_batch",
         share,
         evidence,
-        f"The kernels fill {run.gpu.sm_active_percent:.0f} % of the GPU: set {bigger}.",
+        f"The kernels fill {run.gpu.sm_active_percent:.0f} % of the GPU. Set {larger}.{_CAVEAT}",
         "heuristic",
     )
 
 
 def low_precision(run: RunMeasurements) -> Finding | None:
-    """Return what 16-bit numbers could gain: a remark, for the GPU does work."""
+    """Return what 16-bit numbers could gain: a remark, because the GPU is not idle."""
     gpu = run.gpu
     if (
         gpu is None
@@ -211,20 +233,20 @@ def low_precision(run: RunMeasurements) -> Finding | None:
     busy = (run.utilization_percent or 0.0) / 100
     share = busy * (1 - 1 / _HALF_PRECISION_SPEEDUP)
     if gpu.compute_capability >= _AMPERE:
-        advice = "Trainer(precision='bf16-mixed')"
+        advice = "Set Trainer(precision='bf16-mixed')"
         if run.matmul_precision == "highest":
             advice += ", or with less change torch.set_float32_matmul_precision('high') (TF32)"
-        advice += ": compare the validation metric."
+        advice += ", and compare the validation metric."
     else:
         advice = (
-            "Trainer(precision='16-mixed'): numbers beyond 65504 overflow in fp16, so look for a loss of inf or nan. "
-            "This GPU has no bf16."
+            "Set Trainer(precision='16-mixed'); this GPU has no bf16. Numbers beyond 65504 overflow in fp16, so watch "
+            "for a loss of inf or nan."
         )
     return counted(
         "low_precision",
         share,
         {"tensor_active_percent": gpu.tensor_active_percent, "precision": run.precision or ""},
-        f"The tensor cores do nothing at precision {run.precision!r}: {advice}",
+        f"The tensor cores are idle at precision {run.precision!r}. {advice}",
         "heuristic",
     )
 
@@ -240,8 +262,8 @@ def _communication(run: RunMeasurements) -> Finding | None:
         "communication",
         min(share, 1.0),
         {"ms_per_step": profile.exposed_communication_s / profile.steps * 1e3, "ranks": max(1, len(run.ranks))},
-        "The GPU waits for other GPUs: average gradients less often (Trainer(accumulate_grad_batches=4)), send half "
-        "the bytes (bf16 compression: DDPStrategy(ddp_comm_hook=...bf16_compress_hook)), and set "
+        "The GPU waits for other GPUs. Average gradients less often (Trainer(accumulate_grad_batches=4)) or send half "
+        "the bytes (DDPStrategy(ddp_comm_hook=...bf16_compress_hook)). Also set "
         "DDPStrategy(static_graph=True, gradient_as_bucket_view=True).",
     )
 
@@ -255,7 +277,7 @@ def unexplained_in_step(run: RunMeasurements, found: Sequence[Finding]) -> float
 
 
 def wants_profile(run: RunMeasurements) -> bool:
-    """Return whether a look inside the step with the profiler would tell what nothing else can."""
+    """Return whether profiling the step would show what nothing else can."""
     in_step = run.idle_in_step_share
     if run.profile is not None or in_step is None or is_tiny(run):
         return False

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_duration
 
-# TraceML's rule: the excess over the median rank is worth naming from 10 % of the step on, and a phase is the cause
-# only if it accounts for 80 % of it.
+# TraceML's rule: report an excess over the median rank from 10 % of the step on, and blame a phase only if it accounts
+# for 80 % of that excess.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 
 _PHASES = {
     "data_loading": "waiting for data",
-    "host_to_device_copy": "handing the batch to the device",
+    "host_to_device_copy": "moving the batch to the device",
     "forward": "its forward pass",
     "callback": "its callbacks",
     "logging": "its loggers",
 }
 
 
-def straggler(run: RunMeasurements) -> Finding | None:
-    """Return the rank that is slower than the median one, with the phase that it loses its time in, if it is one."""
-    step_s = run.steady_step_s
-    if len(run.ranks) < 2 or not step_s:
+def slowest_rank(own_s: Sequence[float]) -> tuple[int, float] | None:
+    """Return which rank works longest on a step, and how many seconds longer than the median rank.
+
+    With an even number of ranks the faster of the two in the middle counts as the median. ``None`` with one rank.
+    """
+    if len(own_s) < 2:
         return None
-    slowest = max(run.ranks, key=lambda rank: rank.own_s)
-    # Of an even number of ranks the faster one of the two in the middle counts as the median.
-    typical_s = median_low(rank.own_s for rank in run.ranks)
-    excess_s = slowest.own_s - typical_s
+    slowest = max(range(len(own_s)), key=own_s.__getitem__)
+    return slowest, own_s[slowest] - median_low(own_s)
+
+
+def straggler(run: RunMeasurements) -> Finding | None:
+    """Return the rank that all others wait for, with the phase in which it loses its time if there is one."""
+    found, step_s = slowest_rank([rank.own_s for rank in run.ranks]), run.steady_step_s
+    if found is None or not step_s:
+        return None
+    place, excess_s = found
+    slowest = run.ranks[place]
     share = min(excess_s / step_s, 1.0)
     if share < _MIN_EXCESS:
         return None
@@ -40,20 +50,20 @@ def straggler(run: RunMeasurements) -> Finding | None:
         "node": slowest.node,
         "behind_ms_per_step": excess_s * 1e3,
         "own_ms_per_step": slowest.own_s * 1e3,
-        "median_ms_per_step": typical_s * 1e3,
+        "median_ms_per_step": (slowest.own_s - excess_s) * 1e3,
         "ranks": len(run.ranks),
     }
     if phase is None:
-        where = "no single phase accounts for it: compare that machine's cores, storage and clocks with the others'"
+        where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
     else:
         evidence["phase"] = phase
-        where = f"it loses the time in {_PHASES.get(phase, phase)}: give it the same data, cores and settings"
+        where = f"It loses the time in {_PHASES.get(phase, phase)}: give it the same data, cores and settings."
     return counted(
         "straggler",
         share,
         evidence=evidence,
-        advice=f"All ranks wait for rank {slowest.rank} (node {slowest.node}), {excess_s * 1e3:.3g} ms a step slower "
-        f"than the median of {len(run.ranks)} ranks; {where}.",
+        advice=f"All ranks wait for rank {slowest.rank} (node {slowest.node}), which takes {format_duration(excess_s)} "
+        f"per step longer than the median of {len(run.ranks)} ranks. {where}",
     )
 
 

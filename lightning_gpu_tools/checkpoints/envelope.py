@@ -17,7 +17,8 @@ from lightning_gpu_tools.units import printable, printable_path
 
 # What load_from_checkpoint and Trainer rely on, beside the weights.
 HYPERPARAMETERS_FORM = ("hparams_name", "hparams_type")
-TRAINING_STATE = ("callbacks", "current_model_state", "loops", "optimizer_states", "lr_schedulers")
+WITH_WEIGHTS = ("callbacks", "current_model_state", "averaging_state", "loops")
+TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def check_contents(content: Any, path: object, tensor_type: type) -> None:
@@ -76,6 +77,42 @@ def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[s
                 f'"{name}" of {printable_path(path)} must be {wanted}, but is {printable(value)} of type '
                 f"{type(value).__name__}. Put it right or take it out, and save the checkpoint again."
             )
+
+
+def fault_in_progress(saved: Any, own: Any, name: str) -> str:
+    """Return what is wrong with the progress of a loop, as the predicate of a sentence; ``""`` if nothing is.
+
+    Args:
+        saved: From a checkpoint.
+        own: What such a loop would save. Its numbers may be missing in ``saved``: Lightning keeps those it has.
+        name: Of the loop and its part.
+    """
+    if isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            return f'has {printable(saved)} for the dictionary "{name}"'
+        for key, value in own.items():
+            if key not in saved and type(value) is not int:
+                return f'has no "{key}" in "{name}"'
+            fault = key in saved and fault_in_progress(saved[key], value, f"{name}.{key}")
+            if fault:
+                return fault
+    elif isinstance(own, int) and not isinstance(saved, int):
+        return f'has {printable(repr(saved))} for the number "{name}"'
+    return ""
+
+
+def is_like(value: Any, own: Any) -> bool:
+    """Whether a saved value can stand where a live object has ``own``; ``None`` is what is switched off or not yet."""
+    if value is None or own is None:
+        return True
+    if getattr(own, "shape", (0,)) == () or isinstance(own, (int, float)):
+        return isinstance(value, (int, float)) or getattr(value, "shape", None) in ((), (1,))
+    if isinstance(own, (list, tuple)):
+        has_length = isinstance(value, (list, tuple)) and (len(value) == len(own) or isinstance(own, list))
+        return has_length and all(map(is_like, value, own))
+    if isinstance(own, Mapping):
+        return isinstance(value, Mapping) and all(is_like(value[name], own[name]) for name in own if name in value)
+    return isinstance(value, str) or not isinstance(own, str)
 
 
 def manifest_of(content: Any) -> dict[str, Any]:
@@ -164,19 +201,16 @@ def _are_dictionaries(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
 
 
-def _are_optimizers(value: Any) -> bool:
-    return _are_dictionaries(value) and all(
-        isinstance(state.get("state", {}), Mapping) and _are_groups(state.get("param_groups", [])) for state in value
-    )
-
-
-def _are_groups(value: Any) -> bool:
-    return _are_dictionaries(value) and all(isinstance(group.get("params"), list) for group in value)
-
-
 def _are_loops(value: Any) -> bool:
-    return value is None or (
-        _is_named(value) and all(_is_named(loop) and _are_dictionaries(list(loop.values())) for loop in value.values())
+    return value is None or (_is_named(value) and all(map(_is_loop, value.values())))
+
+
+def _is_loop(value: Any) -> bool:
+    # What stateful DataLoaders have saved is handed to them as it is.
+    return (
+        _is_named(value)
+        and _are_dictionaries(list(value.values()))
+        and _are_dictionaries(value.get("state_dict", {}).get("combined_loader", []))
     )
 
 
@@ -187,9 +221,10 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hparams_name": (_is_optional_text, "text"),
     "hparams_type": (_makes_dictionaries, "a class of dictionaries"),
     "current_model_state": (_is_named, "a dictionary with names for keys"),  # by WeightAveraging
+    "averaging_state": (_is_named, "a dictionary with names for keys"),
     "callbacks": (_is_optional_dictionary, "a dictionary"),
     "loops": (_are_loops, "a dictionary of loops, each with a dictionary for every part of its progress"),
-    "optimizer_states": (_are_optimizers, "a list of the state_dicts of optimizers"),
+    "optimizer_states": (_are_dictionaries, "a list of the state_dicts of optimizers"),
     "lr_schedulers": (_are_dictionaries, "a list of dictionaries"),
 }
 _NOTES: dict[str, Callable[[Any], bool]] = {
@@ -198,7 +233,3 @@ _NOTES: dict[str, Callable[[Any], bool]] = {
     "torch": _is_text,
     "lightning": _is_text,
 }
-
-
-def _shown(path: object) -> str:
-    return printable(path, 300)

@@ -1,7 +1,7 @@
-"""The command ``lightning-gpu-tools``: one module a subcommand, each with ``add_arguments(parser)``.
+"""The command ``lightning-gpu-tools``: one module per subcommand, each with ``add_arguments(parser)``.
 
-Only the module of the command that is called is imported, and building its parser imports none of torch, lightning,
-pynvml and rich, so that ``pick`` in a shell script costs little more than Python's start.
+Only the module of the called command is imported, and building its parser imports none of torch, lightning, pynvml and
+rich. So ``pick`` in a shell script costs little more than starting Python.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ COMMANDS = {
     "gpus": "show all GPUs, who uses them and who has claimed them",
     "pick": "print the GPUs with the most free memory",
     "run": "claim GPUs and run a command on them",
-    "report": "print the report of a training run again, or compare two runs",
-    "demo": "train a small network on the CPU and see what is said of it",
+    "report": "print a training report again, or compare two runs",
+    "demo": "train a small network with a slow loader, and fix it by the report",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Explain what is wrong with the arguments, which may be names of files that others have chosen, and exit."""
+        """Explain what is wrong with the arguments, which may be file names that others chose, and exit."""
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
             super().error(printable(message, 1000))
 
 
 class _PrintableStream:
-    """A stream through which no control character but line ends gets, whoever writes: log lines and warnings, too.
+    """A stream that escapes every control character except line ends, also in log lines and warnings.
 
-    What is to have colors is written to ``sys.__stdout__`` instead.
+    Colored output goes to ``sys.__stdout__`` instead.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -55,10 +55,10 @@ class _PrintableStream:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed, as by `>&-`; no claim's file must get its number
+        if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every sign
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
@@ -74,7 +74,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
-        if name in arguments[:1]:  # nothing but --help can stand before the command
+        if name in arguments[:1]:  # only --help can precede the command
             importlib.import_module(f"lightning_gpu_tools.cli.{name}").add_arguments(command)
     return parser.parse_args(arguments)
 
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has gone (`| head`). What Python would still flush at its end goes nowhere, not into a traceback.
+        # The reader has gone (`| head`). What Python still flushes at exit goes nowhere, not into a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except NvmlUnavailableError as error:

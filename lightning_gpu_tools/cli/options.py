@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from lightning_gpu_tools.selection.request import OPTIONS, Request
 from lightning_gpu_tools.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
@@ -23,35 +24,31 @@ ABOUT_CLAIMS = (
 
 
 def add_requirements(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n``, ``--min-free``, ``--max-utilization``, ``--exclusive`` and ``--wait``."""
+    """Add ``-n`` and the options of a selection but ``claim``, which each command decides."""
     group = parser.add_argument_group("which GPUs")
-    group.add_argument("-n", "--count", type=_checked(_count), metavar="N", help="how many GPUs (1)")
-    group.add_argument(
-        "--min-free",
-        type=_checked(lambda text: parse_bytes(text, "the size")),
-        metavar="SIZE",
-        help="memory that each must have free, beyond what others have claimed, such as 8GiB or 500MB",
-    )
-    group.add_argument(
-        "--max-utilization", type=_checked(_percent), metavar="PERCENT", help="highest utilization each may have"
-    )
-    group.add_argument("--exclusive", action="store_true", help="nobody else on them, and no claim of others")
-    group.add_argument(
-        "--wait",
-        type=_checked(lambda text: parse_duration(text, "the duration")),
-        metavar="TIME",
-        help="wait that long for them, such as 90s, 10m or 2h; first come, first served",
-    )
+    group.add_argument("-n", "--count", type=_checked(_count), metavar="N", help="How many GPUs. Default: 1.")
+    parsers: dict[str, tuple[str, Callable[[str], object]]] = {
+        "min_free": ("SIZE", lambda text: parse_bytes(text, "the size")),
+        "max_utilization": ("PERCENT", _percent),
+        "wait": ("TIME", lambda text: parse_duration(text, "the duration")),
+    }
+    for name, text in OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in parsers:
+            metavar, parse = parsers[name]
+            group.add_argument(flag, type=_checked(parse), metavar=metavar, help=text)
+        elif name != "claim":
+            group.add_argument(flag, action="store_true", help=text)
 
 
 def select(args: argparse.Namespace, *, claim: bool, uuids_only: bool = False) -> GpuSelection:
     """Pick what the options ask for."""
-    from lightning_gpu_tools.selection.picking import Request, pick
+    from lightning_gpu_tools.selection.picking import Attempt, pick
 
-    count = 1 if args.count is None else args.count
-    request = Request.parse(count, args.min_free, args.max_utilization, args.exclusive, args.wait, claim)
+    options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
+    request = Request.parse(1 if args.count is None else args.count, claim=claim, **options)
     try:
-        return pick(request._replace(uuids_only=uuids_only))
+        return pick(request, Attempt.choose, uuids_only=uuids_only)
     except KeyboardInterrupt:  # while waiting
         raise SystemExit(130) from None  # as of a program that SIGINT ended, POSIX "Exit Status for Commands"
 

@@ -13,14 +13,14 @@ _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what this command takes and what its help says."""
+    """Add the arguments of this command and its help."""
     parser.description = (
         "Print the report that GPUUtilizationMonitor wrote at the end of a training run; with --against, "
         "compare its steady steps with those of another run. Works without a GPU."
     )
     parser.epilog = (
-        "Exit code: 0 printed, or not slower than allowed; 1 slower than allowed, beyond the runs' own noise, "
-        "or FILE is no report; 2 wrong usage; 3 the runs cannot be compared, or OLD is no report (and why)."
+        "Exit codes: 0 printed, or within the limit; 1 slower than the limit and beyond the runs' noise, or FILE is "
+        "not a report; 2 wrong usage; 3 the runs cannot be compared, or OLD is not a report."
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
     parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-slowdown",
         metavar="PERCENT",
         type=_share,
-        help="how much longer a step may take than in OLD, for example 5%% (default: 0%%)",
+        help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
     )
     parser.add_argument("--format", choices=["text", "markdown", "json"], default="text", help="default: %(default)s")
     parser.set_defaults(run=run, usage_error=parser.error)
@@ -40,7 +40,7 @@ def _share(text: str) -> float:
     except ValueError:
         percent = -1.0
     if not 0 <= percent < float("inf"):
-        raise argparse.ArgumentTypeError(f"not a percentage of at least 0: {text!r}; write for example 5%")
+        raise argparse.ArgumentTypeError(f"must be a percentage of at least 0, e.g. 5%, got {text!r}")
     return percent / 100
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             old = load_report(args.against)
         except ReportError as error:
-            print(f"lightning-gpu-tools: cannot be compared: {error}", file=sys.stderr)
+            print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
             return 3
         return _compare(report, old, args.max_slowdown or 0.0, args.format)
     render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
@@ -77,8 +77,8 @@ def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int
         "json": comparing.comparison_json,
     }[form]
     print(render(comparison))
-    brought = confirm(report, old) if form != "json" else None
-    if brought is not None:
-        line = f"Following its advice has brought: {brought}"
+    result = confirm(report, old) if form != "json" else None
+    if result is not None:
+        line = f"Result of the change: {result}"
         print(line if form == "text" else f"\n{escape_markdown(line)}")
     return _EXIT_CODES[comparison.verdict]

@@ -47,13 +47,17 @@ def run(args: argparse.Namespace) -> int:
     values = (args.count, args.min_free, args.max_utilization, args.wait)
     asked = args.exclusive or args.bind_numa or any(value is not None for value in values)
     if asked or not args.advise:
-        selection = options.select(args, claim=True)
-        selection.apply()
-        selection.pass_on()
-        if args.bind_numa:
-            from lightning_gpu_tools.selection.affinity import bind_to_gpus
+        with contextlib.ExitStack() as one_session:
+            if args.bind_numa:
+                from lightning_gpu_tools.gpus import nvml
+                from lightning_gpu_tools.selection.affinity import bind_to_gpus
 
-            bind_to_gpus(selection.uuids)
+                one_session.enter_context(nvml.session())
+            selection = options.select(args, claim=True)
+            selection.apply()
+            selection.pass_on()
+            if args.bind_numa:
+                bind_to_gpus(selection.uuids)
         with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the command may not need anybody to
             print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)
     return _execute(command)

@@ -1,38 +1,122 @@
-"""From what the sampler saw of a GPU to the metrics of a logger and the summary of a report. Pure."""
+"""The one table of GPU metrics: from a sample of the driver to a window, a logger and the report. Pure.
+
+A new metric is one field of :class:`GpuWindow`, beside its reading in ``GpuSample``; one that the report has, too, is
+also a field of :class:`GpuSummary`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.gpus.samples import GpuWindow
+from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.gpus.sharing import Sharing
 
-# Metrics by their field in GpuWindow; utilization has three.
-_OF_WINDOW = {
-    "utilization_percent/mean": "utilization_mean_percent",
-    "utilization_percent/p5": "utilization_p5_percent",
-    "utilization_percent/p95": "utilization_p95_percent",
-    "memory_used_bytes": "memory_used_bytes",
-    "memory_total_bytes": "memory_total_bytes",
-    "power_watts": "power_watts",
-    "temperature_celsius": "temperature_celsius",
-    "throttled_percent": "throttled_percent",
-    "pcie_rx_bytes_per_second": "pcie_rx_bytes_per_second",
-    "pcie_tx_bytes_per_second": "pcie_tx_bytes_per_second",
-    "sm_active_percent": "sm_active_percent",
-    "sm_occupancy_percent": "sm_occupancy_percent",
-    "tensor_active_percent": "tensor_active_percent",
-    "dram_active_percent": "dram_active_percent",
-}
-_OF_SHARING = {
-    "own_memory_bytes": "own_memory_bytes",
-    "others_memory_bytes": "others_memory_bytes",
-    "own_utilization_percent": "own_utilization_percent",
-    "others_utilization_percent": "others_utilization_percent",
-}
+# How the samples of a window become one value: the last or greatest one, the mean over the time, a percentile of the
+# driver's utilization; of a counter its difference, that for each second, or as percent of the time.
+Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "rate", "percent_of_time"]
+
+
+class Metric(NamedTuple):
+    """A metric of a GPU.
+
+    Attributes:
+        field: Of :class:`GpuWindow`.
+        source: Field of ``GpuSample`` that it is made of.
+        reduction: How.
+        unit: As shown to people.
+        logged: Its name behind ``gpu/<i>/``; ``None`` if it is not logged.
+        reported: Field of :class:`GpuSummary`; ``None`` if it is not reported.
+    """
+
+    field: str
+    source: str
+    reduction: Reduction
+    unit: str
+    logged: str | None = None
+    reported: str | None = None
+
+
+def _metric(
+    source: str, reduction: Reduction, unit: str, *, logged: str | None = None, reported: str | None = None
+) -> Any:
+    return dataclasses.field(default=None, metadata={"metric": (source, reduction, unit, logged, reported)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuWindow:
+    """All that the sampler saw of one GPU in a window of time; ``None`` = nothing was reported.
+
+    The metrics are those of ``GpuSample``, reduced over the window: of power and temperature the last one is logged and
+    the mean or the maximum reported.
+
+    Attributes:
+        uuid: The GPU or MIG instance.
+        duration_s: From the last sample before the window to its own last one; 0 without a sample.
+        utilization_observed_s: For how much of it the driver gave utilization samples.
+        processes: At the last sample, with the mean utilization of each over the window.
+        errors: What the GPU itself reported in this window, in words: Xid events, uncorrectable ECC errors.
+        problems: What went wrong in this window, in words; each problem is reported once.
+    """
+
+    uuid: str
+    duration_s: float = 0.0
+    utilization_observed_s: float = 0.0
+    utilization_mean_percent: float | None = _metric(
+        "utilization", "mean", "%", logged="utilization_percent/mean", reported="utilization_percent_mean"
+    )
+    utilization_p5_percent: float | None = _metric(
+        "utilization", "p5", "%", logged="utilization_percent/p5", reported="utilization_percent_p5"
+    )
+    utilization_p95_percent: float | None = _metric(
+        "utilization", "p95", "%", logged="utilization_percent/p95", reported="utilization_percent_p95"
+    )
+    memory_used_bytes: int | None = _metric("memory_used_bytes", "last", "bytes", logged="memory_used_bytes")
+    memory_used_peak_bytes: int | None = _metric("memory_used_bytes", "max", "bytes", reported="memory_used_bytes_max")
+    memory_total_bytes: int | None = _metric(
+        "memory_total_bytes", "last", "bytes", logged="memory_total_bytes", reported="memory_total_bytes"
+    )
+    power_watts: float | None = _metric("power_watts", "last", "W", logged="power_watts")
+    power_mean_watts: float | None = _metric("power_watts", "mean", "W", reported="power_watts_mean")
+    energy_joules: float | None = _metric("energy_joules", "difference", "J", reported="energy_joules")
+    temperature_celsius: float | None = _metric("temperature_celsius", "last", "C", logged="temperature_celsius")
+    temperature_max_celsius: float | None = _metric(
+        "temperature_celsius", "max", "C", reported="temperature_celsius_max"
+    )
+    throttled_percent: float | None = _metric(
+        "throttled_s", "percent_of_time", "%", logged="throttled_percent", reported="throttled_percent"
+    )
+    power_capped_percent: float | None = _metric("power_capped_s", "percent_of_time", "%")
+    thermal_throttled_percent: float | None = _metric("thermal_throttled_s", "percent_of_time", "%")
+    held_clock_percent: float | None = _metric("held_clock_percent", "mean", "%")
+    pcie_tx_bytes_per_second: float | None = _metric(
+        "pcie_tx_bytes", "rate", "bytes/s", logged="pcie_tx_bytes_per_second"
+    )
+    pcie_rx_bytes_per_second: float | None = _metric(
+        "pcie_rx_bytes", "rate", "bytes/s", logged="pcie_rx_bytes_per_second"
+    )
+    sm_active_percent: float | None = _metric(
+        "sm_active_percent", "mean", "%", logged="sm_active_percent", reported="sm_active_percent"
+    )
+    sm_occupancy_percent: float | None = _metric(
+        "sm_occupancy_percent", "mean", "%", logged="sm_occupancy_percent", reported="sm_occupancy_percent"
+    )
+    tensor_active_percent: float | None = _metric(
+        "tensor_active_percent", "mean", "%", logged="tensor_active_percent", reported="tensor_active_percent"
+    )
+    dram_active_percent: float | None = _metric(
+        "dram_active_percent", "mean", "%", logged="dram_active_percent", reported="dram_active_percent"
+    )
+    processes: tuple[GpuProcess, ...] | None = None
+    errors: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+METRICS = tuple(
+    Metric(field.name, *field.metadata["metric"]) for field in dataclasses.fields(GpuWindow) if field.metadata
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +139,7 @@ class GpuSummary:
         energy_joules: Energy used during the run.
         temperature_celsius_max: Hottest moment.
         throttled_percent: Share of the time in which power or heat held the clocks down.
-        own_memory_bytes: Memory of this job's processes at the last look.
+        own_memory_bytes: Memory of this job's processes at the last sample.
         others_memory_bytes_max: The most that everybody else's listed processes used.
         own_utilization_percent: How busy this job's processes kept the GPU.
         others_utilization_percent: How busy all others kept it.
@@ -94,6 +178,11 @@ class GpuSummary:
     timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
 
 
+# What the report has over time, and in both phases together.
+_TIMELINES = ("utilization_percent", "memory_used_bytes", "power_watts")
+_OF_BOTH_PHASES: Mapping[Reduction, Any] = {"max": max, "last": max, "difference": sum}
+
+
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
 ) -> dict[str, float]:
@@ -107,10 +196,9 @@ def gpu_metrics(
         node: Its node; every one but the first stands in the name.
     """
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
-    values = {name: getattr(window, field) for name, field in _OF_WINDOW.items()}
-    values |= {name: getattr(sharing, field) for name, field in _OF_SHARING.items()}
-    values["energy_joules"] = energy_joules
-    return {prefix + name: float(value) for name, value in values.items() if value is not None}
+    values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
+    values |= {**dataclasses.asdict(sharing), "energy_joules": energy_joules}
+    return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
 
 
 def gpu_summary(
@@ -123,7 +211,6 @@ def gpu_summary(
     started_s: float,
     sharing: Sharing,
     others_memory_bytes_max: int | None,
-    energy_joules: float | None,
 ) -> GpuSummary:
     """Return one GPU over a whole run.
 
@@ -136,37 +223,32 @@ def gpu_summary(
         started_s: When training started, seconds since the epoch.
         sharing: Who used what of it, at the end.
         others_memory_bytes_max: The most memory that others used.
-        energy_joules: Energy of the whole run.
     """
-    power = [watts for _, watts in timelines.get("power_watts", ())]
-    peaks = [window.memory_used_peak_bytes, validation.memory_used_peak_bytes]
     return GpuSummary(
         index=gpu.index,
         uuid=window.uuid,
         name=gpu.name,
         node=node,
-        utilization_percent_mean=window.utilization_mean_percent,
-        utilization_percent_p5=window.utilization_p5_percent,
-        utilization_percent_p95=window.utilization_p95_percent,
         validation_utilization_percent_mean=validation.utilization_mean_percent,
-        memory_used_bytes_max=max((peak for peak in peaks if peak is not None), default=None),
-        memory_total_bytes=window.memory_total_bytes or validation.memory_total_bytes,
-        power_watts_mean=sum(power) / len(power) if power else None,
-        energy_joules=energy_joules,
-        temperature_celsius_max=max((celsius for _, celsius in timelines.get("temperature_celsius", ())), default=None),
-        throttled_percent=window.throttled_percent,
         own_memory_bytes=sharing.own_memory_bytes,
         others_memory_bytes_max=others_memory_bytes_max,
         own_utilization_percent=sharing.own_utilization_percent,
         others_utilization_percent=sharing.others_utilization_percent,
-        sm_active_percent=window.sm_active_percent,
-        sm_occupancy_percent=window.sm_occupancy_percent,
-        tensor_active_percent=window.tensor_active_percent,
-        dram_active_percent=window.dram_active_percent,
         errors=window.errors,
         timelines={
             name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in timelines[name]]
-            for name in ("utilization_percent", "memory_used_bytes", "power_watts")
+            for name in _TIMELINES
             if name in timelines
         },
+        **{metric.reported: over_run(metric, window, validation) for metric in METRICS if metric.reported},
     )
+
+
+def over_run(metric: Metric, window: GpuWindow, validation: GpuWindow) -> Any:
+    """Return a metric over a whole run: peaks and counters count in validation, too; means and shares do not."""
+    combine = _OF_BOTH_PHASES.get(metric.reduction)
+    values = [getattr(phase, metric.field) for phase in ((window, validation) if combine else (window,))]
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return combine(known) if combine else known[0]

@@ -1,6 +1,6 @@
-"""The background thread that looks at the GPUs: one for each process, however many callbacks want to know.
+"""The background thread that samples the GPUs: one for each process, however many want to know.
 
-The driver buffers its utilization samples for some seconds, so looking once a second misses none of them. All that
+The driver buffers its utilization samples for some seconds, so polling once a second misses none of them. All that
 happens in the training thread is ``Reader.take``, which adds up numbers and asks no driver.
 
     with subscribe([uuid], interval_s=1.0) as reader:
@@ -18,32 +18,33 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.gpus.samples import GpuSample, GpuWindow
+from lightning_gpu_tools.gpus.samples import GpuSample
 from lightning_gpu_tools.gpus.utilization import mean_percent
 from lightning_gpu_tools.gpus.window import GpuTimelines, Phases, WindowBuilder
 
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]
 
-# The driver's buffer holds about 20 s; look at least this often, so that nothing in it is overwritten unseen.
-_LONGEST_INTERVAL_S = 10.0
+# The driver's buffer holds about 20 s; poll at least this often, so that nothing in it is overwritten unseen.
+_MAX_INTERVAL_S = 10.0
 
 # Enough for a chart as wide as a screen; about 100 kB a metric.
 _TIMELINE_POINTS = 2000
 
-# How long to wait for a look that hangs in the driver, as it does with a GPU that is falling off the bus.
-_PATIENCE_S = 5.0
+# How long to wait for a poll that hangs in the driver, as it does with a GPU that is falling off the bus.
+_TIMEOUT_S = 5.0
 
 # Without persistence mode the driver wakes each GPU up when it is opened, which takes seconds a GPU.
-_OPENING_PATIENCE_S = 60.0
+_OPENING_TIMEOUT_S = 60.0
 
 
 class Probe(Protocol):
     """What the thread reads: ``nvml.probe.GpuProbe``."""
 
     def read(self) -> GpuSample:
-        """Return what happened since the last look."""
+        """Return what happened since the last call."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -56,7 +57,7 @@ def _open_probe(uuid: str, gpm: bool) -> Probe:
 
 
 class Sampler:
-    """One thread that looks at some GPUs every so often. Use ``subscribe``, which shares it.
+    """One thread that samples some GPUs every so often. Use ``subscribe``, which shares it.
 
     The thread runs while there is a reader. It never raises: if it has to stop, ``failure`` says why.
 
@@ -78,8 +79,8 @@ class Sampler:
         self._wake = threading.Event()
         self._changed = threading.Condition()  # guards what follows, and what the readers have collected
         self._stopping = False
-        self._looks_begun = 0
-        self._looks_done = 0
+        self._polls_begun = 0
+        self._polls_done = 0
         self.failure: Exception | None = None
 
     @property
@@ -88,7 +89,7 @@ class Sampler:
         return self._thread is not None and not self._stopping and self.failure is None
 
     def subscribe(self, uuids: Sequence[str], interval_s: float = 1.0, gpm: bool = True) -> Reader:
-        """Look at these GPUs, too; see ``subscribe`` of this module."""
+        """Sample these GPUs, too; see ``subscribe`` of this module."""
         if not interval_s > 0:
             raise ValueError(f"interval_s must be positive, got {interval_s!r}.")
         reader = Reader(self, uuids, interval_s, gpm)
@@ -99,10 +100,10 @@ class Sampler:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
                 self._thread.start()
-            self._wake.set()  # the first look gives the counters their start
+            self._wake.set()  # the first sample gives the counters their start
             self._changed.wait_for(
                 lambda: self.failure is not None or {*uuids} <= {*self._probes, *self._unavailable},
-                _OPENING_PATIENCE_S,
+                _OPENING_TIMEOUT_S,
             )
             unavailable = next((self._unavailable[uuid] for uuid in uuids if uuid in self._unavailable), None)
         if unavailable is not None:
@@ -120,27 +121,27 @@ class Sampler:
         if not self._stopping or self._thread is None:
             return
         self._wake.set()
-        self._thread.join(_PATIENCE_S)  # it may hang in the driver, and then it is left behind
+        self._thread.join(_TIMEOUT_S)  # it may hang in the driver, and then it is left behind
 
-    def look_now(self, timeout_s: float) -> bool:
-        """Have the thread look at once and wait for it; ``False`` if that did not come to an end in time."""
+    def poll_now(self, timeout_s: float) -> bool:
+        """Have the thread poll at once and wait for it; ``False`` if that did not come to an end in time."""
         with self._changed:
-            wanted = self._looks_begun + 1
+            wanted = self._polls_begun + 1
             self._wake.set()
-            self._changed.wait_for(lambda: self._looks_done >= wanted or not self.running, timeout_s)
-            return self._looks_done >= wanted
+            self._changed.wait_for(lambda: self._polls_done >= wanted or not self.running, timeout_s)
+            return self._polls_done >= wanted
 
     def _run(self) -> None:
         try:
             while True:
                 with self._changed:
-                    interval_s = min([_LONGEST_INTERVAL_S, *(reader.interval_s for reader in self._readers)])
+                    interval_s = min([_MAX_INTERVAL_S, *(reader.interval_s for reader in self._readers)])
                 self._wake.wait(interval_s)
                 self._wake.clear()
                 if self._stopping:
                     return
-                self._look()
-        # The top of a thread is the one place for this: whatever it was, training goes on, and `failure` tells it.
+                self._poll()
+        # The top of a thread is the one place for this: whatever it was, training goes on, and `failure` reports it.
         except Exception as error:  # noqa: BLE001
             with self._changed:
                 self.failure = error
@@ -149,22 +150,22 @@ class Sampler:
             for probe, _ in self._probes.values():
                 probe.close()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with self._changed:
-            self._looks_begun += 1
+            self._polls_begun += 1
             readers = list(self._readers)
         # What follows takes time, and the lock is free meanwhile.
         self._open_and_close(
             {uuid: all(r.gpm for r in readers if uuid in r.uuids) for r in readers for uuid in r.uuids}
         )
         with self._changed:
-            self._changed.notify_all()  # who subscribes waits for the opening, not for the first look
+            self._changed.notify_all()  # who subscribes waits for the opening, not for the first sample
         samples = [probe.read() for probe, _ in list(self._probes.values())]
         with self._changed:
             for reader in self._readers:
                 for sample in samples:
                     reader._add(sample)
-            self._looks_done += 1
+            self._polls_done += 1
             self.cpu_s = time.thread_time()
             self._changed.notify_all()
 
@@ -193,10 +194,14 @@ class Reader:
         self._sampler = sampler
         self._pid = os.getpid()
         self._phases = Phases("training")
-        self._windows = {
-            phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
-            for phase in ("training", "validation")
-        }
+        # What has not been taken yet, and the whole time since the subscription.
+        self._recent, self._whole = (
+            {
+                phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
+                for phase in ("training", "validation")
+            }
+            for _ in range(2)
+        )
         self._latest_percent: dict[str, float] = {}
         self._cpu_s_before = sampler.cpu_s
         self._timelines = {uuid: GpuTimelines(_TIMELINE_POINTS, interval_s) for uuid in uuids}
@@ -219,7 +224,7 @@ class Reader:
 
     @property
     def latest_percent(self) -> float | None:
-        """Utilization between the last two looks, the mean of the GPUs; ``None`` if nothing reports it."""
+        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
         values = list(self._latest_percent.values())
         return sum(values) / len(values) if values else None
 
@@ -236,21 +241,23 @@ class Reader:
 
         Args:
             phase: What happened in the other one is kept until it is asked for.
-            wait_s: First have the thread look once more, and wait for that at most so long: for the end of a run.
+            wait_s: First have the thread poll once more, and wait for that at most this long: for the end of a run.
         """
-        return self._read(WindowBuilder.take, wait_s, phase)
+        return self._read(self._recent[phase], WindowBuilder.take, wait_s)
 
-    def so_far(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return the same as ``take``, and leave it there: for one who never takes, all since the subscription."""
-        return self._read(WindowBuilder.so_far, wait_s, phase)
+    def whole(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
+        """Return what happened in a phase since the subscription, whatever has been taken meanwhile, by UUID."""
+        return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
-    def _read(self, read: Callable[[WindowBuilder], GpuWindow], wait_s: float, phase: Phase) -> dict[str, GpuWindow]:
+    def _read(
+        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float
+    ) -> dict[str, GpuWindow]:
         if self._pid != os.getpid():  # the thread is the parent's, and the lock may be held by it for ever
             return {}
         if wait_s > 0:
-            self._sampler.look_now(wait_s)
+            self._sampler.poll_now(wait_s)
         with self._sampler._changed:
-            return {uuid: read(window) for uuid, window in self._windows[phase].items()}
+            return {uuid: read(window) for uuid, window in windows.items()}
 
     def timelines(self, uuid: str) -> dict[str, list[tuple[float, float]]]:
         """Return (seconds since the epoch, value) since the subscription, by metric, in at most 2000 points each.
@@ -271,7 +278,7 @@ class Reader:
 
     def _add(self, sample: GpuSample) -> None:
         if sample.uuid in self.uuids:
-            for windows in self._windows.values():
+            for windows in (*self._recent.values(), *self._whole.values()):
                 windows[sample.uuid].add(sample)
             self._timelines[sample.uuid].add(sample)
             percent = mean_percent(sample.utilization)
@@ -285,14 +292,14 @@ _shared_lock = threading.Lock()
 
 
 def subscribe(uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> Reader:
-    """Look at these GPUs in the background from now on, every ``interval_s`` seconds or more often.
+    """Sample these GPUs in the background from now on, every ``interval_s`` seconds or more often.
 
     Close the reader when it is no longer needed. All readers of a process share one thread, which alone asks the
     driver; this function waits until it has opened the GPUs.
 
     Args:
         uuids: GPUs and MIG instances.
-        interval_s: Other readers may ask for a shorter one. Above 10 s the thread still looks every 10 s, because the
+        interval_s: Other readers may ask for a shorter one. Above 10 s the thread still polls every 10 s, because the
             driver keeps no more of its samples.
         gpm: Whether the GPU performance monitors may be used. They are left alone as long as one reader wants that.
 
@@ -325,9 +332,9 @@ def read_gpus() -> tuple[GpuReading, ...]:
 
     thread = threading.Thread(target=read, name=_THREAD_NAME, daemon=True)
     thread.start()
-    thread.join(_OPENING_PATIENCE_S)
+    thread.join(_OPENING_TIMEOUT_S)
     if not found:
-        raise NvmlUnavailableError(f"The NVIDIA driver did not answer within {_OPENING_PATIENCE_S:.0f} s: see `dmesg`.")
+        raise NvmlUnavailableError(f"The NVIDIA driver did not answer within {_OPENING_TIMEOUT_S:.0f} s: see `dmesg`.")
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

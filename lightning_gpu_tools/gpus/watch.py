@@ -1,125 +1,124 @@
-"""The GPUs of one node in one fit, as the monitor sees them: what to log, what to report, what to warn of."""
+"""The GPUs of one node in one fit: what to log, what to report, what to warn of."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary, gpu_metrics, gpu_summary
+from lightning_gpu_tools.gpus.metrics import GpuSummary, GpuWindow, gpu_metrics, gpu_summary
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.gpus.samples import GpuWindow
 from lightning_gpu_tools.gpus.sharing import Sharing, share_out
 
-# How long the end of a run waits for one more look at the GPUs; a look takes a few milliseconds.
-_LAST_LOOK_S = 2.0
+# How long the end of a run waits for one more poll of the GPUs; it takes a few milliseconds.
+_LAST_POLL_S = 2.0
 
 
 class GpuWatch:
-    """Watches some GPUs until it is closed.
+    """Samples some GPUs until it is closed.
 
     Args:
-        gpus: Which, with the index to show.
-        interval_s: Seconds between two looks.
+        gpus: Those to log and report, with the index to show.
+        own_pids: Returns this job's processes on the node by the driver's numbers; ``None`` if they are unknown.
+        trained_on: UUIDs of those that the model trains on, sampled in any case.
+        interval_s: Seconds between two polls.
         gpm: Whether the GPU performance monitors may be used.
         node: Number of the node.
-
-    Attributes:
-        own_pids: This job's processes on the node by the driver's numbers; ``None`` as long as they are unknown.
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
     """
 
-    def __init__(self, gpus: Sequence[GpuReading], *, interval_s: float, gpm: bool, node: int) -> None:
-        self.own_pids: frozenset[int] | None = None
-        self._gpus = [gpu for gpu in gpus if gpu.uuid is not None]
+    def __init__(
+        self,
+        gpus: Sequence[GpuReading],
+        own_pids: Callable[[], frozenset[int] | None],
+        *,
+        trained_on: Iterable[str],
+        interval_s: float,
+        gpm: bool,
+        node: int,
+    ) -> None:
+        self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
+        self._own_pids = own_pids
+        self._trained_on = frozenset(trained_on)
         self._node = node
         self._started_s = time.time()
-        uuids = [gpu.uuid for gpu in self._gpus if gpu.uuid is not None]
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int] = {}
-        self._since_log = sampler.subscribe(uuids, interval_s=interval_s, gpm=gpm)
-        self._whole_run = sampler.subscribe(uuids, interval_s=interval_s, gpm=gpm)
+        self._reader = sampler.subscribe(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
+        self.enter = self._reader.enter
 
     @property
     def latest_percent(self) -> float | None:
-        """Utilization between the last two looks, the mean of the GPUs; ``None`` if nothing reports it."""
-        return self._since_log.latest_percent
+        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
+        return self._reader.latest_percent
 
     @property
     def thread_cpu_s(self) -> float:
-        """CPU time of the thread that looks."""
-        return self._whole_run.thread_cpu_s
+        """CPU time of the sampling thread."""
+        return self._reader.thread_cpu_s
 
-    def enter(self, phase: sampler.Phase) -> None:
-        """Keep what happens from here on apart from the other phase."""
-        self._since_log.enter(phase)
-        self._whole_run.enter(phase)
+    def trained_on(self, phase: sampler.Phase = "training") -> list[GpuWindow]:
+        """Return the whole run so far of the GPUs that the model trains on."""
+        return [window for uuid, window in self._reader.whole(phase=phase).items() if uuid in self._trained_on]
+
+    def sharing(self, window: GpuWindow) -> Sharing:
+        """Return who uses what of a GPU."""
+        return share_out(window.processes, self._own_pids())
 
     def take(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""
-        windows = self._since_log.take()
-        validation = self._since_log.take(phase="validation")
+        windows, validation = self._reader.take(), self._reader.take(phase="validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []
-        for gpu in self._gpus:
-            window = windows.get(gpu.uuid or "")
-            if window is None:
+        for uuid, gpu in self._gpus.items():
+            if uuid not in windows:
                 continue
-            energy = self._count_energy(window, validation[window.uuid])
-            sharing = self._count_sharing(window)
-            metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
+            window = windows[uuid]
+            energy = self._count_energy(window, validation[uuid])
+            metrics |= gpu_metrics(gpu.index, window, self._count_sharing(window), energy, self._node)
             node = f" of node {self._node}" if self._node else ""
             troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
             troubles += window.problems
-        if self._since_log.failure is not None:
-            troubles.append(f"The GPUs are no longer measured: {self._since_log.failure!r}.")
+        if self._reader.failure is not None:
+            troubles.append(f"The GPUs are no longer measured: {self._reader.failure!r}.")
         return metrics, troubles
 
     def _count_energy(self, *windows: GpuWindow) -> float | None:
-        for window in windows:
-            if window.energy_joules is not None:
-                self._energy_joules[window.uuid] = self._energy_joules.get(window.uuid, 0.0) + window.energy_joules
-        # A GPU that can no longer be read has no reading now, though its sum is known.
-        reported = any(window.energy_joules is not None for window in windows)
-        return self._energy_joules[windows[0].uuid] if reported else None
+        known = [window.energy_joules for window in windows if window.energy_joules is not None]
+        if not known:  # a GPU that can no longer be read has no reading now, though its sum is known
+            return None
+        uuid = windows[0].uuid
+        self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(known)
+        return self._energy_joules[uuid]
 
     def _count_sharing(self, window: GpuWindow) -> Sharing:
-        sharing = share_out(window.processes, self.own_pids)
+        sharing = self.sharing(window)
         others = sharing.others_memory_bytes
         if others is not None:
             self._others_peak_bytes[window.uuid] = max(others, self._others_peak_bytes.get(window.uuid, 0))
         return sharing
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
-        """Return each GPU over the whole run so far; at its end the GPUs are looked at once more."""
-        windows = self._whole_run.so_far(wait_s=_LAST_LOOK_S if at_end else 0.0)
-        validation = self._whole_run.so_far(phase="validation")
-        return tuple(self._summary(gpu, windows, validation) for gpu in self._gpus if gpu.uuid in windows)
-
-    def _summary(self, gpu: GpuReading, windows: dict[str, GpuWindow], validation: dict[str, GpuWindow]) -> GpuSummary:
-        assert gpu.uuid is not None
-        window = windows[gpu.uuid]
-        sharing = self._count_sharing(window)
-        return gpu_summary(
-            gpu,
-            window,
-            validation[gpu.uuid],
-            self._whole_run.timelines(gpu.uuid),
-            node=self._node,
-            started_s=self._started_s,
-            sharing=sharing,
-            others_memory_bytes_max=self._others_peak_bytes.get(gpu.uuid),
-            energy_joules=_sum(window.energy_joules for window in (window, validation[gpu.uuid])),
+        """Return each GPU over the whole run so far; at its end the GPUs are polled once more."""
+        windows = self._reader.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
+        validation = self._reader.whole(phase="validation")
+        return tuple(
+            gpu_summary(
+                gpu,
+                windows[uuid],
+                validation[uuid],
+                self._reader.timelines(uuid),
+                node=self._node,
+                started_s=self._started_s,
+                sharing=self._count_sharing(windows[uuid]),
+                others_memory_bytes_max=self._others_peak_bytes.get(uuid),
+            )
+            for uuid, gpu in self._gpus.items()
+            if uuid in windows
         )
 
     def close(self) -> None:
-        """Let go of the sampler; idempotent."""
-        self._since_log.close()
-        self._whole_run.close()
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+        """Stop sampling; what was sampled stays. Idempotent."""
+        self._reader.close()

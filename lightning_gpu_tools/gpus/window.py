@@ -1,4 +1,4 @@
-"""From single looks at a GPU to what happened between two moments, and over a whole run.
+"""From single samples of a GPU to what happened between two moments, and over a whole run.
 
 Both take the same memory however long they run. Standard library only, no clock.
 """
@@ -9,31 +9,24 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuWindow, Metric
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.gpus.samples import GpuSample, GpuWindow
+from lightning_gpu_tools.gpus.samples import GpuSample
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S, weights_s
 from lightning_gpu_tools.training.timeline import Timeline
 
-_COUNTERS = (
-    "energy_joules",
-    "throttled_s",
-    "power_capped_s",
-    "thermal_throttled_s",
-    "pcie_tx_bytes",
-    "pcie_rx_bytes",
-)
-_PIPES = ("sm_active_percent", "sm_occupancy_percent", "tensor_active_percent", "dram_active_percent")
-_MEANS = (*_PIPES, "held_clock_percent")
-
 # What a timeline is kept of, besides utilization.
-_TIMELINES = ("memory_used_bytes", "power_watts", "temperature_celsius", *_PIPES)
+_TIMELINES = ("memory_used_bytes", "power_watts")
+# The metrics made of a GPU's state at a sample, and those made of how far a counter has gone since the one before.
+_OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
+_COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
-
-# A GPU that fails over and over says so in a report once; so many different texts are kept until they are taken.
-_MOST_TEXTS = 100
-# Of how many processes the utilization is averaged in one window.
-_MOST_PROCESSES = 256
+# A GPU that fails over and over is reported once; at most this many different texts are kept until they are taken.
+_MAX_TEXTS = 100
+# Of at most this many processes the utilization is averaged in one window.
+_MAX_PROCESSES = 256
 
 
 def counter_difference(before: float | None, after: float | None) -> float | None:
@@ -44,7 +37,7 @@ def counter_difference(before: float | None, after: float | None) -> float | Non
 
 
 class PercentHistogram:
-    """How long a percentage had which value. The driver gives whole percents, so that nothing is lost by this."""
+    """How long a percentage had which value. The driver gives whole percents, so nothing is lost."""
 
     def __init__(self) -> None:
         self._seconds = [0.0] * 101
@@ -81,7 +74,7 @@ class PercentHistogram:
 
 
 class Phases:
-    """When a run was in which phase, as far back as a look at a GPU can reach.
+    """When a run was in which phase, as far back as a sample of a GPU can reach.
 
     Args:
         first: The phase that holds until another one is entered, and held before.
@@ -111,19 +104,19 @@ def _whole(begin_s: float, end_s: float) -> float:
 
 
 class WindowBuilder:
-    """Adds up the looks at one GPU until they are taken.
+    """Adds up the samples of one GPU until they are taken.
 
     Args:
         uuid: The GPU.
-        overlap_s: How much of the time between two moments counts; without it all of it. What a look saw of the time
-            since the look before counts in proportion.
+        overlap_s: How much of the time between two moments counts; without it all of it. What a sample says of the
+            time since the one before counts in proportion.
     """
 
     def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:
         self._uuid = uuid
         self._overlap_s = overlap_s
         # From one window to the next, so that nothing falls in between:
-        self._look_s: float | None = None
+        self._sample_s: float | None = None
         self._utilization_s: float | None = None
         self._counters: dict[str, tuple[float, float]] = {}  # time and value
         self._begin()
@@ -131,7 +124,7 @@ class WindowBuilder:
     def _begin(self) -> None:
         self._duration_s = 0.0
         self._last: GpuSample | None = None
-        self._peak_bytes: int | None = None
+        self._maxima: dict[str, float] = {}
         self._utilization = PercentHistogram()
         self._differences: dict[str, tuple[float, float]] = {}  # difference, and the seconds it took
         self._means: dict[str, tuple[float, float]] = {}  # value x seconds, and seconds
@@ -140,36 +133,38 @@ class WindowBuilder:
         self._problems: dict[str, None] = {}
 
     def add(self, sample: GpuSample) -> None:
-        """Add the next look."""
+        """Add the next sample."""
         for entry, seconds in zip(sample.utilization, weights_s(sample.utilization, self._utilization_s), strict=True):
             counted_s = self._overlap_s(entry.time_s - seconds, entry.time_s)
             if counted_s > 0:
                 self._utilization.add(entry.percent, counted_s)
             self._utilization_s = entry.time_s
-        look_s, self._look_s = self._look_s, sample.time_s
-        begin_s = sample.time_s - LONGEST_PERIOD_S if look_s is None else min(look_s, sample.time_s)
+        sample_s, self._sample_s = self._sample_s, sample.time_s
+        begin_s = sample.time_s - LONGEST_PERIOD_S if sample_s is None else min(sample_s, sample.time_s)
         counted_s = self._overlap_s(begin_s, sample.time_s)
         share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
         self._add_counters(sample, share)
-        for text in sample.errors[: _MOST_TEXTS - len(self._errors)]:
+        for text in sample.errors[: _MAX_TEXTS - len(self._errors)]:
             self._errors[text] = None
-        for text in sample.problems[: _MOST_TEXTS - len(self._problems)]:
+        for text in sample.problems[: _MAX_TEXTS - len(self._problems)]:
             self._problems[text] = None
         if share <= 0:
             return
-        if look_s is not None:
+        if sample_s is not None:
             self._duration_s += counted_s
-        for name in _MEANS:
-            value = getattr(sample, name)
-            if value is not None:
-                total, total_s = self._means.get(name, (0.0, 0.0))
-                self._means[name] = total + value * counted_s, total_s + counted_s
+        for metric in _OF_STATE:
+            value = getattr(sample, metric.source)
+            if value is None:
+                continue
+            if metric.reduction == "max":
+                self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
+            else:
+                total, total_s = self._means.get(metric.source, (0.0, 0.0))
+                self._means[metric.source] = total + value * counted_s, total_s + counted_s
         for process in sample.processes or ():
-            if process.utilization_percent is not None and len(self._busy) < _MOST_PROCESSES:
+            if process.utilization_percent is not None and len(self._busy) < _MAX_PROCESSES:
                 total, total_s = self._busy.get(process.pid, (0.0, 0.0))
                 self._busy[process.pid] = total + process.utilization_percent * counted_s, total_s + counted_s
-        if sample.memory_used_bytes is not None:
-            self._peak_bytes = max(self._peak_bytes or 0, sample.memory_used_bytes)
         self._last = sample
 
     def _add_counters(self, sample: GpuSample, share: float) -> None:
@@ -194,50 +189,37 @@ class WindowBuilder:
     def so_far(self) -> GpuWindow:
         """Return everything since the last ``take``, and go on."""
         last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
+        metrics: dict[str, Any] = {metric.field: self._reduced(metric, last) for metric in METRICS}
         return GpuWindow(
             uuid=self._uuid,
             duration_s=self._duration_s,
             utilization_observed_s=self._utilization.total_s,
-            utilization_mean_percent=self._utilization.mean(),
-            utilization_p5_percent=self._utilization.percentile(0.05),
-            utilization_p95_percent=self._utilization.percentile(0.95),
-            memory_used_bytes=last.memory_used_bytes,
-            memory_used_peak_bytes=self._peak_bytes,
-            memory_total_bytes=last.memory_total_bytes,
-            power_watts=last.power_watts,
-            energy_joules=self._differences.get("energy_joules", (None,))[0],
-            temperature_celsius=last.temperature_celsius,
-            throttled_percent=self._percent_of_time("throttled_s"),
-            power_capped_percent=self._percent_of_time("power_capped_s"),
-            thermal_throttled_percent=self._percent_of_time("thermal_throttled_s"),
-            pcie_tx_bytes_per_second=self._per_second("pcie_tx_bytes"),
-            pcie_rx_bytes_per_second=self._per_second("pcie_rx_bytes"),
-            held_clock_percent=self._mean("held_clock_percent"),
-            sm_active_percent=self._mean("sm_active_percent"),
-            sm_occupancy_percent=self._mean("sm_occupancy_percent"),
-            tensor_active_percent=self._mean("tensor_active_percent"),
-            dram_active_percent=self._mean("dram_active_percent"),
             processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
             errors=tuple(self._errors),
             problems=tuple(self._problems),
+            **metrics,
         )
+
+    def _reduced(self, metric: Metric, last: GpuSample) -> float | None:
+        source, reduction = metric.source, metric.reduction
+        if source == "utilization":
+            utilization = self._utilization
+            return utilization.mean() if reduction == "mean" else utilization.percentile(int(reduction[1:]) / 100)
+        if reduction == "last":
+            return getattr(last, source)  # type: ignore[no-any-return]
+        if reduction == "max":
+            return self._maxima.get(source)
+        total, seconds = (self._means if reduction == "mean" else self._differences).get(source, (None, 0.0))
+        if total is None or reduction == "difference":
+            return total
+        if seconds <= 0:
+            return None
+        # Power and heat may hold the clocks down at once, and the driver moves these counters in steps of 0.1 s.
+        return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
         total, seconds = self._busy.get(process.pid, (0.0, 0.0))
         return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
-
-    def _mean(self, metric: str) -> float | None:
-        total, seconds = self._means.get(metric, (0.0, 0.0))
-        return total / seconds if seconds > 0 else None
-
-    def _per_second(self, counter: str) -> float | None:
-        difference, seconds = self._differences.get(counter, (0.0, 0.0))
-        return difference / seconds if seconds > 0 else None
-
-    def _percent_of_time(self, counter: str) -> float | None:
-        rate = self._per_second(counter)
-        # Power and heat may hold the clocks down at once, and the driver moves these counters in steps of 0.1 s.
-        return None if rate is None else min(100.0 * rate, 100.0)
 
 
 class GpuTimelines:
@@ -247,7 +229,7 @@ class GpuTimelines:
         self._timelines = {name: Timeline(max_points, width_s) for name in ("utilization_percent", *_TIMELINES)}
 
     def add(self, sample: GpuSample) -> None:
-        """Add the next look."""
+        """Add the next sample."""
         for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
             self._timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
         for name in _TIMELINES:

@@ -1,17 +1,17 @@
-"""Whether one run was faster or slower than another one, beyond their own noise. Pure."""
+"""Whether one run was faster or slower than another, beyond their own noise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
+from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.reports.report import Report, as_json
 from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.units import format_duration, printable
 
-# What must be alike so that a difference in speed is one of the program, by its name in Report.settings.
+# What must match so that a difference in speed is due to the program, by its name in Report.settings.
 _MUST_MATCH = {
     "cpu": "CPU",
     "gpu": "GPU",
@@ -26,7 +26,7 @@ _MUST_MATCH = {
     "pin_memory": "loader's pin_memory",
 }
 
-# With five blocks or fewer not even the range from the least to the greatest is a 95 % interval of the median.
+# With five blocks or fewer, not even their full range is a 95 % interval of the median.
 _MIN_BLOCKS = 6
 
 Verdict = Literal["faster", "same", "slower", "not_comparable"]
@@ -34,7 +34,7 @@ Verdict = Literal["faster", "same", "slower", "not_comparable"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A setting that differs between two runs; ``None`` = the run does not have it."""
+    """A setting that differs between two runs; ``None`` if a run does not have it."""
 
     setting: str
     old: Any
@@ -46,14 +46,14 @@ class Comparison:
     """What changed from an older run to a newer one.
 
     Attributes:
-        verdict: ``slower`` and ``faster`` only where the difference is more than noise and more than was allowed.
+        verdict: ``slower`` or ``faster`` only if the difference exceeds the noise and, if slower, the limit.
         reasons: Why the runs cannot be compared; empty if they can.
-        old_step_s: Median time of a steady step of the older run; ``None`` if it has none.
-        new_step_s: The same of the newer one.
+        old_step_s: Median time per steady step of the older run; ``None`` if it has none.
+        new_step_s: The same for the newer run.
         slowdown: How much longer a step takes now: 0.07 = 7 % longer; negative = faster. ``None`` if unknown.
-        slowdown_low: Lower end of its interval, which holds it with at least 95 % confidence.
+        slowdown_low: Lower end of its 95 % interval.
         slowdown_high: Upper end.
-        max_slowdown: How much was allowed.
+        max_slowdown: The limit.
         changes: The settings that differ.
     """
 
@@ -73,8 +73,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
 
     Args:
         new: The run in question.
-        old: What it is measured by.
-        max_slowdown: How much slower a run may be: 0.05 = 5 %.
+        old: The run to compare it with.
+        max_slowdown: How much slower the new run may be: 0.05 = 5 %.
     """
     names = sorted({*new.settings, *old.settings})
     changes = tuple(
@@ -90,8 +90,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     for name, report in (("old", old), ("new", new)):
         if len(report.step_s_blocks) < _MIN_BLOCKS:
             reasons.append(
-                f"the {name} run is too short: {len(report.step_s_blocks)} blocks of steady steps, of at least "
-                f"{_MIN_BLOCKS} that are needed to know its noise"
+                f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
+                f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
     slowdown = low = high = None
     old_interval, new_interval = median_interval(old.step_s_blocks), median_interval(new.step_s_blocks)
@@ -121,26 +121,8 @@ def _verdict(
     return "faster" if high < 0 else "same"
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return an interval that holds the median with at least 95 % confidence, ``None`` for fewer than six values.
-
-    Distribution-free: between the k-th value from below and from above, where a fair coin tossed once a value shows
-    heads fewer than k times in at most 2.5 % of cases.
-    """
-    count = len(values)
-    rank, ways, ways_below = 0, 1, 1  # binomial coefficients, in integers: a power of two has no float for long
-    while rank < count and 40 * ways_below <= 2**count:
-        ways = ways * (count - rank) // (rank + 1)
-        ways_below += ways
-        rank += 1
-    if rank == 0:
-        return None
-    ordered = sorted(values)
-    return ordered[rank - 1], ordered[count - rank]
-
-
 def show_setting(value: Any) -> str:
-    """Return a setting in words."""
+    """Return a setting as text."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     return printable(", ".join(map(printable, values)), 300) or "none"
 
@@ -173,14 +155,14 @@ def _numbers(comparison: Comparison) -> str:
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
     if old_s is None or new_s is None:
         return "there are no steady steps to compare."
-    steps = f"a step took {format_duration(old_s)} and now takes {format_duration(new_s)}"
+    steps = f"{format_duration(old_s)} per step before, {format_duration(new_s)} now"
     if comparison.slowdown is None or comparison.slowdown_low is None or comparison.slowdown_high is None:
         return steps + "."
     low, high = 100 * comparison.slowdown_low, 100 * comparison.slowdown_high
-    noise = "; that is within the noise of the runs" if low <= 0 <= high else ""
-    change = f"{100 * comparison.slowdown:+.1f} % (95 % interval {low:+.1f} to {high:+.1f} %){noise}"
-    allowed = f"; allowed {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
-    return f"{steps}: {change}{allowed}."
+    noise = ", within the noise of the runs" if low <= 0 <= high else ""
+    limit = f"; the limit is {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
+    slowdown = f"{100 * comparison.slowdown:+.1f} % (95 % interval {low:+.1f} to {high:+.1f} %)"
+    return f"{steps}: {slowdown}{noise}{limit}."
 
 
 def _details(comparison: Comparison) -> list[str]:

@@ -1,36 +1,36 @@
-"""What following an earlier run's advice has brought, measured. Pure, but for the search for that run's report."""
+"""The measured result of following an earlier run's advice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.comparison import Change, compare, median_interval, show_setting
+from lightning_gpu_tools.reports.comparison import Change, compare, show_setting
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import phase_label
 from lightning_gpu_tools.units import format_duration, printable
 
-# What advice changes, by its name in Report.settings; all else must be alike.
+# What advice changes, by its name in Report.settings; all other settings must match.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
-# Runs that differ here are of other programs: nothing was followed.
+# Runs that differ here are of different programs.
 _SAME_PROGRAM = ("model", "dataset")
-# These are not part of a steady step, so that the whole run is what they slow down.
+# These are not part of a steady step, so they slow down only the run as a whole.
 _OUTSIDE_STEADY_STEPS = ("validation", "checkpoint", "epoch_start")
-# A choice: the thing that took time is taken for changed if it takes less than half as long.
+# Our default: a phase counts as changed if it takes less than half as long.
 _CHANGED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Confirmation:
-    """What a change has brought.
+    """The measured result of a change.
 
     Attributes:
-        what: What was changed, in words.
+        what: What was changed, as text.
         speedup: How much faster training is: 0.31 = +31 %.
-        low: Lower end of its interval, which holds it with at least 95 % confidence; ``None`` without one.
+        low: Lower end of its 95 % interval; ``None`` without one.
         high: Upper end.
     """
 
@@ -40,19 +40,19 @@ class Confirmation:
     high: float | None = None
 
     def __str__(self) -> str:
-        says = f"{self.what}: {100 * self.speedup:+.0f} %"
+        speed = f"{self.what}: {100 * self.speedup:+.0f} % speed"
         if self.low is None or self.high is None:
-            return f"{says}, measured."
+            return f"{speed}, measured over the whole run."
         interval = f"95 % interval {100 * self.low:+.0f} to {100 * self.high:+.0f} %"
         if self.low > 0:
-            return f"{says} ({interval}), confirmed."
+            return f"{speed} ({interval}), confirmed."
         if self.high < 0:
-            return f"{says} ({interval}): slower, so take it back."
-        return f"{says} ({interval}): within the noise of the runs, not confirmed."
+            return f"{speed} ({interval}). It is slower: undo the change."
+        return f"{speed} ({interval}), within the noise of the runs: not confirmed."
 
 
 def earlier_report(folder: str | Path) -> Report | None:
-    """Return the report of the run before: at the same place, or in the newest of the loggers' other versions."""
+    """Return the report of the previous run: in the same folder, or in the newest other version of the logger."""
     here = Path(folder)
     files = [here / FILE_NAME]
     if here.name.startswith("version_"):
@@ -70,12 +70,12 @@ def earlier_report(folder: str | Path) -> Report | None:
 def _modified_s(file: Path) -> float:
     try:
         return file.stat().st_mtime
-    except OSError:  # a link to nothing, or just removed
+    except OSError:  # a broken link, or just removed
         return 0.0
 
 
 def confirm(new: Report, old: Report) -> Confirmation | None:
-    """Return what the advice of an older run has brought; ``None`` if it was not followed, or cannot be told.
+    """Return the result of following an older run's advice; ``None`` if it was not followed or cannot be measured.
 
     Args:
         new: The run in question.
@@ -85,34 +85,35 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         return None
     advised = [change for change in compare(new, old).changes if change.setting in _ADVISED]
     aligned = {**old.settings, **{change.setting: change.new for change in advised}}
-    comparison = compare(new, replace(old, settings=aligned))
-    if comparison.verdict == "not_comparable":
+    if compare(new, replace(old, settings=aligned)).verdict == "not_comparable":
         return None
     phase = _phase(old)
+    took_less = phase is not None and _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old)
     if phase in _OUTSIDE_STEADY_STEPS:
-        if not _took_less(phase, new, old) or not new.wall_s:
+        if not took_less or not new.wall_s:
             return None
-        return Confirmation(what=_phase_change(phase, new, old), speedup=_per_step(old) / _per_step(new) - 1)
+        speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1
+        return Confirmation(what=_phase_change(phase, new, old), speedup=speedup)
     if advised:
         what = ", ".join(_setting_change(change) for change in advised)
-    elif phase is not None and _took_less(phase, new, old):
+    elif phase is not None and took_less:
         what = _phase_change(phase, new, old)
     else:
         return None
-    return _faster(what, _scaled(old), _scaled(new))
-
-
-def _faster(what: str, old_s: Sequence[float], new_s: Sequence[float]) -> Confirmation | None:
-    old, new = median_interval(old_s), median_interval(new_s)
-    if old is None or new is None:
+    old_s, new_s = _per_sample_s(old), _per_sample_s(new)
+    old_interval, new_interval = median_interval(old_s), median_interval(new_s)
+    if old_interval is None or new_interval is None:
         return None
     return Confirmation(
-        what=what, speedup=median(old_s) / median(new_s) - 1, low=old[0] / new[1] - 1, high=old[1] / new[0] - 1
+        what=what,
+        speedup=median(old_s) / median(new_s) - 1,
+        low=old_interval[0] / new_interval[1] - 1,
+        high=old_interval[1] / new_interval[0] - 1,
     )
 
 
-def _scaled(report: Report) -> list[float]:
-    """Return the times of steady steps, for each sample where it is known how many a step has."""
+def _per_sample_s(report: Report) -> list[float]:
+    """Return the times of steady steps, per sample where the batch size is known."""
     size = report.settings.get("batch_size")
     samples = size if isinstance(size, int) and size > 0 else 1
     return [step_s / samples for step_s in report.step_s_blocks]
@@ -126,23 +127,14 @@ def _phase(report: Report) -> str | None:
     return phase if phase in report.phase_s else None
 
 
-def _per_step(report: Report) -> float:
-    return report.wall_s / max(1, report.steps)
-
-
 def _phase_per_step(phase: str, report: Report) -> float:
     return report.phase_s.get(phase, 0.0) / max(1, report.steps)
 
 
-def _took_less(phase: str | None, new: Report, old: Report) -> bool:
-    return phase is not None and _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old)
-
-
-def _phase_change(phase: str | None, new: Report, old: Report) -> str:
-    assert phase is not None
+def _phase_change(phase: str, new: Report, old: Report) -> str:
     group, _, name = phase.partition("/")
     before, now = (format_duration(_phase_per_step(phase, report)) for report in (old, new))
-    return f"{printable(name) or phase_label(group)} {before} -> {now} a step"
+    return f"{printable(name) or phase_label(group)} {before} -> {now} per step"
 
 
 def _setting_change(change: Change) -> str:

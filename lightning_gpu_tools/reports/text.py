@@ -1,6 +1,6 @@
 """The report of a training run as text for the terminal, and as Markdown for a pull request.
 
-A report may come from a file that anybody has written: each text of it is made printable where it is put in.
+A report may come from a file that anyone has written, so each of its texts is made printable where it is inserted.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import re
 import textwrap
 from collections.abc import Mapping
 
+from lightning_gpu_tools.advice.ranks import slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.loader_summary import loader_line
-from lightning_gpu_tools.reports.report import Report, slowest_rank
+from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
-_MAX_PARAGRAPH = 1000  # ten lines; the longest advice there is has four
-# What Markdown would take for markup inside of a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
+_MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
+# What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
@@ -27,7 +28,7 @@ def render_text(report: Report) -> str:
         _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
         _paragraph("Why", diagnosis.why),
         _paragraph("Next", diagnosis.next_step),
-        *([_paragraph("Brought", report.confirmation)] if report.confirmation else []),
+        *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
         "",
         *(_gpu_line(gpu) for gpu in report.gpus),
     ]
@@ -41,20 +42,20 @@ def render_text(report: Report) -> str:
         lines += _time_tree(report)
     if report.unseen:
         unseen = ", ".join(map(printable, report.unseen))
-        lines.append(_wrapped(f"Not timed, because this Lightning does not have it: {unseen}."))
+        lines.append(_wrapped(f"Not timed, because this version of Lightning lacks it: {unseen}."))
     if report.monitor_us_per_step is not None:
-        line = f"Measuring this added at least {report.monitor_us_per_step:.0f} us to a step"
+        line = f"Measuring added at least {report.monitor_us_per_step:.0f} us per step"
         if report.monitor_thread_us_per_step is not None:
-            line += f", and took {report.monitor_thread_us_per_step:.0f} us of CPU a step in a thread beside it"
+            line += f", and {report.monitor_thread_us_per_step:.0f} us of CPU time per step in a background thread"
         lines.append(line + ".")
     return "\n".join(lines)
 
 
 def render_markdown(report: Report) -> str:
-    """Return the report for a pull request: verdict, why and next, the rest in a block to unfold."""
+    """Return the report for a pull request: verdict, why and next; the rest in a collapsed block."""
     diagnosis = report.diagnosis
     details = render_text(report).split("\n\n", 1)[-1]
-    fence = max(["``", *re.findall("`+", details)]) + "`"  # nothing inside can end the block
+    fence = max(["``", *re.findall("`+", details)]) + "`"  # longer than any inside the block
     return "\n".join(
         [
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
@@ -83,7 +84,7 @@ _VERDICT = {
 
 
 def escape_markdown(text: str) -> str:
-    """Return text as Markdown that shows it on one line as it is, without what control characters or markup do."""
+    """Return Markdown that shows the text literally and on one line."""
     return _MARKUP.sub(r"\\\g<0>", printable(text, _MAX_PARAGRAPH))
 
 
@@ -100,26 +101,27 @@ def _wrapped(text: str) -> str:
 
 
 def _rank_lines(report: Report) -> list[str]:
-    slowest = slowest_rank(report.ranks)
+    slowest = slowest_rank([rank.own_step_s for rank in report.ranks])
     if slowest is None:
         return []
-    rank, behind_s = slowest
+    place, behind_s = slowest
+    rank = report.ranks[place]
     return [
-        f"Slowest rank: {rank.rank} (node {rank.node}), {rank.own_step_s * 1e3:.3g} ms of its own work a step, "
-        f"{behind_s * 1e3:.3g} ms more than the median of {len(report.ranks)} ranks."
+        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
+        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks."
     ]
 
 
 def _idle_lines(report: Report) -> list[str]:
-    """Return where the GPU stood idle, by its own times, and whether that agrees with the driver."""
+    """Return when the GPU was idle by its own times, and whether the driver agrees."""
     idle = sorted(report.diagnosis.gpu_idle_percent.items(), key=lambda item: -item[1])
     shown = [(phase, percent) for phase, percent in idle if percent >= 1]
     if not shown:
         return []
     parts = [f"{_idle_label(phase)} {percent:.0f} %" for phase, percent in shown]
     residual = report.diagnosis.gpu_idle_residual_percent
-    doubt = f"; the driver counts {residual:.0f} % less, so trust these numbers less" if residual >= 1 else ""
-    return [f"The GPU stood idle, of the wall time: {', '.join(parts)}{doubt}."]
+    doubt = f" The driver reports {residual:.0f} % less idle time, so trust these less." if residual >= 1 else ""
+    return [f"GPU idle, of the wall time: {', '.join(parts)}.{doubt}"]
 
 
 def _idle_label(phase: str) -> str:
@@ -130,7 +132,7 @@ def _idle_label(phase: str) -> str:
 def _run_line(report: Report) -> str:
     parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
     if report.step_s_median:
-        speed = f"{format_duration(report.step_s_median)} a step"
+        speed = f"{format_duration(report.step_s_median)}/step"
         if report.samples_per_s:
             speed += f", {report.samples_per_s:.4g} samples/s"
         parts.append(speed)
@@ -163,7 +165,7 @@ def _utilization_parts(gpu: GpuSummary) -> list[str]:
             busy += f" (p5 {gpu.utilization_percent_p5:.0f}, p95 {gpu.utilization_percent_p95:.0f})"
         parts = [busy]
     if gpu.others_utilization_percent:
-        parts.append(f"others keep it {gpu.others_utilization_percent:.0f} % busy")
+        parts.append(f"{gpu.others_utilization_percent:.0f} % busy with other jobs")
     if gpu.sm_active_percent is not None:
         parts.append(f"SMs {gpu.sm_active_percent:.0f} % active")
     if gpu.tensor_active_percent is not None:
@@ -174,9 +176,10 @@ def _utilization_parts(gpu: GpuSummary) -> list[str]:
 def _memory_parts(gpu: GpuSummary) -> list[str]:
     parts = []
     if gpu.memory_used_bytes_max is not None and gpu.memory_total_bytes is not None:
-        parts.append(f"{format_bytes(gpu.memory_used_bytes_max)} of {format_bytes(gpu.memory_total_bytes)}")
+        peak, total = format_bytes(gpu.memory_used_bytes_max), format_bytes(gpu.memory_total_bytes)
+        parts.append(f"peak memory {peak} of {total}")
     if gpu.others_memory_bytes_max:
-        parts.append(f"others use up to {format_bytes(gpu.others_memory_bytes_max)} of it")
+        parts.append(f"other jobs up to {format_bytes(gpu.others_memory_bytes_max)}")
     return parts
 
 
@@ -186,7 +189,7 @@ def _energy(joules: float) -> str:
 
 PHASE_LABELS = {
     "data_loading": "waiting for data",
-    "host_to_device_copy": "handing the batch to the device",
+    "host_to_device_copy": "moving the batch to the device",
     "training_step": "training step",
     "validation": "validation",
     "checkpoint": "writing checkpoints",
@@ -194,18 +197,18 @@ PHASE_LABELS = {
     "logging": "loggers",
     "callback": "callbacks",
     "monitoring": "this package",
-    "trainer": "the Trainer's own work",
+    "trainer": "Trainer overhead",
     "unexplained": "unexplained",
 }
 
 
 def phase_label(group: str) -> str:
-    """Return what a group of phases is called."""
+    """Return the label of a group of phases."""
     return PHASE_LABELS.get(group) or printable(group)
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the phases grouped by what stands before the slash, each group with its parts, biggest first.
+    """Return the phases grouped by what precedes the slash, each group with its parts, largest first.
 
     ``unexplained`` is always last.
     """
@@ -238,4 +241,4 @@ def _branch(stem: str, label: str, seconds: float, report: Report) -> str:
     label = printable(label, width)
     percent = 100 * seconds / report.wall_s
     per_step = format_duration(seconds / max(1, report.steps))
-    return f"{stem}{label:<{width}}{format_duration(seconds):>10}{percent:>6.1f} %{per_step:>10} a step"
+    return f"{stem}{label:<{width}}{format_duration(seconds):>10}{percent:>6.1f} %{per_step:>10}/step"

@@ -1,4 +1,4 @@
-"""What JSON holds, checked against the types of dataclasses and turned into them. Pure."""
+"""Parsed JSON, checked against the types of dataclasses and converted to them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.units import printable
 
-# No list or object of a report comes near: a timeline has 2000 points, and a job of 1,024 ranks as many entries.
+# Far more than any list or object of a report: a timeline has 2000 points, and a job of 1,024 ranks as many entries.
 _MAX_ITEMS = 20_000
-# NVML counts bytes in 64 bits; nothing else is as large. What stays below cannot overflow in a sum or a product.
+# NVML counts bytes in 64 bits; nothing else is as large. Smaller numbers cannot overflow in a sum or a product.
 _MAX_NUMBER = 2**64
-# The values of settings and of evidence are numbers, texts and lists of them.
+# Values of settings and evidence are numbers, strings and lists of them.
 _MAX_DEPTH = 8
-# Fields of times and rates, by the unit in their name; these are never negative.
+# Times and rates, by the unit in the field's name, are never negative.
 _OF_TIMES = re.compile(r"_s(_|$)|^seconds$")
-_WORDS = {NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+_WORDS = {NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 class _WrongValueError(ValueError):
-    """A value is not what it should be.
+    """A value has the wrong type or size.
 
     Attributes:
-        place: Where it stands: names and numbers of items, the outermost last.
+        place: Its path: names and item numbers, the outermost last.
     """
 
     def __init__(self, message: str) -> None:
@@ -40,19 +40,19 @@ class _WrongValueError(ValueError):
 
 
 def read(kind: Any, value: Any, kinds: Mapping[str, Any], *, is_time: bool = False) -> Any:
-    """Return a value of parsed JSON as an object of this type. A field that the type does not have is passed over.
+    """Return a value of parsed JSON as an object of this type. Unknown fields are ignored.
 
     Args:
         kind: A type: a dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``,
-            ``Sequence[X]``, ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for what is neither
-            nested deep nor holds numbers out of range.
-        value: What ``json.loads`` has returned.
-        kinds: Types to read fields of dataclasses as instead of the declared ones, by the field's name.
+            ``Sequence[X]``, ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for anything not
+            nested deeply and without numbers out of range.
+        value: What ``json.loads`` returned.
+        kinds: Types that replace the declared ones of dataclass fields, by the field's name.
         is_time: Whether numbers in it must not be negative.
 
     Raises:
-        ValueError: The value is something else, a number is not finite, too large or a negative time, or there are too
-            many items. The message says which value stands where.
+        ValueError: The value has another type, a number is not finite, too large or a negative time, or there are too
+            many items. The message names the place and the value.
     """
     if kind is Any:
         _check_plain(value, _MAX_DEPTH)
@@ -72,7 +72,7 @@ def _read(kind: Any, value: Any, kinds: Mapping[str, Any], is_time: bool) -> Any
     if not isinstance(value, (list, dict)):
         return value
     if len(value) > _MAX_ITEMS:
-        raise _WrongValueError(f"has {len(value):,} items, of at most {_MAX_ITEMS:,}")
+        raise _WrongValueError(f"has {len(value):,} items; at most {_MAX_ITEMS:,} are allowed")
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, value, kinds)
     if isinstance(value, dict):
@@ -119,7 +119,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def _options(kind: Any) -> tuple[tuple[Any, type | tuple[type, ...]], ...]:
-    """Return the types that a value may have, each with what ``json.loads`` gives for it."""
+    """Return the types that a value may have, each with what ``json.loads`` returns for it."""
     return tuple((one, _in_json(one)) for one in (get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]))
 
 
@@ -135,7 +135,7 @@ def _in_json(kind: Any) -> type | tuple[type, ...]:
 
 def _in_words(kind: Any) -> str:
     in_json = _in_json(kind)
-    return _WORDS.get(kind) or ("an object" if in_json is dict else "a list" if in_json is list else "a text")
+    return _WORDS.get(kind) or ("an object" if in_json is dict else "a list" if in_json is list else "a string")
 
 
 def _check_number(value: float, is_time: bool) -> None:
@@ -148,7 +148,7 @@ def _check_number(value: float, is_time: bool) -> None:
 def _check_plain(value: Any, depth: int) -> None:
     if isinstance(value, (list, dict)):
         if depth == 0 or len(value) > _MAX_ITEMS:
-            raise _WrongValueError(f"is nested deeper than {_MAX_DEPTH} levels, or holds over {_MAX_ITEMS:,} items")
+            raise _WrongValueError(f"is nested deeper than {_MAX_DEPTH} levels, or has more than {_MAX_ITEMS:,} items")
         for one in value if isinstance(value, list) else value.values():
             _check_plain(one, depth - 1)
     elif isinstance(value, (int, float)) and not abs(value) <= _MAX_NUMBER:

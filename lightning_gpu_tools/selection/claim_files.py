@@ -58,31 +58,31 @@ class Entry(NamedTuple):
     since_ns: int
 
 
-class HeldEntry(NamedTuple):
+class HeldEntry:
     """An entry that this process keeps until it ends or lets go.
 
-    Attributes:
+    Args:
         name: As in :class:`Entry`.
         folder: Descriptor of the folder.
         listener: Descriptor of the socket.
-        pid: The process that made it; a forked child has the descriptors, too, but does not hold the entry.
     """
 
-    name: str
-    folder: int
-    listener: int
-    pid: int
+    def __init__(self, name: str, folder: int, listener: int) -> None:
+        self.name = name
+        self._descriptors: tuple[int, ...] = (folder, listener)
+        self._pid = os.getpid()  # a forked child has the descriptors, too, but does not hold the entry
 
     def pass_on(self) -> None:
         """Let the program that this process executes hold it."""
-        os.set_inheritable(self.listener, True)
+        os.set_inheritable(self._descriptors[1], True)
 
     def let_go(self) -> None:
-        """Remove it, also if forked children still have its socket."""
-        if self.pid == os.getpid():
-            _remove(self.folder, self.name)
-        os.close(self.listener)
-        os.close(self.folder)
+        """Remove it, also if forked children still have its socket; idempotent."""
+        descriptors, self._descriptors = self._descriptors, ()
+        if descriptors and self._pid == os.getpid():
+            _remove(descriptors[0], self.name)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class Folder:
@@ -143,7 +143,7 @@ class Folder:
             listener.close()
             _remove(self._descriptor, name)
             raise self._refusal(error) from error
-        return HeldEntry(name, folder=os.dup(self._descriptor), listener=listener.detach(), pid=os.getpid())
+        return HeldEntry(name, folder=os.dup(self._descriptor), listener=listener.detach())
 
     def clean_up(self) -> None:
         """Remove what this user's ended processes have left, of all users as root, with the folder locked."""
@@ -261,6 +261,36 @@ def user_name(user_id: int) -> str:
     with contextlib.suppress(KeyError):  # a user without a name, as in many containers
         return printable(pwd.getpwuid(user_id).pw_name)
     return f"uid {user_id}"
+
+
+def why_private(path: str) -> str | None:
+    """Return why the folder is one that other jobs on this machine do not see; ``None`` if nothing says so."""
+    own_mounts = _read_text("/proc/self/mountinfo")
+    mount = mount_of(path, own_mounts)
+    # Readable by everybody, except where /proc is mounted with hidepid: then it is not known.
+    if mount != mount_of(path, _read_text("/proc/1/mountinfo") or own_mounts):
+        return "is private to this job, on a mount of its own"
+    markers = ("/.dockerenv", "/run/.containerenv")  # written by Docker; by Podman
+    is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
+    if is_contained and mount == mount_of("/", own_mounts):
+        return "is private to this container"
+    return None
+
+
+def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
+    """Return device and folder in it that are mounted where ``path`` is.
+
+    Args:
+        path: An absolute path.
+        mounts: Content of ``/proc/PID/mountinfo``, see proc_pid_mountinfo(5).
+    """
+    found, longest = None, ""
+    for line in mounts.splitlines():
+        _, _, device, folder, point = line.split(" ")[:5]
+        parents = point if point == "/" else f"{point}/"
+        if f"{path}/".startswith(parents) and len(point) >= len(longest):  # a later mount hides an earlier one
+            found, longest = (device, folder), point
+    return found
 
 
 def _create_and_open(path: str) -> int:

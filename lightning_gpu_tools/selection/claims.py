@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter
-from lightning_gpu_tools.selection.mounts import why_private
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path
 
 if sys.platform == "linux":
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, HeldEntry
 
 _Parsed = TypeVar("_Parsed")
+
+# Names of the jobs whose claims this process and its children count as their own, comma-separated.
+JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
 _SCHEMA_VERSION = 2
 _KINDS = ("memory", "whole", "exclusive")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
 _UUID = re.compile(r"[\w/-]{1,100}")
-
-# The jobs in which this process has a record, and the process that is meant: forked children inherit this.
-_own_records: dict[str, int] = {}
 
 
 class Held(NamedTuple):
@@ -55,9 +54,28 @@ class Held(NamedTuple):
         self.entry.pass_on()
 
     def release(self) -> None:
-        """Give it back; without effect on other processes of the job."""
-        _own_records.pop(self.name, None)
+        """Give it back, once; without effect on other processes of the job."""
         self.entry.let_go()
+
+
+def own_jobs() -> list[str]:
+    """Return the names of the jobs that this process counts as its own."""
+    return [job for job in os.environ.get(JOB_VARIABLE, "").split(",") if job]
+
+
+def adopt_job(job: str) -> None:
+    """Count a job's claims as those of this process and of its children."""
+    os.environ[JOB_VARIABLE] = ",".join(dict.fromkeys([*own_jobs(), job]))
+
+
+def is_of_own_job(claim: GpuClaim) -> bool:
+    """Return whether a claim is that of this process's job."""
+    return claim.job in own_jobs() and is_trusted(claim)
+
+
+def is_trusted(claim: GpuClaim) -> bool:
+    """Return whether a claim's names of job and group can be believed: others can read and write them, too."""
+    return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
 
 
 def directory() -> str:
@@ -160,9 +178,7 @@ class Ledger:
         """
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
-        held = Held(job, self._put("claim", content))
-        _own_records[job] = os.getpid()
-        return held
+        return Held(job, self._put("claim", content))
 
     def join(self, claim: GpuClaim) -> Held | None:
         """Hold a claim, too, so that it lives as long as the last process that does; ``None``: this one does already.
@@ -170,8 +186,11 @@ class Ledger:
         Raises:
             ClaimsError: The record cannot be written.
         """
-        if _own_records.get(claim.job) == os.getpid():
-            return None
+        own = _ProcessIdentity.of(os.getpid())
+        for record in self._claim_records:
+            same = (record.claim.job, record.claim.owner_id) == (claim.job, os.geteuid())
+            if same and record.claim.pid == os.getpid() and record.process == own:
+                return None
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
@@ -240,12 +259,17 @@ class _ClaimRecord(NamedTuple):
     process: _ProcessIdentity
 
 
-@functools.lru_cache(maxsize=1000)
-def warn_once(message: str) -> None:
-    """Log a warning, the first time in this process."""
+def warn(message: str) -> None:
+    """Log a warning."""
     import logging  # takes a twentieth of the time of a pick
 
     logging.getLogger(__name__).warning("%s", message)
+
+
+@functools.lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Log a warning, the first time in this process."""
+    warn(message)
 
 
 def _check_platform() -> None:
@@ -255,9 +279,9 @@ def _check_platform() -> None:
 
 def _warn_if_private(path: str) -> None:
     # Whoever names a folder has seen to it; and children would repeat what the first process of a job has said.
-    if path != _DEFAULT_DIRECTORY or "LIGHTNING_GPU_TOOLS_JOB" in os.environ:
+    if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
-    why = why_private(path)
+    why = claim_files.why_private(path)
     if why:
         warn_once(
             f"The claims folder {path} {why}, so this job and jobs outside do not see each other's claims. Set "

@@ -1,12 +1,13 @@
-"""Readings, claims and requirements -> which GPUs can be used, the best first, and why each other one cannot."""
+"""Readings, claims and a request -> which GPUs can be used, the best first, and why each other one cannot."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
+from lightning_gpu_tools.selection.request import Request
 from lightning_gpu_tools.units import format_bytes
 
 # From here on a GPU counts as busy. Source: nvitop's default border between light and moderate load (its option
@@ -14,37 +15,8 @@ from lightning_gpu_tools.units import format_bytes
 BUSY_FROM_PERCENT = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirements:
-    """What a job asks of its GPUs.
-
-    Attributes:
-        count: How many GPUs.
-        min_free_bytes: Effective free memory that each must have.
-        max_utilization_percent: Highest utilization that each may have, 0 to 100.
-        exclusive: Whether nobody else may be on them, now or, as far as they ask this package, later.
-
-    Raises:
-        ValueError: One of them is out of range.
-    """
-
-    count: int = 1
-    min_free_bytes: int | None = None
-    max_utilization_percent: float | None = None
-    exclusive: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
-            raise ValueError(f"count must be an integer of at least 1, got {self.count!r}.")
-        if self.exclusive not in (True, False):
-            raise ValueError(f"exclusive must be True or False, got {self.exclusive!r}.")
-        percent = self.max_utilization_percent
-        if percent is not None and not (_is_number(percent) and 0 <= percent <= 100):
-            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
-
-
 class Candidate(NamedTuple):
-    """A GPU that meets the requirements.
+    """A GPU that meets the request.
 
     Attributes:
         gpu: The GPU or MIG instance.
@@ -89,7 +61,7 @@ class Ranking(NamedTuple):
 def rank_gpus(
     gpus: Sequence[GpuReading],
     claims: Sequence[GpuClaim],
-    requirements: Requirements,
+    request: Request,
     own_process_ids: Collection[int] = (),
     ahead: Sequence[GpuWaiter] = (),
 ) -> Ranking:
@@ -98,7 +70,7 @@ def rank_gpus(
     Args:
         gpus: The GPUs and MIG instances the job may use.
         claims: Live claims of other jobs.
-        requirements: What the job asks for.
+        request: What the job asks for.
         own_process_ids: Processes that belong to the job itself and so do not stand in its way.
         ahead: Who has waited longer, the longest first. Of what this job and they could use, the best are kept for
             them, as many as they wait for.
@@ -119,7 +91,7 @@ def rank_gpus(
                 for process in gpu.processes
                 if process.pid not in own_process_ids and not process.graphics_only  # a desktop computes nothing
             ]
-        reasons = "; ".join(_objections(candidate, others, claims_here, requirements))
+        reasons = "; ".join(_objections(candidate, others, claims_here, request))
         if reasons:
             rejections.append(Rejection(gpu=gpu, reason=reasons))
         else:
@@ -134,7 +106,7 @@ def rank_gpus(
     return Ranking(candidates=tuple(candidates), rejections=tuple(rejections))
 
 
-def attainable(gpus: Sequence[GpuReading], requirements: Requirements) -> tuple[str, ...]:
+def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that would meet the requirements if everybody else left them."""
     left_alone = [
         replace(
@@ -145,7 +117,7 @@ def attainable(gpus: Sequence[GpuReading], requirements: Requirements) -> tuple[
         )
         for gpu in gpus
     ]
-    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), requirements).candidates)
+    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), request).candidates)
 
 
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
@@ -159,6 +131,40 @@ def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | N
         max(0, claim.memory_bytes - _memory_of(gpu, claim.process_ids)) for claim in claims if claim.memory_bytes
     )
     return max(0, gpu.memory_free_bytes - pending)
+
+
+def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:
+    """Return the sentence that names the picked GPUs and what spoke for them."""
+    parts = []
+    for candidate in chosen:
+        free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
+        memory = "free memory unknown" if free is None else f"{format_bytes(free)} free"
+        load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
+        claimed = ", claimed by others, too" if candidate.whole_claims else ""
+        parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
+    return f"Picked {'; '.join(parts)}: idle before busy, then the most free memory, out of {len(visible)} visible."
+
+
+def sharding_hint(
+    gpus: Sequence[GpuReading],
+    others: Sequence[GpuClaim],
+    request: Request,
+    own_process_ids: Collection[int],
+) -> str:
+    """Return what to do if no GPU is large enough but several together are; else nothing."""
+    needed_bytes = request.min_free_bytes or 0
+    relaxed = replace(request, min_free_bytes=None, count=max(2, request.count))
+    candidates = rank_gpus(gpus, others, relaxed, own_process_ids).candidates
+    free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
+    enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
+    if enough is None or free_bytes[0] >= needed_bytes:
+        return ""
+    sizes = ", ".join(map(format_bytes, free_bytes[:enough]))
+    return (
+        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}): a model that is "
+        f"too big for one can be split over {enough} with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy; "
+        f"min_free then is what each of them has to hold."
+    )
 
 
 def label(gpu: GpuReading) -> str:
@@ -176,7 +182,7 @@ def describe_process(process: GpuProcess) -> str:
 
 
 def _objections(
-    candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], requirements: Requirements
+    candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], request: Request
 ) -> Iterator[str]:
     """Yield a reason for each requirement that the GPU does not meet. What is unknown meets none."""
     gpu = candidate.gpu
@@ -186,16 +192,16 @@ def _objections(
     if gpu.mig_mode and not gpu.uuid.startswith("MIG-"):
         yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or leave MIG mode"
         return
-    if requirements.count > 1 and gpu.uuid.startswith("MIG-"):
+    if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
-        yield f"CUDA shows a process only one MIG instance, so it cannot be one of {requirements.count}"
+        yield f"CUDA shows a process only one MIG instance, so it cannot be one of {request.count}"
     yield from _compute_mode_objection(gpu, others)
     yield from (
         f"claimed exclusively by {claim.user} (pid {claim.pid})" for claim in claims if claim.kind == "exclusive"
     )
-    yield from _memory_objection(candidate, requirements.min_free_bytes)
-    yield from _utilization_objection(gpu.utilization_percent, requirements.max_utilization_percent)
-    if requirements.exclusive:
+    yield from _memory_objection(candidate, request.min_free_bytes)
+    yield from _utilization_objection(gpu.utilization_percent, request.max_utilization_percent)
+    if request.exclusive:
         yield from (
             f"claimed by {claim.user} (pid {claim.pid}), asked for one that nobody claims"
             for claim in claims
@@ -251,7 +257,3 @@ def _memory_of(gpu: GpuReading, process_ids: Collection[int]) -> int:
 
 def _short(uuid: str) -> str:
     return uuid if len(uuid) <= 13 else f"{uuid[:12]}…"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

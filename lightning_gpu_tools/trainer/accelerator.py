@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import torch
@@ -10,13 +10,14 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
 from lightning_gpu_tools.selection import placement
-from lightning_gpu_tools.selection.picking import Request
+from lightning_gpu_tools.selection.request import Request, documented
 
 
+@documented
 class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     """Trains on the GPUs with the most free memory, and claims them for as long as the job lives.
 
-    On a server that several people share, Lightning's own choice is GPU 0, 1, ..., whoever is on them. This one takes
+    On a server that several people share, Lightning's own choice is GPU 0, 1, ..., whoever uses them. This one takes
     idle GPUs before busy ones and then those with the most free memory, stays inside ``CUDA_VISIBLE_DEVICES``, and
     respects what others have claimed. All processes of the job on this machine get the same GPUs: children of DDP,
     ranks of torchrun and SLURM, and the next ``Trainer`` in the same script. If ``CUDA_VISIBLE_DEVICES`` already has
@@ -25,13 +26,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify, or, where
     ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list: those, if they qualify.
 
-    Args:
-        min_free: Memory that each GPU must have free, such as ``"8GiB"`` or bytes; see
-            :func:`lightning_gpu_tools.select_gpus`, also for the others.
-        max_utilization: Highest utilization in percent that each GPU may have.
-        exclusive: Whether nobody else may be on them.
-        wait: For how long to wait for them, such as ``"10m"`` or seconds; ``None``: do not wait.
-        claim: Whether to claim them.
+    The options are those of :func:`lightning_gpu_tools.select_gpus`.
 
     Raises:
         ValueError: An option is out of range.
@@ -41,10 +36,11 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(min_free="8GiB"), devices=2, strategy="ddp")
     """
 
-    _request = Request.parse()
+    _request = Request()
 
     def __init__(
         self,
+        *,
         min_free: int | str | None = None,
         max_utilization: float | None = None,
         exclusive: bool = False,
@@ -52,36 +48,36 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        request = Request.parse(1, min_free, max_utilization, exclusive, wait, claim)
+        self._options: dict[str, Any] = {
+            "min_free": min_free,
+            "max_utilization": max_utilization,
+            "exclusive": exclusive,
+            "wait": wait,
+            "claim": claim,
+        }
+        request = Request.parse(**self._options)
         # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
         # to be where the class can see them: each accelerator is the only one of a class of its own.
         cls = type(self)
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_request": request}
         self.__class__ = type(cls.__name__, (cls,), names)
-        self._options = (min_free, max_utilization, exclusive, wait, claim)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FreeMemoryCUDAAccelerator, self._options  # its own class cannot be found by name
+        return functools.partial(FreeMemoryCUDAAccelerator, **self._options), ()  # its own class has no name
 
     @classmethod
     @override
     def parse_devices(cls, devices: int | str | list[int]) -> list[int] | None:
         """Pick the GPUs and return their device numbers; exactly as many as asked for."""
         count = _count(devices)
-        indices = None if count is not None else CUDAAccelerator.parse_devices(devices)
-        placed = place_devices(count if count is not None else indices or [], cls._request)
-        return CUDAAccelerator.parse_devices(devices) if placed is None else placed
+        wanted = CUDAAccelerator.parse_devices(devices) or [] if count is None else count
+        return CUDAAccelerator.parse_devices(placement.place(wanted, cls._request, cuda_uuids))
 
     @classmethod
     @override
     def auto_device_count(cls) -> int:
         """Return how many devices ``"auto"`` means."""
         return placement.how_many(cls._request)
-
-
-def place_devices(devices: int | Sequence[int], request: Request) -> list[int] | None:
-    """Return the numbers of the CUDA devices to use, ``None`` to leave them as they are; see ``placement.place``."""
-    return placement.place(devices, request, cuda_uuids)
 
 
 def _count(devices: int | str | list[int]) -> int | None:

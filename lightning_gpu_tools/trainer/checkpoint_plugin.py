@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from lightning.__version__ import version as lightning_version
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -25,7 +25,7 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     name_file,
 )
-from lightning_gpu_tools.checkpoints.envelope import TRAINING_STATE, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.envelope import WITH_WEIGHTS, check_contents, check_entries
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
@@ -53,6 +53,7 @@ from lightning_gpu_tools.errors import (
     KeyCollisionError,
 )
 from lightning_gpu_tools.trainer.load_from_checkpoint import migrated
+from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
 from lightning_gpu_tools.units import printable, printable_path
 
 _MANIFEST_VERSION = 1
@@ -141,7 +142,8 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is no checkpoint, or damaged.
             UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, and the model has no hook that could make it fit.
+            CheckpointMismatchError: It does not fit the model, and the model has no hook that could make it fit. What
+                ``fit`` restores beside the weights is checked when all hooks have run, and raises the same.
         """
         checkpoint: Any
         if self.inner is not None:
@@ -217,7 +219,7 @@ class PortableCheckpointIO(CheckpointIO):
             if trainer.state.status is not TrainerStatus.RUNNING:
                 return checkpoint
             checkpoint = _as_lightning_checkpoint(checkpoint, path)
-        _check_for_trainer(checkpoint, trainer, path)
+        _check_for_trainer(checkpoint, trainer, model, path)
         keys, state = read_model(model, checkpoint["state_dict"])
         if self.inner is None:
             own_what_modules_keep(checkpoint["state_dict"], keys)
@@ -257,14 +259,25 @@ class TrainerIntroduction(Callback):
         """Introduce them again: the plugin may serve another Trainer since."""
         self._introduce(trainer)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check what the Trainer is about to restore beside the weights."""
+        # Lightning's private name for the checkpoint, as hooks have left it. Without it the errors are Lightning's own.
+        checkpoint = getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None)
+        if checkpoint and any(_plugins_of(trainer)):
+            check_before_resuming(checkpoint, trainer, trainer.ckpt_path)
+
     def _introduce(self, trainer: Trainer) -> None:
-        # Plugins may wrap each other.
-        plugin: Any = trainer.strategy.checkpoint_io
-        while plugin is not None:
-            if isinstance(plugin, PortableCheckpointIO):
-                plugin.attach(trainer)
-            # AsyncCheckpointIO and other wrappers of Lightning, then wrappers that name it as we do.
-            plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
+        for plugin in _plugins_of(trainer):
+            plugin.attach(trainer)
+
+
+def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
+    plugin: Any = trainer.strategy.checkpoint_io
+    while plugin is not None:
+        if isinstance(plugin, PortableCheckpointIO):
+            yield plugin
+        # AsyncCheckpointIO and other wrappers of Lightning, then wrappers that name it as we do.
+        plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
 
 
 def introductions() -> list[Callback]:
@@ -320,19 +333,18 @@ def _may_still_change(model: LightningModule) -> bool:
     return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
 
 
-def _check_for_trainer(checkpoint: Mapping[str, Any], trainer: Trainer, path: str | Path) -> None:
-    """Find what the Trainer would stumble over after the plugin has handed it the checkpoint."""
+def _check_for_trainer(
+    checkpoint: Mapping[str, Any], trainer: Trainer, model: LightningModule, path: str | Path
+) -> None:
+    """Find what the Trainer would stumble over right after the plugin has handed it the checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer migrates it again, and warns
         current = migrated(checkpoint, path)
-    check_entries(current, path, TRAINING_STATE)
-    loops = current.get("loops")
-    loop = None if trainer.state.fn is None else f"{trainer.state.fn.value}_loop"
-    if loops is not None and loop is not None and loop not in loops:
-        raise BrokenCheckpointError(
-            f'"loops" of {printable_path(path)} has no "{loop}", which the Trainer needs to go on. Take "loops" out '
-            "and save the checkpoint again, to begin at epoch 0."
-        )
+    check_entries(current, path, WITH_WEIGHTS)
+    if not is_overridden("on_load_checkpoint", model):  # which comes next and may change all of it
+        check_callbacks(current, trainer, path)
+        if trainer.state.fn is not TrainerFn.FITTING:
+            check_loop(current, trainer, path)
 
 
 def _devices(weights: Mapping[str, Any]) -> list[str]:

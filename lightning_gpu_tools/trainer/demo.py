@@ -72,13 +72,15 @@ def run_demo(folder: str, say: Callable[[str], None]) -> tuple[Diagnosis, Diagno
     # It has more workers than cores on purpose: they wait for the storage.
     warnings.filterwarnings("ignore", message=".*(num_workers|worker processes).*")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    say(f"1. {STEPS} training steps on the CPU; each of 16 images takes 1.5 ms to load, and nobody loads ahead.")
+    say(
+        f"1. {STEPS} training steps on the CPU. Each of the 16 images in a batch takes 1.5 ms to load, without workers."
+    )
     before = _train(folder, num_workers=0)
     workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
     if not workers:
-        say("Nothing was found that more workers would help with: this machine is busy with something else.")
+        say("More workers would not help: this machine is busy with something else.")
         return before, before
-    say(f"\n2. The same again with num_workers={workers}, as it says.")
+    say(f"\n2. The same training with num_workers={workers}, as advised.")
     after = _train(folder, num_workers=workers)
     say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")
     return before, after

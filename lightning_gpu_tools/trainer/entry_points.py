@@ -38,9 +38,12 @@ def callbacks_factory() -> list[Callback]:
 
 def _monitor_and_advisor() -> list[Callback]:
     try:
-        from lightning_gpu_tools.trainer.zero_code import monitor_and_advisor
+        from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
+        from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
-        return monitor_and_advisor()
+        monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor()
     except Exception as error:  # noqa: BLE001 - measuring was asked for from outside; it must never cost the training
         warnings.warn(f"LIGHTNING_GPU_TOOLS=advise has no effect: {error!r}", RuntimeWarning, stacklevel=2)
         return []
+    monitor.yields = advisor.yields = True
+    return [monitor, advisor]

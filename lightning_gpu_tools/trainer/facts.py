@@ -1,4 +1,4 @@
-"""What a Trainer tells of its loader, its batches and its devices."""
+"""What is known of a Trainer: its loader, its GPUs, its ranks, its callbacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils.data import DataLoader
 
@@ -15,6 +15,12 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
+
+
+def has_another(trainer: Trainer, callback: Callback) -> bool:
+    """Return whether the Trainer has another callback of the same class."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return any(type(other) is type(callback) and other is not callback for other in callbacks)
 
 
 def trains_on_gpu(trainer: Trainer) -> bool:

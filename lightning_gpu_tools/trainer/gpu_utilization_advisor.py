@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.inside_step import wants_profile
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
-from lightning_gpu_tools.loaders.settings import batch_bytes
-from lightning_gpu_tools.trainer.facts import rank_exchange
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.facts import has_another
 from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
-from lightning_gpu_tools.trainer.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer.step_clock import WARM_UP_STEPS, StepClock
-from lightning_gpu_tools.trainer.step_profiler import PROFILED_STEPS, StepProfiler, can_profile
-from lightning_gpu_tools.training.rank_exchange import PATIENCE_S, RankExchange
-from lightning_gpu_tools.training.run_measurements import ProfiledSteps, RunMeasurements
+from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.training.compat import is_profiling
+from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+from lightning_gpu_tools.training.step_profiler import PROFILED_STEPS, StepProfiler
 
 
 class GPUUtilizationAdvisor(Callback):
@@ -66,144 +66,115 @@ class GPUUtilizationAdvisor(Callback):
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
-        self._clock: StepClock | None = None
-        self._recorder: RunRecorder | None = None
-        self._exchange: RankExchange | None = None
+        self.yields = False  # to one of the user's own; of those that an entry point has added
+        self._session: Session | None = None
         self._profiler: StepProfiler | None = None
-        self._fits = self._turn = 0
         self._diagnosis: Diagnosis | None = None
-        self._next_look = 0
+        self._next_judgment = 0
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **dict.fromkeys(("_clock", "_recorder", "_exchange", "_profiler"))}
+        return {**vars(self), "_session": None, "_profiler": None}
 
     @property
     def diagnosis(self) -> Diagnosis | None:
         """What the measurements say: of the fit that runs, or of the last one; ``None`` before the first."""
-        return self._diagnose() if self._recorder is not None else self._diagnosis
+        return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
 
     @override
     @never_stops_training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not is_disabled():
-            self._give_up(trainer)  # a fit whose end it was not told of
-            self._clock = StepClock.attach(trainer)
+        if stage != "fit" or is_disabled() or (self.yields and has_another(trainer, self)):
+            return
+        self._give_up()  # a fit whose end was not announced
+        self._session = Session.of(trainer)
+        self._session.thresholds = {
+            "min_utilization_percent": self.min_utilization_percent,
+            "min_steps": self.min_steps,
+            "min_seconds": self.min_seconds,
+        }
 
     @override
     @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._clock is None:
-            return
-        self._fits += 1
-        place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
-        self._exchange = rank_exchange(trainer, f"advisor/{self._fits}/{place}")
-        self._turn = 0
-        self._recorder = RunRecorder(trainer, self._clock, self._exchange)
-        self._next_look = WARM_UP_STEPS + self.min_steps
-        self._warned = False
+        if self._session is not None:
+            self._session.begin()
+            self._next_judgment = WARM_UP_STEPS + self.min_steps
+            self._warned = False
 
     @override
     @never_stops_training
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._clock is None or self._recorder is None:
-            return
-        if self._recorder.batch_bytes is None:
-            self._recorder.batch_bytes = batch_bytes(batch)
-        self._recorder.after_step()
-        if self._clock.steps >= self._next_look and not self._warned:
-            self._clock.as_own_work(self._look, trainer)
+        session = self._session
+        if session is not None:
+            session.after_step(batch)
+            if session.clock.steps >= self._next_judgment and not self._warned:
+                session.clock.as_own_work(self._judge, trainer, session)
 
-    def _look(self, trainer: Trainer) -> None:
-        assert self._clock is not None
-        assert self._recorder is not None
+    def _judge(self, trainer: Trainer, session: Session) -> None:
         # A tenth later each time: soon enough for short steps, and rare for very short ones.
-        later = self._next_look + max(10, self._next_look // 10)
-        if sum(block.wall_s for block in self._clock.blocks) < self.min_seconds:  # spares judging what is too short
-            self._next_look = later
+        later = self._next_judgment + max(10, self._next_judgment // 10)
+        if sum(block.wall_s for block in session.clock.blocks) < self.min_seconds:  # spares judging what is too short
+            self._next_judgment = later
             return
-        self._tell(next_turn=False)  # each rank looks when it likes
-        measured = self._recorder.measurements()
-        diagnosis = self._diagnose(measured)
-        if diagnosis.verdict == "too_short":
-            self._next_look = later
+        session.publish(next_turn=False)  # each rank judges at a moment of its own
+        recorder = session.begin()
+        measured = recorder.measurements()
+        diagnosis = session.diagnosis(measured)
+        if diagnosis is None or diagnosis.verdict == "too_short":
+            self._next_judgment = later
             return
-        if self._profiler is None and diagnosis.verdict == "low" and wants_profile(measured) and can_profile(trainer):
-            self._next_look += 2 * PROFILED_STEPS  # then judge with what it has found
-            self._profiler = StepProfiler(trainer, self._clock.as_own_work, self._take_profile)
+        if self._profiler is None and diagnosis.verdict == "low" and wants_profile(measured) and _can_profile(trainer):
+            self._next_judgment += 2 * PROFILED_STEPS  # then judge with what it has found
+            self._profiler = StepProfiler(
+                compat.step_runner(trainer),
+                trainer.lightning_module,
+                session.clock.as_own_work,
+                lambda profile: setattr(recorder, "profile", profile),
+            )
             return
         # Judging costs about a millisecond, so the longer training goes well the less often it is done.
-        self._next_look *= 2
+        self._next_judgment *= 2
         if diagnosis.verdict == "low":
             self._warned = True
             rank_zero_warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)
 
-    def _take_profile(self, profile: ProfiledSteps) -> None:
-        if self._recorder is not None:
-            self._recorder.profile = profile
-
-    def _tell(self, *, next_turn: bool) -> None:
-        """Tell the other ranks how fast this one is; a turn is what all of them take at the same moment."""
-        if self._exchange is not None and self._recorder is not None and self._exchange.ranks > 1:
-            self._turn += next_turn
-            self._exchange.tell(self._turn, own_step=self._recorder.own_step())
-
     @override
     @never_stops_training
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(next_turn=True)
+        if self._session is not None:
+            self._session.end_epoch()
 
     @override
     @never_stops_training
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._recorder is not None:
-            self._recorder.enter("validation")
-
-    @override
-    @never_stops_training
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._recorder is not None:
-            self._recorder.enter("training")
-
-    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish(trainer, patience_s=0.0)
+        self._finish(timeout_s=0.0)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._finish(trainer, patience_s=PATIENCE_S)
-
     @never_stops_training
-    def _finish(self, trainer: Trainer, patience_s: float) -> None:
-        if self._clock is None:
-            return
-        if self._profiler is not None:
-            self._profiler.close()
-        self._clock.stop()
-        if self._exchange is not None and self._clock.ran:
-            self._tell(next_turn=True)
-            if trainer.is_global_zero:
-                self._exchange.read(self._turn, patience_s)
-        self._diagnosis = self.diagnosis
-        self._give_up(trainer)
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._finish(timeout_s=TIMEOUT_S)
 
-    def _give_up(self, trainer: Trainer) -> None:
-        clock, recorder, profiler = self._clock, self._recorder, self._profiler
-        self._clock = self._recorder = self._exchange = self._profiler = None
+    def _finish(self, timeout_s: float) -> None:
+        if self._session is not None:
+            if self._profiler is not None:
+                self._profiler.close()
+            self._session.finish(timeout_s)
+            self._diagnosis = self._session.diagnosis()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        session, profiler = self._session, self._profiler
+        self._session = self._profiler = None
         if profiler is not None:
             profiler.close()
-        if recorder is not None:
-            recorder.close()
-        if clock is not None:
-            clock.detach(trainer)
+        if session is not None:
+            session.release()
 
-    def _diagnose(self, measured: RunMeasurements | None = None) -> Diagnosis:
-        assert self._recorder is not None
-        return diagnose(
-            measured or self._recorder.measurements(),
-            min_utilization_percent=self.min_utilization_percent,
-            min_steps=self.min_steps,
-            min_seconds=self.min_seconds,
-        )
+
+def _can_profile(trainer: Trainer) -> bool:
+    """Return whether a step can be profiled and nobody else uses the profiler, of which a process has one."""
+    users_own = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+    return is_profiling() is False and not users_own and compat.step_runner(trainer) is not None

@@ -239,7 +239,7 @@ class _Fit:
         if exchange.ranks == 1:
             return [facts]
         self._turn += 1
-        exchange.tell(self._turn, **facts)
+        exchange.publish(self._turn, **facts)
         everyones = exchange.read(self._turn, _RANKS_TIMEOUT_S)
         complete = len(everyones) == exchange.ranks and all(one["turn"] == self._turn for one in everyones)
         return everyones if complete else None

@@ -1,9 +1,7 @@
-"""Everything that the diagnosis is told of a fit, collected from the Trainer, its step clock, the host and the GPUs."""
+"""Collects everything that the diagnosis needs of a fit, from the Trainer, its step clock, the host and the GPUs."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,114 +11,81 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.samples import GpuWindow
-from lightning_gpu_tools.gpus.sharing import Sharing, share_out
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
+from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
-from lightning_gpu_tools.trainer.device_facts import device_facts, left_on_cpu
-from lightning_gpu_tools.trainer.facts import (
-    local_ranks,
-    train_loader_settings,
-    trainer_gpus,
-    trains_on_gpu,
-)
-from lightning_gpu_tools.trainer.step_clock import StepClock
-from lightning_gpu_tools.trainer.worker_watch import LONG_WAIT_S, WorkerWatch
-from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING
+from lightning_gpu_tools.loaders.settings import batch_bytes
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.facts import local_ranks, train_loader_settings, trains_on_gpu
+from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
+from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING, base_phase
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements, StepBlock
+from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
+
+_POLL_EVERY_STEPS = 10
 
 
 class RunRecorder:
     """Keeps, from the start of a fit on, what is needed to describe the fit at any later moment.
 
-    Make it in ``on_train_start``, where the loader is known, and close it at the end.
+    Make it in ``on_train_start``, where the loader is known.
 
     Args:
         trainer: Whose fit.
         clock: Its step clock.
-        exchange: Where the ranks tell each other how fast they are, under ``own_step``.
+        exchange: Where the ranks publish how fast they are, under ``own_step``.
+        gpus: Samples the GPUs; ``None`` without any.
 
     Attributes:
-        batch_bytes: Size of one batch; ``None`` until somebody sets it.
         profile: A few steps under the profiler; ``None`` until somebody sets it.
     """
 
-    def __init__(self, trainer: Trainer, clock: StepClock, exchange: RankExchange) -> None:
-        self.batch_bytes: int | None = None
+    def __init__(self, trainer: Trainer, clock: StepClock, exchange: RankExchange, gpus: GpuWatch | None) -> None:
         self.profile: ProfiledSteps | None = None
         self._trainer = trainer
         self._clock = clock
         self._exchange = exchange
+        self._gpus = gpus
         self._began_s = time.perf_counter()
         self._own_cpu_s, self._children_cpu_s, self._idle_cpu_s = time.process_time(), children_cpu_s(), idle_cpu_s()
         self._local_ranks = local_ranks(trainer)
         self._on_gpu = trains_on_gpu(trainer)
+        self._batch_bytes: int | None = None
         self._loader = train_loader_settings(trainer)
         self._loader_since = self._children_cpu_s, 0
         if self._loader is not None:
             ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
-        self._workers = WorkerWatch(trainer)
-        self._next_look = 0
-        self._own_pids: frozenset[int] | None = None
-        self._gpus: sampler.Reader | None = None
-        gpu_uuids = [gpu.uuid for gpu in trainer_gpus(trainer) if gpu.uuid is not None]
-        if gpu_uuids and trainer.local_rank == 0:  # one process of a node is enough to look at its GPUs
-            # Without a usable driver utilization is unknown; whoever shows the GPUs tells the user why.
-            with contextlib.suppress(NvmlUnavailableError):
-                self._gpus = sampler.subscribe(gpu_uuids)
-        self._windows: list[GpuWindow] = []
-        self._validation_windows: list[GpuWindow] = []
-        exchange.tell(0, node=trainer.node_rank, pid=os.getpid())
+        self._workers = WorkerWatch(lambda: compat.train_iterator(trainer))
+        self._next_poll = 0
 
-    def after_step(self) -> None:
-        """Look at the loader's workers if it is time; nearly always this does nothing."""
+    @property
+    def unseen(self) -> list[str]:
+        """What could not be seen of the loader's workers with this version of torch or Lightning."""
+        return sorted(self._workers.unseen) if self._loader is not None and self._loader.num_workers else []
+
+    def after_step(self, batch: Any) -> None:
+        """Sample the loader's workers if it is time; nearly always this does nothing."""
+        if self._batch_bytes is None:
+            self._batch_bytes = batch_bytes(batch)
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self._workers.after_long_wait()
-        if self._clock.steps >= self._next_look:
-            self._next_look = self._clock.steps + 10
+        if self._clock.steps >= self._next_poll:
+            self._next_poll = self._clock.steps + _POLL_EVERY_STEPS
             self._workers.before_fetch()
-            self._workers.look(self._clock.steps)
-            self._follow_the_loader()
+            self._workers.poll(self._clock.steps)
+            self._follow_loader()
 
-    def _follow_the_loader(self) -> None:
+    def _follow_loader(self) -> None:
         """Judge the loader by its present settings alone, if somebody has changed them (``NumWorkersFinder``)."""
         settings = train_loader_settings(self._trainer)
         if settings is not None and settings != self._loader:
             self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
             self._clock.begin_anew()
-
-    def enter(self, phase: sampler.Phase) -> None:
-        """Keep what the GPUs do from here on apart from the other phase."""
-        if self._gpus is not None:
-            self._gpus.enter(phase)
-
-    def close(self) -> None:
-        """Let go of the sampler; nothing happens the second time."""
-        if self._gpus is not None:
-            self._read_gpus()
-            self._gpus.close()
-            self._gpus = None
-
-    def _read_gpus(self) -> None:
-        if self._gpus is not None:
-            self._windows = list(self._gpus.so_far().values())
-            self._validation_windows = list(self._gpus.so_far(phase="validation").values())
-
-    def own_pids(self) -> frozenset[int] | None:
-        """Return this job's processes on the node by the driver's numbers; ``None`` as long as they are unknown."""
-        if self._own_pids is None:
-            from lightning_gpu_tools.gpus import nvml  # only where there are GPUs: it imports pynvml
-
-            node = self._trainer.node_rank
-            mates = [facts["pid"] for facts in self._exchange.read(0) if facts["node"] == node]
-            expected = max(1, self._exchange.ranks // max(1, self._trainer.num_nodes))
-            if nvml.pids_are_ours() and len(mates) >= expected:
-                self._own_pids = frozenset(mates)
-        return self._own_pids
 
     def own_step(self) -> dict[str, Any] | None:
         """Return how long this rank works on a median steady step by itself, for the other ranks; ``None`` so far.
@@ -137,15 +102,14 @@ class RunRecorder:
             "forward": median(block.forward_s / block.steps for block in clock.blocks),
         }
         for phase, seconds in clock.seconds.items():
-            group = phase.partition("/")[0]
-            if group in (CALLBACK, LOGGING):
-                phase_s[group] = phase_s.get(group, 0.0) + seconds / max(1, clock.steps)
+            base = base_phase(phase)
+            if base in (CALLBACK, LOGGING):
+                phase_s[base] = phase_s.get(base, 0.0) + seconds / max(1, clock.steps)
         return {"own_s": sum(phase_s.values()), "phase_s": phase_s}
 
     def measurements(self) -> RunMeasurements:
         """Return everything measured so far."""
-        clock, trainer = self._clock, self._trainer
-        self._read_gpus()
+        clock, trainer, gpus = self._clock, self._trainer, self._gpus
         children_s = children_cpu_s()
         own_s = time.process_time() - self._own_cpu_s
         used_s = own_s + children_s - self._children_cpu_s
@@ -162,13 +126,13 @@ class RunRecorder:
             blocks=tuple(clock.blocks),
             host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),
             on_gpu=self._on_gpu,
-            utilization_percent=_utilization(self._windows),
-            validation_utilization_percent=_utilization(self._validation_windows),
+            utilization_percent=_utilization(gpus.trained_on() if gpus else ()),
+            validation_utilization_percent=_utilization(gpus.trained_on("validation") if gpus else ()),
             loader=self._loader,
             worker_cpu_s_per_batch=(children_s - children_s_before) / max(1, clock.steps - steps_before)
             if workers
             else None,
-            batch_bytes=self.batch_bytes,
+            batch_bytes=self._batch_bytes,
             busy_cores=busy_cores(own_s, elapsed_s, clock.seconds, clock.blocks),
             loading=self._workers.facts(),
             gpu=self._gpu_facts() if self._on_gpu else None,
@@ -182,17 +146,19 @@ class RunRecorder:
         )
 
     def _gpu_facts(self) -> GpuFacts:
-        facts = device_facts(self._trainer)
-        if not self._windows:
+        trainer = self._trainer
+        facts = device_facts(trainer.strategy.root_device, trainer.lightning_module, trainer.optimizers)
+        windows = self._gpus.trained_on() if self._gpus else []
+        if self._gpus is None or not windows:
             return facts
-        sharing = [share_out(window.processes, self.own_pids()) for window in self._windows]
+        sharing = [self._gpus.sharing(window) for window in windows]
         return replace(
             facts,
-            sm_active_percent=_mean(window.sm_active_percent for window in self._windows),
-            tensor_active_percent=_mean(window.tensor_active_percent for window in self._windows),
-            thermal_throttled_percent=_mean(window.thermal_throttled_percent for window in self._windows),
-            power_capped_percent=_mean(window.power_capped_percent for window in self._windows),
-            held_clock_percent=_mean(window.held_clock_percent for window in self._windows),
+            sm_active_percent=_mean(window.sm_active_percent for window in windows),
+            tensor_active_percent=_mean(window.tensor_active_percent for window in windows),
+            thermal_throttled_percent=_mean(window.thermal_throttled_percent for window in windows),
+            power_capped_percent=_mean(window.power_capped_percent for window in windows),
+            held_clock_percent=_mean(window.held_clock_percent for window in windows),
             others_memory_bytes=_most(sharing, "others_memory_bytes"),
             others_utilization_percent=_most(sharing, "others_utilization_percent"),
         )
@@ -230,10 +196,10 @@ def _most(sharing: Sequence[Sharing], field: str) -> Any:
     return max(known, default=None)
 
 
-def _ranks(told: Sequence[Mapping[str, Any]]) -> tuple[RankStep, ...]:
+def _ranks(published: Sequence[Mapping[str, Any]]) -> tuple[RankStep, ...]:
     found = [
         RankStep(rank=facts["rank"], node=facts["node"], **facts["own_step"])
-        for facts in told
+        for facts in published
         if facts.get("own_step") is not None
     ]
     return tuple(found) if len(found) > 1 else ()

@@ -49,19 +49,33 @@ class Wrappers:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
-        """Replace a method of this object alone by what the wrapper makes of it: a function, or a :class:`StandIn`."""
-        function = getattr(owner, name, None)
-        if function is None:
-            self.missing.append(f"{type(owner).__name__}.{name}")
-            return
+        """Replace a method of one object alone by what the wrapper makes of it: a function, or a :class:`StandIn`.
+
+        Args:
+            owner: The object, or one that leads to it.
+            name: Of the method, behind the attributes that lead to it: ``"fit_loop.epoch_loop.run"``.
+            wrapper: Is given the method.
+        """
+        *_, method = steps = name.split(".")
+        function: Any = owner
+        for step in steps:
+            owner, function = function, getattr(function, step, None)
+            if function is None:
+                self.miss(f"{type(owner).__name__}.{step}")
+                return
         # Where somebody else has wrapped the same instance before, that wrapper is put back, not lost.
-        if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, function))
+        if method in vars(owner):
+            self._undo.append(functools.partial(setattr, owner, method, function))
         else:
             # Whoever has wrapped it since may have taken it off altogether.
-            self._undo.append(functools.partial(vars(owner).pop, name, None))
+            self._undo.append(functools.partial(vars(owner).pop, method, None))
         wrapped = wrapper(function)
-        setattr(owner, name, wrapped if isinstance(wrapped, StandIn) else _Wrapped(owner, name, wrapped))
+        setattr(owner, method, wrapped if isinstance(wrapped, StandIn) else _Wrapped(owner, method, wrapped))
+
+    def miss(self, name: str) -> None:
+        """Note that something is not there."""
+        if name not in self.missing:
+            self.missing.append(name)
 
     def undo(self) -> None:
         """Take all of them off, the last one first; nothing happens the second time."""

@@ -1,1 +1,1 @@
-"""Watching a fit: the GPUs from a background thread, the training's phases from its own."""
+"""What is measured of a training, whatever drives it: its phases, GPU gaps, workers, memory, ranks."""

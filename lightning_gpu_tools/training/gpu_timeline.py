@@ -1,30 +1,120 @@
-"""Looks at some training steps by the GPU's own times, to see when it had run dry; never waits for the GPU.
+"""For how long the GPU had run dry between two training steps, by the GPU's own times; never waits for the GPU.
 
 Two CUDA events mark where one step ends and the next one begins. They are read later, when the GPU has passed them.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, IdleSums
+from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY, PHASES, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 
-# A choice: one step in eight on average is looked at, at random, so that nothing that comes every so many steps (a
-# batch of each worker, a log) is always or never hit. What is rare is timed on the host.
-_LOOK_EVERY = 8
-# A choice: so many looks may be unread, because the host is that far ahead of the GPU; beyond that none is begun.
-_MOST_UNREAD = 64
+# Our default: how far a GPU's clock and the host's may drift apart; crystals keep within 50 parts in a million.
+_DRIFT = 50e-6
+
+
+# Our default: one gap in eight on average is sampled, at random, so that nothing periodic (a batch of each worker, a
+# log) is always or never hit. What is rare is timed on the host.
+_SAMPLE_EVERY = 8
+# Our default: at most this many samples may be unread, because the host is that far ahead of the GPU.
+_MAX_UNREAD = 64
 # torch gives times since an event in milliseconds as 32-bit floats, which lose 4 us after a minute.
 _NEW_ORIGIN_S = 60.0
-# In this order the host does its work between two steps.
-_ORDER = ("callback", "logging", "checkpoint", "validation", "monitoring", "trainer", "unexplained", "epoch_start",
-          "data_loading", "host_to_device_copy")  # fmt: skip
+_ORDER = list(PHASES)
+
+
+class Gap(NamedTuple):
+    """The time between two training steps, in seconds of the host's clock.
+
+    Attributes:
+        gpu_begin_s: The GPU has done all of the step before.
+        gpu_end_s: The GPU comes to the step after.
+        host_end_s: The host has put everything that comes before the step after into the GPU's queue: its batch.
+        spent: What the host did up to then since it had put the step before into the queue, in this order.
+    """
+
+    gpu_begin_s: float
+    gpu_end_s: float
+    host_end_s: float
+    spent: Sequence[tuple[str, float]]
+
+
+def idle_by_phase(gap: Gap) -> dict[str, float]:
+    """Return for how many seconds the GPU stood idle, by what the host did meanwhile.
+
+    Work of the host that the GPU's queue hides counts nothing. What the GPU still does before the next step when the
+    host is already in it, or beyond, is the copy of its batch: no kernel runs meanwhile. In validation the GPU has work
+    of its own, so that nothing is known of it.
+    """
+    idle: dict[str, float] = {}
+    end_s = gap.host_end_s
+    for phase, seconds in reversed(gap.spent):
+        begin_s = end_s - seconds
+        alone_s = min(end_s, gap.gpu_end_s) - max(begin_s, gap.gpu_begin_s)
+        if alone_s > 0 and phase != VALIDATION:
+            idle[phase] = idle.get(phase, 0.0) + alone_s
+        end_s = begin_s
+    copied_s = gap.gpu_end_s - max(gap.gpu_begin_s, gap.host_end_s)
+    if copied_s > 0:
+        idle[HOST_TO_DEVICE_COPY] = idle.get(HOST_TO_DEVICE_COPY, 0.0) + copied_s
+    return idle
+
+
+class HostTime:
+    """Tells what time of the host a time of the GPU is, without ever making one wait for the other.
+
+    Nothing happens on the GPU before the host has asked for it. So each event that the host records gives a least
+    difference between the two clocks, which is exact where the GPU had nothing else to do; and it had not wherever
+    there is a gap to be measured.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s = -math.inf
+        self._gpu_s = 0.0
+
+    def learn(self, host_s: float, gpu_s: float) -> None:
+        """Learn that the host recorded an event at ``host_s`` which the GPU came to at ``gpu_s``."""
+        self._ahead_s -= _DRIFT * max(0.0, gpu_s - self._gpu_s)
+        self._gpu_s = max(self._gpu_s, gpu_s)
+        self._ahead_s = max(self._ahead_s, host_s - gpu_s)
+
+    def at(self, gpu_s: float) -> float:
+        """Return the host's time at a time of the GPU."""
+        return gpu_s + self._ahead_s
+
+
+class IdleSums:
+    """Adds up gaps."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._host_s: dict[str, float] = {}
+        self._idle_s: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+
+    def add(self, gap: Gap) -> None:
+        """Add a gap."""
+        self._looks += 1
+        for phase, seconds in gap.spent:
+            self._host_s[phase] = self._host_s.get(phase, 0.0) + seconds
+            self._seen[phase] = self._seen.get(phase, 0) + 1
+        _add(self._idle_s, idle_by_phase(gap))
+
+    def facts(self) -> GpuIdle:
+        """Return the sums."""
+        return GpuIdle(looks=self._looks, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen))
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for phase, seconds in more.items():
+        sums[phase] = sums.get(phase, 0.0) + seconds
 
 
 class _Event(Protocol):
@@ -62,8 +152,8 @@ class GpuTimeline:
         self._seconds = seconds
         self._book = book
         self._random = random.Random(0)  # its own: the training's random numbers stay as they are
-        self._steps_to_look = 1
-        self._looking = True
+        self._steps_to_sample = 1
+        self._sampling = True
         self._open: _Mark | None = None
         self._unread: deque[tuple[_Mark, _Mark]] = deque()
         self._spare: list[_Event] = []
@@ -77,11 +167,11 @@ class GpuTimeline:
         """Return the function that runs a training step with its ends marked."""
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            if self._looking:
+            if self._sampling:
                 self._book(self._guard, self._step_begins)
             result = function(*args, **kwargs)
-            self._steps_to_look -= 1
-            if self._steps_to_look <= 0:
+            self._steps_to_sample -= 1
+            if self._steps_to_sample <= 0:
                 self._book(self._guard, self._step_ended)
             return result
 
@@ -98,7 +188,7 @@ class GpuTimeline:
             try:
                 action()
             except RuntimeError as error:
-                self.failure, self._open, self._looking = error, None, False
+                self.failure, self._open, self._sampling = error, None, False
                 self._unread.clear()
 
     def _mark(self) -> _Mark:
@@ -108,13 +198,13 @@ class GpuTimeline:
         return mark
 
     def _step_ended(self) -> None:
-        self._steps_to_look = self._random.randint(1, 2 * _LOOK_EVERY - 1)
+        self._steps_to_sample = self._random.randint(1, 2 * _SAMPLE_EVERY - 1)
         self._read()
-        if len(self._unread) < _MOST_UNREAD:
-            self._open, self._looking = self._mark(), True
+        if len(self._unread) < _MAX_UNREAD:
+            self._open, self._sampling = self._mark(), True
 
     def _step_begins(self) -> None:
-        self._looking = False
+        self._sampling = False
         begins = self._mark()
         if self._open is not None:
             self._unread.append((self._open, begins))
@@ -124,7 +214,7 @@ class GpuTimeline:
             self._host_time.learn(begins.host_s, 0.0)
 
     def _read(self) -> None:
-        """Take in the looks that the GPU has passed."""
+        """Take in the samples that the GPU has passed."""
         while self._unread and self._unread[0][1].event.query():
             ended, begins = self._unread.popleft()
             ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
@@ -155,5 +245,4 @@ def _in_order(before: dict[str, float], after: dict[str, float]) -> list[tuple[s
 
 
 def _place(phase: str) -> int:
-    group = phase.partition("/")[0]
-    return _ORDER.index(group) if group in _ORDER else 0
+    return _ORDER.index(base_phase(phase))

@@ -9,13 +9,13 @@ from statistics import median
 
 from lightning_gpu_tools.units import format_bytes, format_duration
 
-# A choice: growth is judged by the medians of so many equal parts of the run. If it were chance, all of them would
+# Our default: growth is judged by the medians of this many equal parts of the run. If it were chance, all of them would
 # rise in 1 of 8! = 40320 runs.
 _PARTS = 8
-# A choice: the first fifth of a run is left out, in which caches, workers and the allocator fill up.
+# Our default: the first fifth of a run is left out, in which caches, workers and the allocator fill up.
 _WARM_UP_SHARE = 0.2
-_MIN_POINTS_A_PART = 3
-# A choice: less than this is not worth a word, however steadily it grows.
+_MIN_POINTS_PER_PART = 3
+# Our default: less than this is not worth a word, however steadily it grows.
 _MIN_GROWTH_BYTES = 64 * 2**20
 # What levels off grows much less in the second half: a square root, already half a plateau, gains 0.7 as much there.
 _MIN_SECOND_HALF = 0.8
@@ -62,7 +62,7 @@ def steady_growth(what: str, points: Sequence[tuple[float, float]], room_bytes: 
     for time_s, size in points:
         if time_s >= begin_s:
             parts[min(int((time_s - begin_s) / part_s), _PARTS - 1)].append((time_s, size))
-    if min(map(len, parts)) < _MIN_POINTS_A_PART:
+    if min(map(len, parts)) < _MIN_POINTS_PER_PART:
         return None
     times = [median(time_s for time_s, _ in part) for part in parts]
     sizes = [median(size for _, size in part) for part in parts]

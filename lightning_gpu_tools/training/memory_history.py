@@ -13,13 +13,13 @@ from lightning_gpu_tools.training.timeline import Timeline
 
 _MAX_POINTS = 500
 _INTERVAL_S = 1.0
-# A choice: what will be full within a day is told while there is time to act; judging takes about a millisecond.
+# Our default: what will be full within a day is reported while there is time to act; judging takes about a millisecond.
 _ALARM_S = 24 * 3600.0
 _ALARM_EVERY_S = 300.0
 
 
 class MemoryHistory:
-    """Looks at the memory when it is told to, but not more often than once a second.
+    """Samples the memory when asked to, but at most once a second.
 
     Args:
         device: Where the model is.
@@ -34,8 +34,8 @@ class MemoryHistory:
         self._resident = Timeline(_MAX_POINTS, _INTERVAL_S)
         self._allocated = Timeline(_MAX_POINTS, _INTERVAL_S)
 
-    def look(self) -> None:
-        """Remember how much is used; costs some 50 microseconds if it is due, else nearly nothing."""
+    def poll(self) -> None:
+        """Sample how much is used; costs some 50 microseconds if it is due, else nearly nothing."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return
@@ -46,7 +46,7 @@ class MemoryHistory:
             self._allocated.add(now_s, torch.cuda.max_memory_allocated(self._device))
 
     def alarms(self) -> list[MemoryGrowth]:
-        """Return what grows steadily and will be full within a day, each once; looks only every five minutes."""
+        """Return what grows steadily and will be full within a day, each once; checks only every five minutes."""
         if time.monotonic() < self._alarm_due_s:
             return []
         self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S

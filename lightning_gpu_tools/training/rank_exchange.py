@@ -1,4 +1,4 @@
-"""What each rank of a job tells rank 0, without a collective: nobody ever waits long for a rank that is gone."""
+"""What the ranks of a job tell each other, without a collective: nobody waits long for a rank that is gone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import time
 from typing import Any
 
-import torch.distributed
+from lightning_gpu_tools.training import compat
 
 # The ranks of a job end an epoch at almost the same time, because each step's gradients are averaged over all.
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 _POLL_S = 0.005
 
 
 class RankExchange:
-    """A notice board in the store that ``torch.distributed`` was started with; each rank has one place on it.
+    """A board in the store that ``torch.distributed`` was started with; each rank has one entry on it.
 
     Writing and reading it are round trips of well under a millisecond to the host of rank 0, on no GPU and no stream.
 
@@ -29,17 +29,15 @@ class RankExchange:
         self._name = name
         self._mine: dict[str, Any] = {}
         self._missed: set[int] = set()
-        shared = torch.distributed.is_available() and torch.distributed.is_initialized() and ranks > 1
-        self._ranks = range(ranks) if shared else range(self._rank, self._rank + 1)
-        # torch has no public name for it; it is what torch.distributed.init_process_group met the others in.
-        self._store = torch.distributed.distributed_c10d._get_default_store() if shared else None
+        self._store = compat.default_store() if ranks > 1 else None
+        self._ranks = range(ranks) if self._store is not None else range(rank, rank + 1)
 
-    def tell(self, turn: int, **facts: Any) -> None:
-        """Put facts that JSON can hold on this rank's place, over what it told before.
+    def publish(self, turn: int, **facts: Any) -> None:
+        """Publish facts that JSON can hold, added to those that this rank has published before.
 
         Args:
             turn: Rises from one call to the next, alike on every rank.
-            **facts: What to tell.
+            **facts: What to publish.
         """
         self._mine = {**self._mine, **facts, "rank": self._rank, "turn": turn}
         if self._store is not None:
@@ -48,21 +46,21 @@ class RankExchange:
             except RuntimeError:  # rank 0 has gone, which kept it: nobody is left to read
                 self._store = None
 
-    def read(self, turn: int, patience_s: float = 0.0) -> list[dict[str, Any]]:
-        """Return what the ranks told last, by rank; a rank that never told anything is missing.
+    def read(self, turn: int, timeout_s: float = 0.0) -> list[dict[str, Any]]:
+        """Return what the ranks published last, by rank; a rank that never published anything is missing.
 
         Args:
-            turn: Wait for those who have not come so far...
-            patience_s: ...but not longer than this, and only once for a rank that lets one wait in vain.
+            turn: Wait for ranks that have not come to this turn yet...
+            timeout_s: ...but at most this long, and never again for a rank that was waited for in vain.
         """
-        until_s = time.monotonic() + patience_s
+        until_s = time.monotonic() + timeout_s
         found = {}
         for rank in self._ranks:
             facts = self._read_one(rank)
             while (facts is None or facts["turn"] < turn) and rank not in self._missed and time.monotonic() < until_s:
                 time.sleep(_POLL_S)
                 facts = self._read_one(rank)
-            if patience_s and (facts is None or facts["turn"] < turn):
+            if timeout_s and (facts is None or facts["turn"] < turn):
                 self._missed.add(rank)
             if facts is not None:
                 found[rank] = facts

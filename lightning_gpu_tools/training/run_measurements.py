@@ -1,4 +1,4 @@
-"""What the diagnosis is told of a run: plain data, ``None`` = not measured."""
+"""What was measured of a run: plain data, the input of the diagnosis. ``None`` = not measured."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training import phases
 
-# The phases of the host outside of the training step, as monitoring.step_clock names them, that a rule speaks of.
-DATA_LOADING = "data_loading"
-COPY = "host_to_device_copy"
-TRAINING_STEP = "training_step"
-VALIDATION = "validation"
+# The phases that rules speak of.
+DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
+TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
-# A choice: how much of a phase the GPU stood idle is taken from the looks at the GPU's own times once so many of them
-# fell into that phase; before, all of it counts.
+# Our default: how long the GPU stood idle in a phase is taken from the steps sampled by the GPU's own times once this
+# many of them had the phase; before, all of it counts.
 _MIN_LOOKS = 5
-# A choice: the first blocks count as warm-up while they are slower than the rest by this much; 10 % is how far
-# monitoring tools let two windows of ten steps differ. Not more than a quarter of all is taken away by it.
+# Our default: the first blocks count as warm-up while they are slower than the rest by this much; 10 % is how far
+# monitoring tools let two windows of ten steps differ. At most a quarter of all blocks is left out by it.
 _UNSETTLED = 1.10
-_MOST_UNSETTLED = 0.25
+_MAX_UNSETTLED_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +47,11 @@ class StepBlock:
     training_step_s: float = 0.0
     paused_s: float = 0.0
     forward_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step, without pauses."""
+        return (self.wall_s - self.paused_s) / self.steps
 
     def __add__(self, other: StepBlock) -> StepBlock:
         return StepBlock(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
@@ -77,14 +81,14 @@ class LoaderSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuIdle:
-    """When the GPU had nothing to do between two training steps, from looks at some of them by the GPU's own times.
+    """When the GPU had nothing to do between two training steps, sampled by the GPU's own times.
 
     Attributes:
-        looks: How many times it was looked.
-        host_s: Seconds that the host spent between the steps looked at, by phase.
-        idle_s: Seconds for which the GPU had run dry meanwhile, by the phase that the host was in; what the GPU itself
-            spent on copying the batch counts to ``host_to_device_copy``.
-        seen: In how many of the looks each phase came up.
+        looks: How many gaps between two steps were sampled.
+        host_s: Seconds that the host spent in these gaps, by phase.
+        idle_s: Seconds for which the GPU had run dry in them, by the phase that the host was in; what the GPU itself
+            spent on copying the batch counts as ``host_to_device_copy``.
+        seen: How many of these gaps each phase was part of.
     """
 
     looks: int
@@ -160,12 +164,12 @@ class LoadingFacts:
     """What the loader's workers were seen doing.
 
     Attributes:
-        looks: How many times it was looked.
-        storage_wait_share: Share of the looks at a worker in which the kernel had it wait for a disk (state D).
+        looks: How many times they were sampled.
+        storage_wait_share: Share of the samples of a worker in which it was waiting for a disk (state D).
         ready_out_of_order_share: Of the batches ordered, the share that lay ready when the one that training waited for
             came at last, the mean over such waits.
-        long_waits: How many such waits were looked at.
-        ready_share: Share of the looks, each right before a step asked for its batch, in which one lay ready.
+        long_waits: How many such waits were sampled.
+        ready_share: Share of the samples, each right before a step asked for its batch, in which one lay ready.
         runnable_share: Share of the time for which a worker computed, or wanted to and no core was free for it.
         delayed_share: Share of the time for which it wanted to and no core was free.
         early_storage_bytes_per_batch: Read from storage, not from the page cache, in the first third of the run.
@@ -269,8 +273,7 @@ class RunMeasurements:
     @property
     def steady_step_s(self) -> float | None:
         """Median time of a steady step; ``None`` without any."""
-        times = [(block.wall_s - block.paused_s) / block.steps for block in self.blocks]
-        return median(times) if times else None
+        return median(block.step_s for block in self.blocks) if self.blocks else None
 
     def exposed(self, phase: str) -> float:
         """Return for which part of a phase the GPU stood idle; 1 if that was not measured."""
@@ -289,8 +292,8 @@ class RunMeasurements:
 
     def idle_by_phase(self) -> dict[str, float]:
         """Return the fraction of the wall time for which the GPU stood idle in each phase outside of the step."""
-        phases = {*self.phase_s, COPY} - {TRAINING_STEP, VALIDATION}
-        return {phase: share for phase in sorted(phases) if (share := self.lost_share(phase)) > 0}
+        outside = {*self.phase_s, COPY} - {TRAINING_STEP, VALIDATION}
+        return {phase: share for phase in sorted(outside) if (share := self.lost_share(phase)) > 0}
 
     @property
     def idle_in_step_share(self) -> float | None:
@@ -313,8 +316,8 @@ class RunMeasurements:
 
 def settled(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
     """Return the blocks without those at the beginning in which the training was still getting up to speed."""
-    times = [(block.wall_s - block.paused_s) / block.steps for block in blocks]
+    times = [block.step_s for block in blocks]
     first = 0
-    while first + 1 <= _MOST_UNSETTLED * len(blocks) and times[first] > _UNSETTLED * median(times[first + 1 :]):
+    while first + 1 <= _MAX_UNSETTLED_SHARE * len(blocks) and times[first] > _UNSETTLED * median(times[first + 1 :]):
         first += 1
     return blocks[first:]

@@ -1,4 +1,4 @@
-"""Every cause that the diagnosis can name, on measurements that have it, and the ones beside it that do not."""
+"""Every cause of the diagnosis, on measurements that have it and on similar ones that do not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_runs import GIB, LOADER, gpu_run, looks
 
-from lightning_gpu_tools.advice.batch_memory import batch_size_that_fits
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-from lightning_gpu_tools.advice.inside_step import wants_profile
+from lightning_gpu_tools.advice.inside_step import batch_size_that_fits, wants_profile
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     LoadingFacts,
@@ -35,7 +34,7 @@ def first(run: RunMeasurements) -> Finding:
 # --- the GPU's own times -----------------------------------------------------------------------------------------
 
 
-def test_a_wait_that_the_gpus_work_hides_is_nobodys_fault() -> None:
+def test_a_wait_behind_gpu_work_is_no_cause() -> None:
     """The GPU is idle 40 % of the time, but not while the host waits for data: that is hidden behind its work."""
     run = gpu_run({"data_loading": 40, "training_step": 60}, 60.0, gpu_idle=looks(data_loading=(40.0, 0.5)))
     assert [finding.cause for finding in judge(run).findings] == ["unexplained"]
@@ -43,7 +42,7 @@ def test_a_wait_that_the_gpus_work_hides_is_nobodys_fault() -> None:
     assert [finding.cause for finding in judge(without).findings] == ["data_loading"]
 
 
-def test_a_wait_counts_as_far_as_the_gpu_ran_dry() -> None:
+def test_a_wait_counts_only_while_the_gpu_is_idle() -> None:
     run = gpu_run({"data_loading": 60, "training_step": 40}, 50.0, gpu_idle=looks(data_loading=(60.0, 30.0)))
     finding = first(run)
     assert finding.cause == "data_loading"
@@ -52,14 +51,14 @@ def test_a_wait_counts_as_far_as_the_gpu_ran_dry() -> None:
     assert judge(run).gpu_idle_percent == pytest.approx({"data_loading": 30.0, "training_step": 20.0})
 
 
-def test_a_rare_event_counts_in_full_although_no_look_fell_on_it() -> None:
+def test_an_event_too_rare_to_be_sampled_counts_in_full() -> None:
     run = gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=looks(training_step=(0.0, 0.0)))
     assert first(run).cause == "checkpoint"
     assert first(run).share == pytest.approx(0.3)
 
 
-def test_times_that_contradict_the_driver_lower_the_confidence_and_are_told() -> None:
-    """By its own times the GPU stood idle for 60 % of the time, by the driver's for 35 %."""
+def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
+    """By its own times the GPU is idle for 60 % of the time, by the driver for 35 %."""
     run = gpu_run({"data_loading": 60, "training_step": 40}, 65.0, gpu_idle=looks(data_loading=(60.0, 60.0)))
     diagnosis = judge(run)
     assert diagnosis.gpu_idle_residual_percent == pytest.approx(25.0)
@@ -71,7 +70,7 @@ def test_times_that_contradict_the_driver_lower_the_confidence_and_are_told() ->
 # --- inside the step ---------------------------------------------------------------------------------------------
 
 
-def test_copies_out_of_pageable_memory_ask_for_pinned_memory() -> None:
+def test_copies_from_pageable_memory_need_pinned_memory() -> None:
     pageable = dataclasses.replace(LOADER, pin_memory=False)
     run = gpu_run(
         {"host_to_device_copy": 20, "training_step": 30},
@@ -90,7 +89,7 @@ def test_copies_out_of_pageable_memory_ask_for_pinned_memory() -> None:
     assert "uint8" in first(pinned).advice
 
 
-def test_what_is_left_on_the_cpu_is_named_with_the_copy() -> None:
+def test_tensors_left_on_the_cpu_are_named() -> None:
     run = gpu_run(
         {"host_to_device_copy": 20, "training_step": 30},
         60.0,
@@ -112,7 +111,7 @@ PROFILE = ProfiledSteps(
 )
 
 
-def test_a_wait_for_the_gpus_results_is_named_by_its_source_line() -> None:
+def test_a_sync_is_named_by_its_source_line() -> None:
     run = gpu_run({"training_step": 50}, 50.0, profile=PROFILE)
     finding = first(run)
     assert finding.cause == "device_sync"
@@ -121,7 +120,7 @@ def test_a_wait_for_the_gpus_results_is_named_by_its_source_line() -> None:
     assert "train.py:42" in finding.advice
 
 
-def test_without_a_trace_of_the_gpu_a_sync_is_a_rule_of_thumb() -> None:
+def test_a_sync_without_a_gpu_trace_is_heuristic() -> None:
     run = gpu_run({"training_step": 50}, 50.0, profile=ProfiledSteps(steps=3, wall_s=0.15, syncs_per_step=1.0))
     assert first(run).cause == "device_sync"
     assert first(run).basis == "heuristic"
@@ -135,12 +134,12 @@ def test_short_kernels_with_gaps_between_them_are_launch_bound() -> None:
     assert "torch.compile" in finding.advice
 
 
-def test_gaps_between_long_kernels_are_not_explained_by_launching() -> None:
+def test_gaps_between_long_kernels_are_not_launch_bound() -> None:
     profile = dataclasses.replace(PROFILE, syncs_per_step=0.0, idle_s={"launch": 0.1})
     assert first(gpu_run({"training_step": 50}, 40.0, profile=profile)).cause == "unexplained"
 
 
-def test_a_tiny_model_gets_one_sentence() -> None:
+def test_a_tiny_model_gets_one_finding() -> None:
     run = gpu_run({"training_step": 1.5, "callback/A": 0.2, "logging/B": 0.2, "trainer": 0.7}, 12.0)
     diagnosis = judge(run)
     (finding,) = diagnosis.findings
@@ -161,7 +160,7 @@ BUSY = GpuFacts(
 )
 
 
-def test_a_busy_gpu_with_few_active_sms_gets_the_batch_that_its_memory_allows() -> None:
+def test_few_active_sms_ask_for_the_batch_that_fits() -> None:
     """4 GiB for 32 samples: beside 2 GiB of weights, 62 GiB of 80 hold 496."""
     assert batch_size_that_fits(BUSY, 32) == 496
     run = gpu_run({"training_step": 50}, 95.0, gpu=BUSY)
@@ -199,7 +198,7 @@ def test_unused_tensor_cores_are_a_remark_that_fits_the_hardware(
     diagnosis = judge(gpu_run({"training_step": 50}, 97.0, gpu=gpu))
     assert diagnosis.verdict == "healthy"
     assert [finding.cause for finding in diagnosis.findings] == (["low_precision"] if words else [])
-    assert (words or "Nothing to change") in diagnosis.next_step
+    assert (words or "No change needed") in diagnosis.next_step
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_heat_is_a_remark_with_the_clock_it_cost() -> None:
     ("capped", "clock", "utilization", "named"),
     [(80.0, 70.0, 99.0, True), (80.0, 95.0, 99.0, False), (40.0, 70.0, 99.0, False), (80.0, None, 99.0, False)],
 )
-def test_the_power_limit_is_normal_at_full_load_unless_it_costs_much_clock(
+def test_the_power_limit_matters_only_if_it_costs_much_clock(
     capped: float, clock: float | None, utilization: float, named: bool
 ) -> None:
     gpu = GpuFacts(power_capped_percent=capped, held_clock_percent=clock)
@@ -271,7 +270,7 @@ def test_with_others_on_the_gpu_nothing_is_tuned(percent: float | None, size: in
     assert [finding.cause for finding in diagnosis.findings][:1] == ["shared_gpu" if shared else "data_loading"]
     if shared:
         assert "3.00 GiB" in diagnosis.why
-        assert diagnosis.next_step.startswith("Take a free one")
+        assert diagnosis.next_step.startswith("Use a free GPU")
         assert "FreeMemoryCUDAAccelerator(exclusive=True)" in diagnosis.next_step
 
 
@@ -282,7 +281,7 @@ def ranks(*phases: dict[str, float]) -> tuple[RankStep, ...]:
     return tuple(RankStep(rank=i, node=i // 2, own_s=sum(one.values()), phase_s=one) for i, one in enumerate(phases))
 
 
-def test_the_rank_that_all_wait_for_is_named_with_its_phase() -> None:
+def test_a_straggler_is_named_with_its_phase() -> None:
     quick, slow = {"data_loading": 0.001, "forward": 0.010}, {"data_loading": 0.026, "forward": 0.010}
     run = gpu_run({"training_step": 50}, 99.0, ranks=ranks(quick, quick, quick, slow))
     diagnosis = judge(run)
@@ -295,14 +294,14 @@ def test_the_rank_that_all_wait_for_is_named_with_its_phase() -> None:
     assert "rank 3" in diagnosis.why
 
 
-def test_a_rank_is_blamed_on_a_phase_only_if_that_covers_most_of_it() -> None:
+def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
     quick, slow = {"data_loading": 0.001, "forward": 0.010}, {"data_loading": 0.014, "forward": 0.022}
     finding = first(gpu_run({"training_step": 50}, 99.0, ranks=ranks(quick, slow)))
     assert "phase" not in finding.evidence
-    assert "no single phase" in finding.advice
+    assert "No single phase" in finding.advice
 
 
-def test_ranks_that_are_alike_are_no_cause() -> None:
+def test_ranks_of_equal_speed_are_no_cause() -> None:
     alike = {"forward": 0.010}, {"forward": 0.012}
     assert judge(gpu_run({"training_step": 50}, 99.0, ranks=ranks(*alike))).findings == ()
 
@@ -324,7 +323,7 @@ def test_workers_that_wait_for_storage_are_io_bound() -> None:
     assert kind(LoadingFacts(looks=50, storage_wait_share=0.1)).evidence["kind"] == "too_few_workers"
 
 
-def test_one_slow_worker_asks_for_no_more_workers() -> None:
+def test_one_slow_worker_needs_no_more_workers() -> None:
     finding = kind(LoadingFacts(long_waits=30, ready_out_of_order_share=0.8))
     assert finding.evidence["kind"] == "slow_worker"
     assert "prefetch_factor=4 (now 2)" in finding.advice
@@ -333,7 +332,7 @@ def test_one_slow_worker_asks_for_no_more_workers() -> None:
     assert kind(LoadingFacts(long_waits=30, ready_out_of_order_share=0.2)).evidence["kind"] == "too_few_workers"
 
 
-def test_a_training_process_busy_with_unpacking_needs_no_more_workers() -> None:
+def test_a_process_busy_with_unpacking_needs_no_more_workers() -> None:
     run = gpu_run({"data_loading": 30, "training_step": 10}, 25.0)
     busy = [dataclasses.replace(one, data_loading_cpu_s=0.8 * one.data_loading_s) for one in run.blocks]
     finding = first(dataclasses.replace(run, blocks=busy))
@@ -341,7 +340,7 @@ def test_a_training_process_busy_with_unpacking_needs_no_more_workers() -> None:
     assert "More workers will not help" in finding.advice
 
 
-def test_what_it_takes_to_receive_a_batch_at_all_is_no_finding() -> None:
+def test_the_time_to_receive_a_batch_is_no_finding() -> None:
     run = gpu_run({"data_loading": 4, "training_step": 10}, None)
     busy = [dataclasses.replace(one, data_loading_cpu_s=0.8 * one.data_loading_s) for one in run.blocks]
     assert judge(dataclasses.replace(run, blocks=busy, on_gpu=False)).verdict == "healthy"
@@ -354,7 +353,7 @@ def test_workers_that_find_no_free_core_are_cpu_bound(delayed: float, is_bound: 
     assert (finding.evidence["kind"] == "cpu_bound") is is_bound
 
 
-def test_a_short_wait_for_batches_that_lie_ready_is_no_finding() -> None:
+def test_a_short_wait_for_ready_batches_is_no_finding() -> None:
     run = gpu_run({"data_loading": 4, "training_step": 10}, None, on_gpu=False)
     assert judge(dataclasses.replace(run, loading=LoadingFacts(ready_share=1.0))).verdict == "healthy"
     assert judge(dataclasses.replace(run, loading=LoadingFacts(ready_share=0.5))).verdict == "low"
@@ -380,9 +379,7 @@ def test_the_settings_come_with_the_tool_that_finds_them() -> None:
 @pytest.mark.parametrize(
     ("busy", "ms", "named"), [(None, 30, True), (None, 10, False), (20.0, 30, True), (90.0, 30, False)]
 )
-def test_validation_is_a_cause_beyond_a_quarter_and_only_if_the_gpu_idles(
-    busy: float | None, ms: float, named: bool
-) -> None:
+def test_validation_counts_beyond_a_quarter_with_an_idle_gpu(busy: float | None, ms: float, named: bool) -> None:
     run = gpu_run({"training_step": 60, "validation": ms}, 99.0, validation_utilization_percent=busy)
     cpu = dataclasses.replace(run, on_gpu=False, utilization_percent=None)
     causes = [finding.cause for finding in judge(cpu).findings]
@@ -393,7 +390,7 @@ def test_validation_is_a_cause_beyond_a_quarter_and_only_if_the_gpu_idles(
     ("log_every_n_steps", "advised"),
     [(1, 200), (10, 2000), (50, 9850)],  # 20 ms every 200 steps are 2 % of 5.1 ms a step
 )
-def test_a_rule_that_says_less_often_says_how_often(log_every_n_steps: int, advised: int) -> None:
+def test_less_often_comes_with_how_often(log_every_n_steps: int, advised: int) -> None:
     run = dataclasses.replace(
         gpu_run({"logging/WandbLogger": 20, "training_step": 5}, log_every_n_steps=log_every_n_steps),
         on_gpu=False,
@@ -403,9 +400,7 @@ def test_a_rule_that_says_less_often_says_how_often(log_every_n_steps: int, advi
 
 
 @pytest.mark.parametrize(("workers", "persistent", "advised"), [(0, False, False), (2, True, False), (2, False, True)])
-def test_workers_are_to_be_kept_only_where_there_are_some_that_end(
-    workers: int, persistent: bool, advised: bool
-) -> None:
+def test_persistent_workers_are_advised_only_where_workers_end(workers: int, persistent: bool, advised: bool) -> None:
     loader = dataclasses.replace(LOADER, num_workers=workers, persistent_workers=persistent)
     finding = first(gpu_run({"epoch_start": 20, "training_step": 5}, utilization_percent=20.0, loader=loader))
     assert finding.cause == "epoch_start"
@@ -441,7 +436,7 @@ def test_blocks_that_are_still_getting_faster_are_warm_up() -> None:
         st.tuples(st.floats(0, 100), st.floats(0, 100)),
     ),
 )
-def test_whatever_was_measured_the_numbers_are_possible(
+def test_any_measurement_gives_possible_numbers(
     phase_ms: dict[str, float], utilization: float | None, idle: dict[str, tuple[float, float]]
 ) -> None:
     diagnosis = judge(gpu_run(phase_ms, utilization, gpu_idle=looks(**idle)))

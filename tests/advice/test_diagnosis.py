@@ -16,12 +16,20 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMea
 
 
 def block(wait_ms: float, rest_ms: float = 10.0, steps: int = 10, **options: float) -> StepBlock:
-    """Steps that wait for data so long each, and so long for the rest."""
+    """Steps with this wait for data and this much time for the rest."""
     zero = dict.fromkeys(StepBlock.__dataclass_fields__, 0.0)
     data_s, rest_s = steps * wait_ms / 1e3, steps * rest_ms / 1e3
     paused_s = options.get("paused_s", 0.0)
     values = {"wall_s": data_s + rest_s + paused_s, "data_loading_s": data_s, "training_step_s": rest_s}
     return StepBlock(**{**zero, **values, **options, "steps": steps})
+
+
+def workers(count: int) -> LoaderSettings:
+    return LoaderSettings(num_workers=count, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+
+
+def a_host(cores: float = 64, **options: Any) -> HostBudget:
+    return HostBudget(**{"cores": cores, "memory_available_bytes": 2**36, "shm_free_bytes": 2**35, **options})
 
 
 def run(blocks: list[StepBlock], phases: dict[str, float] | None = None, **options: Any) -> RunMeasurements:
@@ -33,7 +41,7 @@ def run(blocks: list[StepBlock], phases: dict[str, float] | None = None, **optio
             "steps": sum(b.steps for b in blocks),
             "phase_s": phases or {"data_loading": sum(b.data_loading_s for b in blocks)},
             "blocks": blocks,
-            "host": HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**35),
+            "host": a_host(),
             "loader": loader,
             **options,
         }
@@ -45,7 +53,7 @@ def only_finding(measured: RunMeasurements) -> Finding:
     return finding
 
 
-def test_the_wait_for_data_is_named_with_its_share_ceiling_and_settings() -> None:
+def test_a_wait_for_data_has_share_ceiling_and_settings() -> None:
     finding = only_finding(run([block(wait_ms=30, rest_ms=10)] * 10))
     assert finding.cause == "data_loading"
     assert finding.share == pytest.approx(0.75)
@@ -60,51 +68,47 @@ def test_a_step_on_the_cpu_takes_cores_away_from_loading(busy_cores: int, speedu
     """Steps of 40 ms, 30 of them loading, on 2 cores: training keeps one of them busy, or both."""
     measured = run(
         [block(wait_ms=30, rest_ms=10, data_loading_cpu_s=0.30)] * 10,
-        host=HostBudget(cores=2, memory_available_bytes=2**36, shm_free_bytes=2**35),
+        host=a_host(2),
         busy_cores=busy_cores,
     )
     assert only_finding(measured).evidence["predicted_speedup"] == pytest.approx(speedup)
 
 
 @pytest.mark.parametrize(("cpu_s", "kind"), [(0.150, "cpu_bound"), (0.100, "too_few_workers")])
-def test_workers_that_compute_on_every_core_are_not_multiplied(cpu_s: float, kind: str) -> None:
+def test_workers_that_use_every_core_are_not_multiplied(cpu_s: float, kind: str) -> None:
     """Steps of 40 ms on 4 cores pay for 160 ms of CPU time: 10 for training, the rest for loading."""
-    loader = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=4, memory_available_bytes=2**36, shm_free_bytes=2**35)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=cpu_s))
+    finding = only_finding(run([block(30)] * 10, loader=workers(4), host=a_host(4), worker_cpu_s_per_batch=cpu_s))
     assert finding.evidence["kind"] == kind
     assert finding.advice.startswith("More workers will not help") == (kind == "cpu_bound")
     assert "4 cores" in finding.advice
 
 
 def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None:
-    loader = LoaderSettings(num_workers=3, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=2, memory_available_bytes=2**36, shm_free_bytes=2**35)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.002))
+    finding = only_finding(run([block(30)] * 10, loader=workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "num_workers=14 (now 3)" in finding.advice
 
 
-def test_it_is_said_where_others_are_busy_on_the_cores() -> None:
-    loader = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**35, cores_in_reach=4.04)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.150))
+def test_cores_used_by_other_jobs_are_mentioned() -> None:
+    finding = only_finding(
+        run([block(30)] * 10, loader=workers(4), host=a_host(cores_in_reach=4.04), worker_cpu_s_per_batch=0.150)
+    )
     assert finding.evidence["kind"] == "cpu_bound"
-    assert "64 cores, of which others leave it 4" in finding.advice
+    assert "64 cores, of which other jobs leave it 4" in finding.advice
 
 
-def test_a_full_shared_memory_is_what_is_to_be_changed() -> None:
-    loader = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=64, memory_available_bytes=2**36, shm_free_bytes=2**26)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, batch_bytes=2**24))
+def test_a_full_shared_memory_is_to_be_enlarged() -> None:
+    finding = only_finding(
+        run([block(30)] * 10, loader=workers(2), host=a_host(shm_free_bytes=2**26), batch_bytes=2**24)
+    )
     assert "--shm-size" in finding.advice
     assert "now 2" in finding.advice
 
 
 def test_the_ranks_that_share_the_cores_are_mentioned() -> None:
-    loader = LoaderSettings(num_workers=3, prefetch_factor=2, persistent_workers=True, pin_memory=False)
-    host = HostBudget(cores=8, memory_available_bytes=2**36, shm_free_bytes=2**35, local_ranks=4)
-    finding = only_finding(run([block(30)] * 10, loader=loader, host=host, worker_cpu_s_per_batch=0.080))
+    finding = only_finding(
+        run([block(30)] * 10, loader=workers(3), host=a_host(8, local_ranks=4), worker_cpu_s_per_batch=0.080)
+    )
     assert "8 cores for 4 ranks" in finding.advice
 
 
@@ -148,13 +152,13 @@ def test_fewer_seconds_than_asked_for_are_not_judged(min_seconds: float, verdict
     assert diagnose(run([block(0)] * 10), min_seconds=min_seconds).verdict == verdict
 
 
-def test_a_wait_behind_gpu_work_costs_no_more_than_the_gpus_idle_time() -> None:
+def test_a_wait_costs_at_most_the_gpus_idle_time() -> None:
     finding = only_finding(run([block(30)] * 10, on_gpu=True, utilization_percent=60.0))
     assert finding.share == pytest.approx(0.4)
     assert "pin_memory=True (now False)" in finding.advice
 
 
-def test_a_busy_gpu_is_healthy_whatever_the_host_waits_for() -> None:
+def test_a_busy_gpu_is_healthy_however_long_the_host_waits() -> None:
     diagnosis = diagnose(run([block(30)] * 10, on_gpu=True, utilization_percent=93.0), min_seconds=0)
     assert diagnosis.verdict == "healthy"
     assert diagnosis.findings == ()
@@ -167,13 +171,13 @@ def test_the_threshold_decides_what_is_low(threshold: float, verdict: str) -> No
     assert diagnose(measured, min_utilization_percent=threshold, min_seconds=0).verdict == verdict
 
 
-def test_an_idle_gpu_without_a_cause_on_the_host_is_unexplained_and_gets_no_setting() -> None:
+def test_an_idle_gpu_without_a_cause_is_unexplained() -> None:
     diagnosis = diagnose(run([block(0)] * 10, on_gpu=True, utilization_percent=30.0), min_seconds=0)
     assert [finding.cause for finding in diagnosis.findings] == ["unexplained"]
     assert "profiler" in diagnosis.next_step
 
 
-def test_a_gpu_that_nothing_reports_is_unknown_and_never_idle() -> None:
+def test_unreported_utilization_is_unknown_and_never_idle() -> None:
     diagnosis = diagnose(run([block(0)] * 10, on_gpu=True), min_seconds=0)
     assert diagnosis.verdict == "unknown"
     assert diagnosis.utilization_percent is None
@@ -193,7 +197,7 @@ def test_causes_are_ordered_by_what_they_can_gain_and_named() -> None:
     assert "Slow" in findings[0].advice
 
 
-def test_validation_in_between_makes_the_wait_a_smaller_share_of_the_whole() -> None:
+def test_validation_makes_the_wait_a_smaller_share() -> None:
     blocks = [block(10, paused_s=0.2)] * 10
     findings = diagnose(run(blocks, {"validation": 2.0}), min_seconds=0).findings
     assert [finding.cause for finding in findings] == ["validation", "data_loading"]
@@ -232,7 +236,7 @@ def test_the_laws_of_every_diagnosis(
     assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict
 
 
-def test_epochs_too_short_for_a_steady_step_are_told_as_what_they_are() -> None:
+def test_epochs_too_short_for_a_steady_step_are_reported() -> None:
     starting = run([], {"epoch_start": 30.0, "training_step": 5.0}, wall_s=35.0, steps=100, epochs=50)
     found = diagnose(starting)
     assert found.verdict == "low"

@@ -1,4 +1,4 @@
-"""The demonstration, as a real process."""
+"""The demo, as a real process."""
 
 import re
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from lightning_gpu_tools.reports.report import load_report
 RunCli = Callable[..., "CompletedProcess[str]"]
 
 
-def test_it_finds_the_slow_loader_and_shows_what_the_advice_has_brought(run_cli: RunCli, tmp_path: Path) -> None:
+def test_it_finds_the_slow_loader_and_confirms_the_fix(run_cli: RunCli, tmp_path: Path) -> None:
     result = run_cli("demo", "--folder", str(tmp_path), env={"LIGHTNING_GPU_TOOLS_DISABLE": "1"})
     assert result.returncode == 0, result.stderr
     verdicts = re.findall(r"^Verdict: (\w+)", result.stdout, re.MULTILINE)
     assert verdicts[0] == "LOW"
     assert len(verdicts) == 2
     assert "Waiting for data takes" in result.stdout
-    (workers,) = re.findall(r"The same again with num_workers=(\d+)", result.stdout)
+    (workers,) = re.findall(r"The same training with num_workers=(\d+)", result.stdout)
     assert f"num_workers={workers} (now 0)" in re.sub(r"\s+", " ", result.stdout)
     report = load_report(tmp_path)
     assert report.settings["num_workers"] == int(workers)
     assert report.confirmation is not None
     assert report.confirmation.startswith(f"num_workers 0 -> {workers}")
-    assert result.stdout.count("Brought: ") == 1
+    assert result.stdout.count("Result:  ") == 1

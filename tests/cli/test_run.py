@@ -173,24 +173,14 @@ trainer.fit(BoringModel())
 """
 
 
-def test_two_jobs_under_advise_train_side_by_side_and_each_has_its_report(driver: Driver, tmp_path: Path) -> None:
+def test_an_unedited_script_under_advise_has_its_report(driver: Driver, run_cli: RunCli, tmp_path: Path) -> None:
     driver.gpus = [gpu(), gpu()]
     (tmp_path / "train.py").write_text(UNEDITED_SCRIPT)
-    jobs = [
-        subprocess.Popen(
-            [*RUN, "--advise", "-n", "1", "--", sys.executable, str(tmp_path / "train.py"), str(tmp_path / name)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("one", "other")
-    ]
-    for name, job in zip(("one", "other"), jobs, strict=True):
-        output, errors = job.communicate(timeout=120)
-        assert job.returncode == 0, errors
-        assert "Verdict" in output
-        report = json.loads((tmp_path / name / "gpu_report.json").read_text())
-        assert (report["outcome"], report["steps"]) == ("completed", 64)
+    answer = run_cli("run", "--advise", "-n", "1", "--", sys.executable, str(tmp_path / "train.py"), str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "Verdict" in answer.stdout
+    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert (report["outcome"], report["steps"]) == ("completed", 64)
 
 
 def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from trainings import Model, Samples, Spending, loader, quiet_trainer
 
-from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.training.run_measurements import GpuIdle
+from lightning_gpu_tools.training.step_clock import StepClock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +24,8 @@ STEPS = 300
 
 class Watch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock(trainer)
+        self.clock = StepClock()
+        FitTimer(trainer, self.clock)
 
 
 class Busy(Model):

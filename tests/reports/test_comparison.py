@@ -1,4 +1,4 @@
-"""Two runs compared: what is noise, what is not, and what cannot be compared."""
+"""Two runs compared: noise, real differences, and runs that cannot be compared."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import REPORT
 
-from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, median_interval, render_comparison
+from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
 from lightning_gpu_tools.reports.report import Report
 
 
@@ -30,9 +31,7 @@ def test_a_run_is_no_slower_than_itself() -> None:
     ("now_s", "max_slowdown", "verdict"),
     [(0.055, 0.0, "slower"), (0.055, 0.05, "slower"), (0.055, 0.2, "same"), (0.045, 0.0, "faster")],
 )
-def test_a_difference_beyond_the_noise_counts_where_it_is_more_than_allowed(
-    now_s: float, max_slowdown: float, verdict: str
-) -> None:
+def test_a_difference_counts_beyond_the_noise_and_the_limit(now_s: float, max_slowdown: float, verdict: str) -> None:
     comparison = compare(a_run(now_s, seed=2), a_run(0.05), max_slowdown)
     assert comparison.verdict == verdict
     assert comparison.slowdown_low is not None
@@ -40,7 +39,7 @@ def test_a_difference_beyond_the_noise_counts_where_it_is_more_than_allowed(
     assert comparison.slowdown_low <= now_s / 0.05 - 1 <= comparison.slowdown_high
 
 
-def test_the_same_difference_within_the_noise_does_not_count() -> None:
+def test_a_difference_within_the_noise_does_not_count() -> None:
     comparison = compare(a_run(0.052, spread=0.3, seed=2), a_run(0.05, spread=0.3))
     assert comparison.verdict == "same"
     assert "within the noise" in render_comparison(comparison)
@@ -62,14 +61,14 @@ def test_equal_runs_are_hardly_ever_called_different() -> None:
         ("pin_memory", True, "loader's pin_memory differs"),
     ],
 )
-def test_runs_of_different_things_cannot_be_compared_and_it_says_why(setting: str, value: object, says: str) -> None:
+def test_different_setups_cannot_be_compared(setting: str, value: object, says: str) -> None:
     comparison = compare(a_run(0.05, **{setting: value}), a_run(0.05))
     assert comparison.verdict == "not_comparable"
     assert says in comparison.reasons[0]
-    assert comparison.slowdown is not None  # the numbers are there for who wants them
+    assert comparison.slowdown is not None  # the numbers are there anyway
 
 
-def test_a_setting_that_need_not_match_is_listed() -> None:
+def test_other_changed_settings_are_listed() -> None:
     comparison = compare(a_run(0.05, torch="2.13"), a_run(0.05, torch="2.12"))
     assert comparison.verdict == "same"
     assert "Changed: torch: 2.12 -> 2.13" in render_comparison(comparison)
@@ -77,10 +76,10 @@ def test_a_setting_that_need_not_match_is_listed() -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 5])
-def test_a_run_too_short_to_know_its_noise_cannot_be_compared(blocks: int) -> None:
+def test_a_run_too_short_cannot_be_compared(blocks: int) -> None:
     comparison = compare(a_run(0.05, blocks=blocks), a_run(0.05))
     assert comparison.verdict == "not_comparable"
-    assert f"the new run is too short: {blocks} blocks" in render_comparison(comparison)
+    assert f"the new run is too short: it has {blocks} blocks" in render_comparison(comparison)
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=6, max_size=128))
@@ -91,7 +90,7 @@ def test_the_interval_holds_the_median_and_lies_in_the_range(values: list[float]
     assert ordered[len(values) // 2] <= high <= ordered[-1]
 
 
-def test_the_interval_is_that_of_the_tables() -> None:
+def test_the_interval_matches_published_tables() -> None:
     # W. J. Conover, Practical Nonparametric Statistics, table of the binomial distribution, p = 1/2
     assert median_interval(range(1, 7)) == (1, 6)
     assert median_interval(range(1, 11)) == (2, 9)

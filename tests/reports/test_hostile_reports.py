@@ -1,4 +1,4 @@
-"""Files that are no report, or one that somebody has made up: one sentence each, at once, and never a traceback."""
+"""Files that are not reports, or forged ones: one sentence each, at once, and never a traceback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import functools
 import json
 import operator
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import REPORT
 
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports import comparison as comparing
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
@@ -29,8 +28,6 @@ from lightning_gpu_tools.reports.text import render_markdown, render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
-
-RunCli = Callable[..., "CompletedProcess[str]"]
 
 SETTINGS = {"num_workers": 0, "prefetch_factor": None, "batch_size": 64}
 FULL = replace(
@@ -59,7 +56,7 @@ FULL = replace(
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the way to each value inside of plain data, the data itself included."""
+    """Return the path to each value in plain data, that of the data itself included."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place, *(found for key, item in inside for found in places(item, (*place, key)))]
 
@@ -71,7 +68,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 def like(value: Any) -> st.SearchStrategy[Any]:
-    """Return values of the same type, which a report may well have, however odd they are."""
+    """Return values of the same type, however odd."""
     if isinstance(value, dict):
         return st.dictionaries(texts, like(next(iter(value.values()), 0.5)), max_size=3)
     if isinstance(value, list):
@@ -91,7 +88,7 @@ changed = st.sampled_from(places(DATA)[1:]).flatmap(lambda place: st.tuples(st.j
 @example([(("steps",), 10**300)])
 @example([(("wall_s",), 0), (("phase_s",), {})])
 @example([(("diagnosis", "findings", 0, "cause"), "checkpoint"), (("phase_s", "checkpoint"), 1e300)])
-def test_any_value_in_any_place_is_shown_or_refused_in_words(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+def test_any_value_anywhere_is_shown_or_refused(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     data = copy.deepcopy(DATA)
     for place, value in changes:
         put(data, place, value)
@@ -111,7 +108,7 @@ def test_any_value_in_any_place_is_shown_or_refused_in_words(changes: list[tuple
 
 
 def put(data: Any, place: tuple[Any, ...], value: Any) -> None:
-    """Put a value in a place of plain data, unless an earlier change has left no such place."""
+    """Put a value in plain data, unless an earlier change removed its place."""
     with contextlib.suppress(LookupError, TypeError):
         *way, last = place
         for key in way:
@@ -119,7 +116,7 @@ def put(data: Any, place: tuple[Any, ...], value: Any) -> None:
         data[last] = value
 
 
-def test_what_a_training_writes_is_read_back_with_the_same_values() -> None:
+def test_a_full_report_is_read_back_unchanged() -> None:
     assert from_json(to_json(FULL)) == FULL
     assert json.loads(to_json(from_json(to_json(FULL)))) == json.loads(
         json.dumps({"schema_version": 1, **asdict(FULL)})
@@ -139,17 +136,19 @@ def test_what_a_training_writes_is_read_back_with_the_same_values() -> None:
         (("spans", 0, 1), -1.0, "spans[0].end_s must not be negative"),
         (("spans", 0), [1], "spans[0] must be a list of begin_s, end_s, phase_s, got 1 items"),
         (("step_s_blocks", 3), 0.0, "step_s_blocks holds a step of less than a nanosecond"),
-        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items, of at most 20,000"),
-        (("outcome",), ["completed"], "outcome must be a text, got a list"),
-        (("gpus", 0, "name"), 5, "gpus[0].name must be a text or null, got 5"),
+        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items; at most 20,000 are allowed"),
+        (("outcome",), ["completed"], "outcome must be a string, got a list"),
+        (("gpus", 0, "name"), 5, "gpus[0].name must be a string or null, got 5"),
         (("gpus", 0, "timelines", "power_watts"), [[0.0, "1"]], 'power_watts[0][1] must be a number, got "1"'),
         (("gpus", 0), {}, "gpus[0] has no 'index'"),
         (("loader", "applied"), 1, "loader.applied must be true or false, got 1"),
         (("diagnosis", "findings"), {}, "diagnosis.findings must be a list, got an object"),
         (("settings", "x"), [[[[[[[[[1]]]]]]]]], "settings.x is nested deeper than 8 levels"),
         (("phase_s", "\x1b[2J\n"), "a", r"phase_s.\x1b[2J\n must be a number"),
-        (("schema_version",), "1", "no object with an integer as schema_version"),
-        (("schema_version",), 10**40, "written by a newer version"),
+        (("diagnosis", "verdict"), "odd", "diagnosis.verdict must be one of healthy, low, too_short"),
+        (("step_s_blocks",), [None], "step_s_blocks[0] must be a number, got null"),
+        (("schema_version",), "1", "not an object with an integer schema_version"),
+        (("schema_version",), 10**40, "but this version of lightning_gpu_tools reads only up to 1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: Any, says: str) -> None:
@@ -178,35 +177,39 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "a folder": lambda path: path.mkdir(),
     "no object": lambda path: path.write_text("[]"),
     "of a later version": lambda path: path.write_text('{"schema_version": 2}'),
+    "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
+    "without a field": lambda path: path.write_text(to_json(FULL).replace('"steps"', '"stairs"')),
     "with NaN": lambda path: path.write_text(to_json(FULL).replace('"wall_s": 41.4', '"wall_s": NaN')),
     "negative": lambda path: path.write_text(to_json(FULL).replace('"wall_s": 41.4', '"wall_s": -41.4')),
 }
 
 
+@pytest.mark.timeout(30)  # a reader that waits for the pipe, or reads the device to its end, never returns
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
 @pytest.mark.parametrize("kind", NOT_REPORTS)
-def test_what_is_no_report_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_what_is_not_a_report_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
     folder.mkdir()
     path = folder / "gpu_report.json"
     NOT_REPORTS[kind](path)
-    began_s = time.monotonic()
     with pytest.raises(ReportError) as caught:
         load_report(path)
     assert printable_path(path) in str(caught.value)
     assert str(caught.value).isprintable()
     assert earlier_report(folder) is None
-    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
 @pytest.mark.parametrize("kind", ["a pipe", "brackets", "negative"])
-def test_an_old_run_that_cannot_be_read_cannot_be_compared(run_cli: RunCli, tmp_path: Path, kind: str) -> None:
+def test_an_unreadable_old_run_cannot_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     save_report(FULL, tmp_path / "new")
     (tmp_path / "old").mkdir()
     NOT_REPORTS[kind](tmp_path / "old" / "gpu_report.json")
-    result = run_cli("report", str(tmp_path / "new"), "--against", str(tmp_path / "old"))
-    assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr.startswith("lightning-gpu-tools: cannot be compared: ")
-    assert result.stderr.count("\n") == 1
-    assert run_cli("report", str(tmp_path / "old")).returncode == 1
+    assert main(["report", str(tmp_path / "new"), "--against", str(tmp_path / "old")]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lightning-gpu-tools: cannot compare: ")
+    assert shown.err.count("\n") == 1
+    assert main(["report", str(tmp_path / "old")]) == 1

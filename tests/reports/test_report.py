@@ -7,29 +7,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
-from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.report import (
     RankSpeed,
     from_json,
     load_report,
     save_report,
-    slowest_rank,
     to_json,
 )
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
-from lightning_gpu_tools.training.stopwatch import PhaseSpan
-
-
-def test_what_is_written_is_read_again() -> None:
-    assert from_json(to_json(REPORT)) == REPORT
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -39,12 +31,12 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
     assert from_json(text) == endless
 
 
-def test_the_text_says_verdict_why_and_next_and_closes_the_tree() -> None:
+def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    assert lines[0].startswith("Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms a step")
+    assert lines[0].startswith("Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step")
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
-    assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), 60.0 GiB of 140 GiB" in lines
+    assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
     assert "Where the 41.4 s went (100 % explained)" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
@@ -52,33 +44,20 @@ def test_the_text_says_verdict_why_and_next_and_closes_the_tree() -> None:
     assert lines[-1].startswith("└─ unexplained")
 
 
-def test_a_field_of_a_later_version_is_passed_over() -> None:
+def test_a_field_of_a_later_version_is_ignored() -> None:
     data = json.loads(to_json(REPORT))
     data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = 1
     assert from_json(json.dumps(data)) == REPORT
 
 
-def test_a_full_report_survives_the_file() -> None:
-    full = replace(
-        REPORT,
-        spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}),),
-        ranks=(RankSpeed(rank=0, node=0, own_step_s=0.01), RankSpeed(rank=1, node=0, own_step_s=0.02)),
-        memory_growth=(MemoryGrowth(what="Memory", bytes_per_s=1e6, grown_bytes=1e9, left_s=None),),
-        step_s_blocks=(0.05, 0.051),
-        gpus=(replace(REPORT.gpus[0], errors=("Xid 79 (the GPU has fallen off the bus)",)),),
-    )
-    assert from_json(to_json(full)) == full
-
-
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
     ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
-    assert slowest_rank(ranks) == (ranks[1], pytest.approx(0.02))
-    assert slowest_rank(ranks[:1]) is None
+    assert "rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
     line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
-    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work a step, 20 ms more than the median of 4 ranks."
+    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."
 
 
-def test_growing_memory_errors_others_and_the_own_cost_are_told() -> None:
+def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
     gpu = replace(
         REPORT.gpus[0],
         node=1,
@@ -94,12 +73,12 @@ def test_growing_memory_errors_others_and_the_own_cost_are_told() -> None:
     )
     for words in (
         "node 1 GPU 3 NVIDIA H200: 34 % busy",
-        "others use up to 5.00 GiB of it",
+        "other jobs up to 5.00 GiB",
         "300 W (0.2 kWh)",
         "throttled 12 % of the time",
         "ERRORS: Xid 31 (memory page fault)",
         "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
-        "Measuring this added at least 14 us to a step.",
+        "Measuring added at least 14 us per step.",
     ):
         assert words in text
 
@@ -129,10 +108,6 @@ def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str,
     assert max(map(len, render_text(report).splitlines())) <= 100
 
 
-def with_field(name: str, value: Any) -> str:
-    return json.dumps({**json.loads(to_json(REPORT)), name: value})
-
-
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
     path = save_report(REPORT, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "gpu_report.json"
@@ -140,37 +115,7 @@ def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "is not a report"),
-        ("[]", "is not a report"),
-        ("{}", "is not a report"),
-        ('{"schema_version": 1}', "is not a report"),
-        ('{"schema_version": 99}', "newer version"),
-        (to_json(REPORT)[:-40], "is not a report"),
-        (to_json(REPORT).replace('"steps"', '"stairs"'), "is not a report"),
-        (with_field("settings", None), "settings must be an object, got null"),
-        (with_field("phase_s", {"training_step": None}), "phase_s.training_step must be a number, got null"),
-        (with_field("step_s_blocks", [None]), r"step_s_blocks\[0\] must be a number, got null"),
-        (with_field("diagnosis", {"verdict": "odd"}), 'diagnosis.verdict must be one of .*, got "odd"'),
-    ],
-)
-def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "some.json"
-    path.write_text(content)
-    with pytest.raises(ReportError, match=message) as caught:
-        load_report(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_missing_report_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="No report can be read") as caught:
-        load_report(tmp_path)
-    assert str(tmp_path / "gpu_report.json") in str(caught.value)
-
-
-def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     save_report(REPORT, tmp_path)
     code = (
         "import resource, sys\n"

@@ -21,7 +21,6 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger, warn_once
-from lightning_gpu_tools.selection.mounts import mount_of, why_private
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 ALICE, BOB, CAROL = 4711, 4712, 4713
@@ -183,9 +182,10 @@ def test_a_claim_is_of_a_job_only_if_its_owner_is(driver: Driver, path: Path, mo
     ask = """
 os.environ["LIGHTNING_GPU_TOOLS_JOB"] = "j"
 os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
-from lightning_gpu_tools.selection.picking import Request, pick
+from lightning_gpu_tools.selection.picking import Attempt, pick
+from lightning_gpu_tools.selection.request import Request
 try:
-    print(pick(Request.parse(1)._replace(group="g")).uuids)
+    print(pick(Request(), Attempt.choose, group="g").uuids)
 except Exception as error:
     print(error)
 """
@@ -439,83 +439,3 @@ def test_a_folder_that_cannot_be_created_is_named_with_what_to_do(tmp_path: Path
         open_ledger(str(tmp_path / "file" / "claims")),
     ):
         pass
-
-
-@needs_root
-@pytest.mark.parametrize("inodes", [1, 2], ids=["no-socket", "no-record"])
-def test_a_full_file_system_costs_the_claim_and_nothing_else(driver: Driver, path: Path, inodes: int) -> None:
-    driver.gpus = [gpu()]
-    path.mkdir()
-    code = f"""
-import os
-from lightning_gpu_tools import ClaimsError, select_gpus
-os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = {str(path)!r}
-print(*select_gpus().uuids)
-try:
-    select_gpus(exclusive=True)
-except ClaimsError as error:
-    print(error)
-print(os.listdir({str(path)!r}))
-"""
-    answer = on_mount_of_its_own(path, f"mode=1777,nr_inodes={inodes}", code)
-    picked, refused, left = answer.stdout.splitlines()
-    assert (picked, left) == (driver.gpus[0].uuid, "[]")
-    assert "its file system is full. Free some space; or set LIGHTNING_GPU_TOOLS_CLAIMS_DIR" in refused
-    assert "The GPUs of this job are not claimed." in answer.stderr
-
-
-def on_mount_of_its_own(path: Path, options: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where a new file system is mounted at ``path``, for that process only."""
-    mount = f'mount -t tmpfs -o {options} tmpfs {path} || exit 77; exec "$0" -c "$1"'
-    command = ["unshare", "--mount", "sh", "-c", mount, sys.executable, code]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode == 77 or "unshare" in answer.stderr:
-        pytest.skip(f"no mount of its own is to be had here: {answer.stderr}")
-    return answer
-
-
-def test_a_folder_exchanged_before_its_lock_is_had_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_lock = claim_files._try_lock
-
-    def exchange_and_take_lock(descriptor: int) -> bool:
-        if not path.with_name("old").exists():
-            path.rename(path.with_name("old"))
-        return take_lock(descriptor)
-
-    monkeypatch.setattr(claim_files, "_try_lock", exchange_and_take_lock)
-    with open_ledger(str(path)) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
-    assert kinds(path) == ["whole"]
-    assert list(path.with_name("old").iterdir()) == []
-    mine.release()
-
-
-MOUNTS = """\
-22 1 0:21 / / rw - overlay overlay rw
-30 22 8:1 / /tmp rw - ext4 /dev/sda1 rw
-31 22 8:2 / /tmp/lightning-gpu-tools-of-others rw - ext4 /dev/sda2 rw
-32 30 8:1 /jobs/17 /tmp rw shared:5 - ext4 /dev/sda1 rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("folder", "expected"),
-    [
-        ("/", ("0:21", "/")),
-        ("/var/claims", ("0:21", "/")),
-        ("/tmp", ("8:1", "/jobs/17")),
-        ("/tmp/lightning-gpu-tools", ("8:1", "/jobs/17")),
-        ("/tmpfile", ("0:21", "/")),
-    ],
-)
-def test_what_is_mounted_at_a_folder_is_told_by_the_last_and_longest_mount(
-    folder: str, expected: tuple[str, str]
-) -> None:
-    assert mount_of(folder, MOUNTS) == expected
-
-
-@needs_root
-def test_a_folder_on_a_mount_of_the_jobs_own_is_private(tmp_path: Path) -> None:
-    code = f"from lightning_gpu_tools.selection.mounts import why_private; print(why_private({str(tmp_path)!r}))"
-    assert "private to this job, on a mount of its own" in on_mount_of_its_own(tmp_path, "size=1m", code).stdout
-    assert "job" not in str(why_private(str(tmp_path)))

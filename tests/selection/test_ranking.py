@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
-from lightning_gpu_tools.selection.ranking import Ranking, Requirements, attainable, effective_free_bytes, rank_gpus
+from lightning_gpu_tools.selection.ranking import Ranking, attainable, effective_free_bytes, rank_gpus
+from lightning_gpu_tools.selection.request import Request
 
 GIB = 2**30
 MIB = 2**20
@@ -31,7 +32,7 @@ def order(ranking: Ranking) -> list[int]:
 
 
 def rank(gpus: list[GpuReading], claims: tuple[GpuClaim, ...] = (), **requirements: Any) -> Ranking:
-    return rank_gpus(gpus, claims, Requirements(**requirements))
+    return rank_gpus(gpus, claims, Request(**requirements))
 
 
 def reasons(ranking: Ranking) -> str:
@@ -161,7 +162,7 @@ def test_a_desktop_on_a_gpu_does_not_stand_in_the_way_of_exclusive() -> None:
 
 def test_what_someone_waits_for_is_kept_for_them() -> None:
     waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol", since_s=0.0)
-    ranking = rank_gpus([gpu(0), gpu(1)], (), Requirements(), ahead=[waiter])
+    ranking = rank_gpus([gpu(0), gpu(1)], (), Request(), ahead=[waiter])
     assert order(ranking) == [1]
     assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
 
@@ -172,7 +173,7 @@ def test_as_many_as_each_waits_for_are_kept_the_best_of_what_they_could_use() ->
         GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name, since_s=0.0)
         for name, uuids, requested in (("a", ("GPU-0", "GPU-1", "GPU-3"), 1), ("b", ("GPU-3", "GPU-4", "GPU-1"), 2))
     ]
-    ranking = rank_gpus(gpus, (), Requirements(), ahead=waiters)
+    ranking = rank_gpus(gpus, (), Request(), ahead=waiters)
     assert order(ranking) == [2, 0]
     kept = [(rejection.gpu.index, rejection.reason.split()[2]) for rejection in ranking.rejections]
     assert kept == [(1, "b"), (3, "a"), (4, "b")]
@@ -181,13 +182,13 @@ def test_as_many_as_each_waits_for_are_kept_the_best_of_what_they_could_use() ->
 def test_what_would_do_once_others_have_left() -> None:
     full = gpu(0, free=0, utilization=99, processes=(GpuProcess(pid=7),), compute_mode="exclusive_process")
     lost, small, silent = gpu(1, error="lost"), gpu(2, memory_total_bytes=4 * GIB), gpu(3, utilization=None)
-    asked = Requirements(min_free_bytes=8 * GIB, max_utilization_percent=5, exclusive=True)
+    asked = Request(min_free_bytes=8 * GIB, max_utilization_percent=5, exclusive=True)
     assert attainable([full, lost, small, silent], asked) == ("GPU-0",)
 
 
 def test_the_own_process_does_not_stand_in_the_way_of_exclusive() -> None:
     reading = gpu(0, processes=(GpuProcess(pid=7),))
-    assert rank_gpus([reading], (), Requirements(exclusive=True), own_process_ids={7}).candidates
+    assert rank_gpus([reading], (), Request(exclusive=True), own_process_ids={7}).candidates
 
 
 def test_an_unused_gpu_in_exclusive_compute_mode_can_be_used() -> None:
@@ -210,7 +211,7 @@ def test_an_unused_gpu_in_exclusive_compute_mode_can_be_used() -> None:
 )
 def test_an_impossible_requirement_is_refused_with_its_value(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"got {value!r}"):
-        Requirements(**{field: value})  # type: ignore[arg-type]
+        Request(**{field: value})  # type: ignore[arg-type]
 
 
 sizes = st.none() | st.integers(0, 80).map(lambda gib: gib * GIB)
@@ -229,7 +230,7 @@ claim_lists = st.lists(
     max_size=4,
 ).map(tuple)
 requirements = st.builds(
-    Requirements,
+    Request,
     min_free_bytes=st.none() | st.integers(0, 80).map(lambda gib: gib * GIB),
     max_utilization_percent=st.none() | st.floats(0, 100),
     exclusive=st.booleans(),
@@ -238,7 +239,7 @@ requirements = st.builds(
 
 @given(machines, claim_lists, requirements)
 def test_law_the_order_of_the_readings_and_claims_changes_nothing(
-    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Requirements
+    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Request
 ) -> None:
     expected = rank_gpus(gpus, claims, asked).candidates
     for shuffled in itertools.permutations(gpus):
@@ -247,7 +248,7 @@ def test_law_the_order_of_the_readings_and_claims_changes_nothing(
 
 @given(machines, claim_lists, requirements)
 def test_law_one_more_gpu_never_worsens_the_best(
-    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Requirements
+    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Request
 ) -> None:
     fewer = rank_gpus(gpus[:-1], claims, asked).candidates
     more = rank_gpus(gpus, claims, asked).candidates
@@ -257,7 +258,7 @@ def test_law_one_more_gpu_never_worsens_the_best(
 
 @given(machines, claim_lists, requirements)
 def test_law_nothing_outside_the_filters_and_nothing_lost(
-    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Requirements
+    gpus: list[GpuReading], claims: tuple[GpuClaim, ...], asked: Request
 ) -> None:
     ranking = rank_gpus(gpus, claims, asked)
     for candidate in ranking.candidates:

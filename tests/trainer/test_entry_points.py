@@ -1,13 +1,17 @@
 """What every Trainer of the environment gets, and that nobody pays for it who does not use the package."""
 
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import trainings
 from lightning.pytorch import Callback, Trainer
 
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO, TrainerIntroduction
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory
+from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
 HEAVY = (
     "torch",
@@ -15,7 +19,7 @@ HEAVY = (
     "pynvml",
     "rich",
     "lightning_gpu_tools.trainer.checkpoint_plugin",
-    "lightning_gpu_tools.trainer.zero_code",
+    "lightning_gpu_tools.trainer.gpu_utilization_monitor",
 )
 
 
@@ -62,35 +66,20 @@ def test_zero_code_mode_adds_the_monitor_and_the_advisor(monkeypatch: pytest.Mon
     assert names.count("GPUUtilizationMonitor") == names.count("GPUUtilizationAdvisor") == 1
 
 
-def test_zero_code_mode_yields_to_what_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
-
+def test_zero_code_mode_yields_to_what_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     mine = GPUUtilizationMonitor(report=False)
-    seen: list[Callback] = []
-
-    class Late(Callback):
-        """Stands behind the added ones, and must still get its setup."""
-
-        def setup(self, trainer: Trainer, pl_module: object, stage: str) -> None:
-            seen.extend(trainer.callbacks)  # type: ignore[attr-defined]
-
-    trainer = quiet_trainer(mine)
-    trainer.callbacks.append(Late())  # type: ignore[attr-defined]
-    trainer.limit_train_batches = trainer.limit_val_batches = 1
-    trainer.fit(BoringModel())
-    assert [callback for callback in seen if isinstance(callback, GPUUtilizationMonitor)] == [mine]
-    assert ours(trainer).count("GPUUtilizationAdvisor") == 1
+    trainings.quiet_trainer(tmp_path, callbacks=[mine]).fit(trainings.Model(), trainings.loader(trainings.Samples(3)))
+    assert not list(tmp_path.rglob("gpu_report.json"))
+    assert "Verdict" not in capfd.readouterr().out
 
 
 def test_zero_code_mode_never_costs_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     # What a broken installation does: importing the module fails.
-    monkeypatch.setitem(sys.modules, "lightning_gpu_tools.trainer.zero_code", None)
-    with pytest.warns(RuntimeWarning, match="LIGHTNING_GPU_TOOLS=advise has no effect: .*zero_code"):
+    monkeypatch.setitem(sys.modules, "lightning_gpu_tools.trainer.gpu_utilization_advisor", None)
+    with pytest.warns(RuntimeWarning, match="LIGHTNING_GPU_TOOLS=advise has no effect: .*gpu_utilization_advisor"):
         trainer = quiet_trainer()
     assert "GPUUtilizationMonitor" not in ours(trainer)

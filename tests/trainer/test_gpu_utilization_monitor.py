@@ -19,9 +19,9 @@ from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report import load_report
-from lightning_gpu_tools.trainer.fit_watch import FitWatch
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer.step_clock import StepClock
+from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training import memory_history
 
 
@@ -220,13 +220,16 @@ def test_a_log_dir_that_is_somebody_elses_costs_the_file_and_not_the_training() 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (FitWatch, "__init__"),
-        (FitWatch, "log"),
-        (FitWatch, "exchange_epoch"),
+        (Session, "__init__"),
+        (Session, "begin"),
+        (Session, "log_if_due"),
+        (Session, "end_epoch"),
+        (Session, "finish"),
         (RunRecorder, "__init__"),
         (RunRecorder, "after_step"),
         (RunRecorder, "measurements"),
-        (StepClock, "__init__"),
+        (FitTimer, "__init__"),
+        (FitTimer, "_start"),
     ],
 )
 def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
@@ -240,7 +243,7 @@ def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
     monkeypatch.setattr(owner, name, fail)
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.01, min_steps=1)]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, log_every_n_steps=5, max_epochs=3)
-    with pytest.warns(UserWarning, match="because of a fault in it: PermissionError"):
+    with pytest.warns(UserWarning, match="because of an error in it: PermissionError"):
         trainer.fit(Model(), loader(Samples(40)))
     assert trainer.global_step == 120
     assert sampler_threads() == []

@@ -23,8 +23,10 @@ from trainings import (
     quiet_trainer,
 )
 
-from lightning_gpu_tools.trainer import step_clock, timed_actions
-from lightning_gpu_tools.trainer.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.trainer import compat, fit_timer
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
+from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 
 class Watch(Callback):
@@ -34,7 +36,8 @@ class Watch(Callback):
         self.time = time
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock(trainer, self.time)
+        self.clock = StepClock(self.time)
+        self.timer = FitTimer(trainer, self.clock)
 
 
 @pytest.fixture
@@ -61,7 +64,7 @@ def test_every_second_is_booked_where_it_was_spent(
         loader(Samples(2, time.spend, 1.0)),
     )
     clock = watch.clock
-    assert clock.unseen == []
+    assert watch.timer.unseen == []
     assert clock.steps == 10
     assert clock.seconds == {
         "epoch_start": 3.0,  # the first batch of an epoch: the workers come up
@@ -115,7 +118,7 @@ def test_an_action_that_cannot_be_told_apart_is_not_timed_and_training_goes_on(
     def fail(*args: Any) -> None:
         raise RuntimeError("a callback unlike any other")
 
-    monkeypatch.setattr(step_clock, "action_context", fail)
+    monkeypatch.setattr(fit_timer, "action_context", fail)
     watch = Watch(time)
     quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
     assert watch.clock.steps == 6
@@ -276,7 +279,7 @@ def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time
     with pytest.raises(Boom):
         trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(9)))
     time.spend(99.0)
-    watch.clock.stop()
+    watch.timer.stop()
     assert watch.clock.steps == 5
     assert watch.clock.seconds["training_step"] == 5.0
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
@@ -326,10 +329,11 @@ def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own
 
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            clocks.append(StepClock.attach(trainer))
+            self.session = Session.of(trainer)
+            clocks.append(self.session.clock)
 
         def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            clocks[-1].detach(trainer)
+            self.session.release()
 
     trainer = quiet_trainer(tmp_path, callbacks=[Attached(), Attached()])
     trainer.fit(Model(), loader(Samples(3)))
@@ -368,7 +372,7 @@ def test_a_trial_in_the_middle_of_a_fit_is_part_of_what_made_it(time: HandClock,
 def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandClock, tmp_path: Path) -> None:
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.clock = StepClock.attach(trainer)
+            self.clock = Session.of(trainer).clock
 
     attached = Attached()
     trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])
@@ -389,17 +393,17 @@ def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandC
     trainer = quiet_trainer(tmp_path, callbacks=[watch])
     trainer.fit_loop.epoch_loop.val_loop.run = None  # type: ignore[assignment, method-assign]
     trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
-    assert watch.clock.unseen == ["_EvaluationLoop.run"]
+    assert watch.timer.unseen == ["_EvaluationLoop.run"]
     assert watch.clock.seconds == {"epoch_start": 1.0, "data_loading": 3.0, "training_step": 8.0}
 
 
 def test_a_training_step_of_another_name_is_named_too(
     time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timed_actions, "RUN_STEP", "an earlier name")
+    monkeypatch.setattr(compat, "RUN_STEP", "an earlier name")
     watch = Watch(time)
     quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=2.0), loader(Samples(4)))
-    assert watch.clock.unseen == ["run_training_batch"]
+    assert watch.timer.unseen == ["an earlier name"]
     assert watch.clock.seconds == {"trainer": 8.0}
 
 
@@ -432,7 +436,7 @@ def test_where_the_fetch_has_another_name_the_public_hooks_tell_the_wait(
     trainer.fit(
         Model(time.spend, step_s=2.0, validation_s=1.0), loader(Samples(50, time.spend, 3.0)), loader(Samples(2))
     )
-    assert watch.clock.unseen == ["[_TrainingEpochLoop].train_dataloader_next"]
+    assert watch.timer.unseen == ["[_TrainingEpochLoop].train_dataloader_next"]
     assert watch.clock.steps == 100
     assert watch.clock.seconds["data_loading"] == 98 * 3.0
     assert watch.clock.seconds["epoch_start"] == 3.0

@@ -11,8 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools.trainer.step_profiler import StepProfiler, can_profile
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.training.compat import is_profiling
 from lightning_gpu_tools.training.run_measurements import ProfiledSteps
+from lightning_gpu_tools.training.step_profiler import StepProfiler
 
 
 class Curious(Model):
@@ -34,8 +36,10 @@ class Profiling(Callback):
         self.wrapped_at: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step == 2 and can_profile(trainer):
-            self.profiler = StepProfiler(trainer, lambda function, *args: function(*args), self.found.append)
+        if trainer.global_step == 2 and is_profiling() is False:
+            self.profiler = StepProfiler(
+                compat.step_runner(trainer), pl_module, lambda function, *args: function(*args), self.found.append
+            )
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         if "run" in vars(loop):
             self.wrapped_at.append(trainer.global_step)

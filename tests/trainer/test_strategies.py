@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,6 +16,7 @@ import cpu_as_cuda
 import pytest
 import torch
 from fake_driver import Driver, gpu
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
@@ -30,10 +31,12 @@ from lightning_gpu_tools import (
     FreeMemoryStrategy,
     NotEnoughGpusError,
     UnknownOptionError,
+    select_gpus,
 )
+from lightning_gpu_tools.selection import request
+from lightning_gpu_tools.selection.request import Request
 from lightning_gpu_tools.trainer import strategies
 
-TESTS = Path(__file__).parents[1]
 BY_NAME = {
     "free_memory": FreeMemoryStrategy,
     "ddp_free_memory": FreeMemoryDDPStrategy,
@@ -150,14 +153,6 @@ def test_names_can_be_registered_again() -> None:
         StrategyRegistry.register(name, strategy, override=True)
 
 
-@pytest.mark.parametrize(
-    "code", ["from lightning_gpu_tools import FreeMemoryDDPStrategy", "import lightning.pytorch, lightning_gpu_tools"]
-)
-def test_names_are_registered_by(code: str, run_python: Callable[..., Any]) -> None:
-    check = "from lightning.pytorch.strategies import StrategyRegistry as s; print('ddp_free_memory' in s)"
-    assert run_python("-c", f"{code}; {check}").stdout == "True\n"
-
-
 def test_a_picked_strategy_can_be_sent_to_spawned_processes(cuda: Driver) -> None:
     made = trainer(FreeMemoryDDPStrategy(start_method="spawn"))
     copied = pickle.loads(pickle.dumps(made.strategy))
@@ -221,43 +216,36 @@ trainer:
         cli(tmp_path / "config.yaml", "--trainer.strategy.init_args.min_fre=1GiB")
 
 
-SCRIPT = """
-import cpu_as_cuda, os, sys
-cpu_as_cuda.install()
-import torch.distributed
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gpu_tools import FreeMemoryFSDPStrategy, FreeMemoryStrategy
-strategy = {"fsdp": FreeMemoryFSDPStrategy, "single": FreeMemoryStrategy}.get(sys.argv[1])
-trainer = Trainer(strategy=strategy(bind_numa=True) if strategy else sys.argv[1], devices=int(sys.argv[2]), max_steps=2,
-                  logger=False, enable_checkpointing=False, limit_val_batches=0, enable_progress_bar=False,
-                  enable_model_summary=False)
-trainer.fit(BoringModel())
-told = [trainer.global_rank, trainer.global_step, *cpu_as_cuda.gpus_of(trainer), *os.sched_getaffinity(0)]
-os.write(1, (" ".join(map(str, told)) + "\\n").encode())  # in one write, because the ranks share the pipe
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
-"""
+@pytest.fixture
+def cores() -> Iterator[list[int]]:
+    """The cores of this process, whose threads go back to them."""
+    mine = os.sched_getaffinity(0)
+    yield sorted(mine)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), mine)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices", "bound"),
-    [("free_memory", 1, False), ("ddp_free_memory", 1, False), ("single", 1, True), ("fsdp", 2, True)],
-)
-def test_a_strategy_really_trains(
-    driver: Driver, tmp_path: Path, run_python: Callable[..., Any], strategy: str, devices: int, bound: bool
-) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    first, second = cores[0], cores[-1]
-    driver.gpus = [gpu(memory_free=f"{gib}GiB", cpus=[core]) for gib, core in ((10, 0), (40, first), (20, second))]
-    (tmp_path / "train.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
-    answer: subprocess.CompletedProcess[str] = run_python(
-        str(tmp_path / "train.py"), strategy, str(devices), env={"PYTHONPATH": path}
-    )
-    assert answer.returncode == 0, answer.stderr
-    picked = " ".join(driver.gpus[index].uuid for index in (1, 2)[:devices])
-    kept_on = [[first], [second]] if bound else [cores]
-    assert sorted(answer.stdout.splitlines()) == [
-        f"{rank} 2 {picked} {' '.join(map(str, kept_on[rank]))}" for rank in range(devices)
-    ]
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_single_device_strategy_trains_near_its_gpu(cuda: Driver, cores: list[int], bound: bool) -> None:
+    with cuda.change():
+        cuda.gpus[3].cpus = [cores[-1]]
+    options = {"max_steps": 2, "limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
+    made = trainer(FreeMemoryStrategy(bind_numa=bound), devices=1, **options)
+    made.fit(BoringModel())
+    assert (made.global_step, positions(made, cuda)) == (2, [3])
+    assert sorted(os.sched_getaffinity(0)) == ([cores[-1]] if bound else cores)
+
+
+OPTIONS = list(inspect.signature(select_gpus).parameters.values())[1:]
+
+
+@pytest.mark.parametrize("taker", [*BY_NAME.values(), FreeMemoryCUDAAccelerator, Request.parse])
+def test_every_signature_shows_the_options_of_a_selection(taker: Any) -> None:
+    assert [one.name for one in OPTIONS] == list(request.OPTIONS)
+    parameters = inspect.signature(taker).parameters
+    assert [parameters[one.name] for one in OPTIONS] == OPTIONS
+    if taker != Request.parse:
+        parser = ArgumentParser()
+        parser.add_class_arguments(taker, "it")
+        shown = " ".join(parser.format_help().split())
+        assert all(text in shown for text in request.OPTIONS.values())

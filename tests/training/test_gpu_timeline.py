@@ -15,8 +15,8 @@ from simulated_gpu import STEPS, SimulatedGpu, train_on_simulated_gpu
 from trainings import Spending
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.trainer.step_clock import StepClock
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.step_clock import StepClock
 
 Train = Callable[..., tuple[StepClock, SimulatedGpu, RunMeasurements]]
 

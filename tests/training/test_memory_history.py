@@ -24,8 +24,8 @@ def history(
     for size in kept_bytes_a_minute:
         kept.append(bytearray(b"x") * size)
         now_s += 60.0
-        looks.look()
-        looks.look()  # nothing: not due
+        looks.poll()
+        looks.poll()  # nothing: not due
         alarms += looks.alarms()
     return looks, alarms
 

@@ -37,7 +37,7 @@ _session = _Session()
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Keep the driver open. Sessions nest and are cheap inside one another.
+    """Keep the driver open. Inside another session of this thread it does nothing.
 
     Every function of this module opens one for itself. Open one around repeated reads: without persistence mode the
     first one has to wake the GPUs up, and what never changes (UUID, name, PCI address) is then asked only once.
@@ -45,14 +45,16 @@ def session() -> Iterator[None]:
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver; the message says why and what to do.
     """
-    pid = open_driver()
-    outer = _session.pid, getattr(_session, "identities", {})
-    if outer[0] != pid:  # the outermost one, or in a forked child: handles of the parent are not valid here
-        _session.pid, _session.identities = pid, {}
+    outer = _session.pid
+    if outer == os.getpid():
+        yield
+        return
+    pid = open_driver()  # also in a forked child: the parent's handles are not valid here
+    _session.pid, _session.identities = pid, {}
     try:
         yield
     finally:
-        _session.pid, _session.identities = outer
+        _session.pid = outer
         close_driver(pid)
 
 

@@ -13,26 +13,27 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset, get_worker_info
 from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools.trainer import worker_watch
-from lightning_gpu_tools.trainer.step_clock import StepClock
-from lightning_gpu_tools.trainer.worker_watch import LONG_WAIT_S, WorkerWatch
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.training import worker_watch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
+from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 
 class Watching(Callback):
     """Looks after every step, the first ones of the epoch left out."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock.attach(trainer)
+        self.clock = Session.of(trainer).clock
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.watch = WorkerWatch(trainer)
+        self.watch = WorkerWatch(lambda: compat.train_iterator(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step > 10 and self.clock.last_fetch_s > LONG_WAIT_S:
             self.watch.after_long_wait()
         self.watch.before_fetch()
-        self.watch.look(trainer.global_step)
+        self.watch.poll(trainer.global_step)
 
 
 class OneSlow(Dataset[torch.Tensor]):

@@ -10,58 +10,53 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import profile, record_function, supported_activities
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.run_measurements import ProfiledSteps
 from lightning_gpu_tools.training.trace_reading import STEP, read_trace
 
 PROFILED_STEPS = 3
-# A choice: a larger trace than this takes more than a few seconds to read, and nothing is said of it.
-_LARGEST_TRACE_BYTES = 200 * 2**20
-_MOST_LINES = 3
-_NOT_THE_USERS = tuple(
-    str(Path(str(module.__file__)).parent) + os.sep
-    for module in (torch, lightning, sys.modules[__name__.split(".")[0]])
-)
-
-
-def can_profile(trainer: Trainer) -> bool:
-    """Return whether nobody else uses the profiler, of which a process has one."""
-    busy = torch._C._autograd._profiler_enabled()
-    return not busy and not isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+# Our default: a larger trace than this takes more than a few seconds to read, and nothing is said of it.
+_MAX_TRACE_BYTES = 200 * 2**20
+_MAX_LINES = 3
+# Lines of these packages are not the user's.
+_FRAMEWORKS = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])
 
 
 class StepProfiler:
-    """Profiles the next three training steps of a Trainer, and follows the one after where needed.
+    """Profiles the next three training steps, and follows the one after where needed.
 
     It wraps what runs a step, and takes the wrapper off when it is done. A fault in it ends it, not the training.
 
     Args:
-        trainer: Whose steps.
+        owner: The object whose method ``run`` runs a step.
+        module: The model.
         book: Calls a function with its time booked on this package.
         done: Is given the result; not called if there is none.
     """
 
-    def __init__(self, trainer: Trainer, book: Callable[..., None], done: Callable[[ProfiledSteps], None]) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        module: torch.nn.Module,
+        book: Callable[..., None],
+        done: Callable[[ProfiledSteps], None],
+    ) -> None:
         self._book = book
         self._done = done
-        self._module = trainer.lightning_module
+        self._module = module
         self._profile: Any = None  # torch has no types for it
         self._result: ProfiledSteps | None = None
         self._steps = 0
-        self._owner = _runs_a_step(trainer)
-        self._wrapped = vars(self._owner).get("run")
-        self._run = self._owner.run
-        self._owner.run = self._step
+        self._owner = owner
+        self._wrapped = vars(owner).get("run")
+        self._run = owner.run
+        owner.run = self._step
 
     def close(self) -> None:
         """Leave the training alone; nothing happens the second time."""
@@ -105,7 +100,12 @@ class StepProfiler:
         running, self._profile = self._profile, None
         running.stop()
         self._result = _read(running)
-        if self._result is None or self._result.syncs_per_step < 1 or _is_compiled(self._module):
+        # Under a dispatch mode a compiled part would be compiled anew.
+        if (
+            self._result is None
+            or self._result.syncs_per_step < 1
+            or any(map(compat.is_compiled, self._module.modules()))
+        ):
             self._finish()
 
     def _finish(self) -> None:
@@ -116,57 +116,47 @@ class StepProfiler:
     def _follow(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and note which lines ask a tensor for its value."""
         assert self._result is not None
-        with _ValuesAskedFor() as asked:
+        lines: Counter[str] = Counter()
+        with _reads_counted(lines):
             result = self._run(*args, **kwargs)
-        lines = tuple(line for line, _ in asked.lines.most_common(_MOST_LINES))
-        self._result = replace(self._result, sync_lines=lines)
+        self._result = replace(self._result, sync_lines=tuple(line for line, _ in lines.most_common(_MAX_LINES)))
         self._book(self._guard, self._finish)
         return result
-
-
-def _runs_a_step(trainer: Trainer) -> Any:
-    loop = trainer.fit_loop.epoch_loop
-    return loop.automatic_optimization if trainer.lightning_module.automatic_optimization else loop.manual_optimization
 
 
 def _read(running: Any) -> ProfiledSteps | None:
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-") as folder:
         path = os.path.join(folder, "trace.json")
         running.export_chrome_trace(path)
-        if os.path.getsize(path) > _LARGEST_TRACE_BYTES:
+        if os.path.getsize(path) > _MAX_TRACE_BYTES:
             return None
         with open(path, encoding="utf-8") as file:
             return read_trace(json.load(file)["traceEvents"])
 
 
-def _is_compiled(module: LightningModule) -> bool:
-    """Return whether a part is compiled: it would be compiled anew under a dispatch mode."""
-    return any(
-        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
-        for part in module.modules()
-    )
+def _reads_counted(lines: Counter[str]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that counts, by source line, how often a tensor is asked for its value, as by ``.item()``."""
+    mode, value = compat.dispatch_mode(), compat.value_operation()
+    if mode is None:
+        return contextlib.nullcontext()
 
+    class Counting(mode):  # type: ignore[misc, valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is value:
+                line = _users_line(sys._getframe(1))
+                if line is not None:
+                    lines[line] += 1
+            return func(*args, **(kwargs or {}))
 
-class _ValuesAskedFor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, by source line, how often a tensor is asked for its value, as ``.item()`` does."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            line = _users_line(sys._getframe(1))
-            if line is not None:
-                self.lines[line] += 1
-        return func(*args, **(kwargs or {}))
+    return Counting()
 
 
 def _users_line(frame: FrameType | None) -> str | None:
     """Return the innermost line that is the user's own, as ``train.py:42``."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((*_NOT_THE_USERS, "<")):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _FRAMEWORKS and not path.startswith("<"):
             try:
                 shown = os.path.relpath(path)
             except ValueError:  # another drive on Windows

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from lightning_gpu_tools.training.run_measurements import GpuFacts
 from lightning_gpu_tools.units import printable
 
-# A choice: so many names are enough to begin with.
-_MOST_NAMES = 5
-_MOST_DEEP = 3
+# Our default: enough names to begin with.
+_MAX_NAMES = 5
+_MAX_DEPTH = 3
 
 
-def device_facts(trainer: Trainer) -> GpuFacts:
-    """Return what torch knows of the Trainer's GPU; all of it is ``None`` on another device."""
-    device = trainer.strategy.root_device
+def device_facts(
+    device: torch.device, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> GpuFacts:
+    """Return what torch knows of the GPU that a model trains on; all of it is ``None`` on another device."""
     if device.type != "cuda":
         return GpuFacts()
     properties = torch.cuda.get_device_properties(device)
@@ -27,7 +27,7 @@ def device_facts(trainer: Trainer) -> GpuFacts:
         compute_capability=(properties.major, properties.minor),
         memory_total_bytes=properties.total_memory,
         step_memory_bytes=torch.cuda.max_memory_allocated(device),
-        kept_memory_bytes=kept_memory_bytes(trainer.lightning_module, trainer.optimizers),
+        kept_memory_bytes=kept_memory_bytes(module, optimizers),
     )
 
 
@@ -44,20 +44,20 @@ def kept_memory_bytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def left_on_cpu(module: LightningModule) -> tuple[str, ...]:
+def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
     """Return what a model on a GPU has on the CPU where nobody moves it, in words.
 
-    Lightning moves parameters, buffers and submodules. A tensor that is a plain attribute stays, and so does whatever
-    is in a list, a tuple or a dictionary.
+    ``Module.to`` moves parameters, buffers and submodules. A tensor that is a plain attribute stays, and so does
+    whatever is in a list, a tuple or a dictionary.
     """
     found: dict[str, None] = {}
     for path, submodule in module.named_modules():
         owner = f"{type(module).__name__}.{path}" if path else type(module).__name__
         for name, value in vars(submodule).items():
-            # Names with an underscore are torch's and Lightning's own: _parameters, _buffers, _modules, _trainer.
+            # Names with an underscore are torch's and Lightning's: _parameters, _buffers, _modules, _trainer.
             if not name.startswith("_") and (what := _on_cpu(value)):
                 found[printable(f"{owner}.{name} ({what})", 200)] = None
-    return tuple(found)[:_MOST_NAMES]
+    return tuple(found)[:_MAX_NAMES]
 
 
 def _on_cpu(value: Any) -> str | None:
@@ -69,7 +69,7 @@ def _on_cpu(value: Any) -> str | None:
         parts = value
     else:
         return None
-    count = sum(1 for tensor in _tensors(parts, _MOST_DEEP) if _is_left(tensor))
+    count = sum(1 for tensor in _tensors(parts, _MAX_DEPTH) if _is_left(tensor))
     return f"a {type(value).__name__} with {count} tensor{'s' if count > 1 else ''}" if count else None
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from trainings import Model
 
-from lightning_gpu_tools.trainer.device_facts import kept_memory_bytes, left_on_cpu
+from lightning_gpu_tools.training.device_facts import kept_memory_bytes, left_on_cpu
 
 
 def test_what_lightning_moves_is_not_named() -> None:

@@ -1,0 +1,23 @@
+"""How well a median is known from a few measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return an interval that holds the median with at least 95 % confidence; ``None`` for fewer than six values.
+
+    Distribution-free: from the k-th smallest to the k-th largest value. A fair coin tossed once for each value shows
+    fewer than k heads in at most 2.5 % of cases.
+    """
+    count = len(values)
+    rank, ways, ways_below = 0, 1, 1  # binomial coefficients as integers: a large power of two has no float
+    while rank < count and 40 * ways_below <= 2**count:
+        ways = ways * (count - rank) // (rank + 1)
+        ways_below += ways
+        rank += 1
+    if rank == 0:
+        return None
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[count - rank]

@@ -1,0 +1,42 @@
+"""Every name of Lightning that is private or may change and that measuring needs; for torch's see training.compat.
+
+A release of Lightning without one of them costs what is said beside it, and never the training: a function then
+returns ``None``. What is wrapped by its name (``fit_timer``) and is not there is named in the report as unseen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+# What Lightning calls forward, backward and optimizer. Without it they count as the Trainer's own work.
+RUN_STEP = "run_training_batch"
+
+
+def fetch_action(trainer: Trainer) -> str:
+    """Return what Lightning calls the fetch of a batch. Without it the wait for data is taken from around it."""
+    return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step that Lightning gives the metrics of ``self.log``, so that both share an axis.
+
+    Without it, it is the optimizer's step, which manual optimization and accumulated gradients count otherwise.
+    """
+    done: int | None = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
+    return trainer.global_step if done is None else done
+
+
+def train_iterator(trainer: Trainer) -> object | None:
+    """Return the iterator of the first training loader. Without it nothing is known of what the workers do."""
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    combined = getattr(fetcher, "_combined_loader", None)
+    iterators = getattr(getattr(combined, "_iterator", None), "iterators", None)
+    return iterators[0] if iterators else None
+
+
+def step_runner(trainer: Trainer) -> Any:
+    """Return the loop whose ``run`` runs a training step. Without it no step is profiled."""
+    kind = "automatic" if trainer.lightning_module.automatic_optimization else "manual"
+    return getattr(trainer.fit_loop.epoch_loop, f"{kind}_optimization", None)

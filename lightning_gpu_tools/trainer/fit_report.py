@@ -1,0 +1,166 @@
+"""From the session of a fit to its report: described, printed, and written beside the logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.loader_trials import LoaderResult
+from lightning_gpu_tools.environment import VERSION
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.host import processor_name, read_host_budget
+from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
+from lightning_gpu_tools.reports.loader_summary import LoaderSummary, summarize
+from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report
+from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
+from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.training.phases import MONITORING
+from lightning_gpu_tools.units import printable_path
+
+
+def describe(session: Session, diagnosis: Diagnosis, trainer: Trainer, outcome: str) -> Report:
+    """Return the report of a fit that has ended, with what the other ranks published last."""
+    clock, watch = session.clock, session.gpus
+    steady_s = tuple(block.step_s for block in clock.blocks)
+    step_s = median(steady_s) if steady_s else None
+    settings = _settings(trainer)
+    ranks = session.ranks()
+    gpus = session.gpu_summaries()
+    device = trainer.strategy.root_device.type
+    no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
+    batch_size = settings.get("batch_size")
+
+    def us_per_step(seconds: float) -> float | None:
+        return seconds / clock.steps * 1e6 if clock.steps else None
+
+    return Report(
+        outcome=outcome,
+        started_at=datetime.fromtimestamp(session.started_s, timezone.utc).isoformat(timespec="seconds"),
+        steps=clock.steps,
+        wall_s=clock.wall_s,
+        phase_s=clock.seconds,
+        step_s_median=step_s,
+        diagnosis=diagnosis,
+        gpus=gpus + tuple(_of_other_node(gpu) for facts in ranks for gpu in facts.get("gpus", ())),
+        gpu_note=session.gpu_note or (no_gpu if watch is None else None),
+        samples_per_s=batch_size * trainer.world_size / step_s if batch_size and step_s else None,
+        step_s_blocks=steady_s,
+        monitor_us_per_step=us_per_step(clock.cost_s() + clock.seconds.get(MONITORING, 0.0)),
+        monitor_thread_us_per_step=None if watch is None else us_per_step(watch.thread_cpu_s),
+        unseen=tuple(session.unseen),
+        spans=tuple(clock.timeline.spans()),
+        ranks=_speeds(ranks),
+        memory_growth=session.memory.growth(),
+        loader=_loader_summary(session, trainer),
+        settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
+    )
+
+
+def _speeds(ranks: Sequence[Mapping[str, Any]]) -> tuple[RankSpeed, ...]:
+    if len(ranks) < 2:
+        return ()
+    return tuple(
+        RankSpeed(rank=facts["rank"], node=facts["node"], own_step_s=facts["own_step"]["own_s"])
+        for facts in ranks
+        if facts.get("own_step") is not None
+    )
+
+
+def _of_other_node(facts: dict[str, Any]) -> GpuSummary:
+    return GpuSummary(**{**facts, "errors": tuple(facts["errors"])})
+
+
+def _loader_summary(session: Session, trainer: Trainer) -> LoaderSummary | None:
+    result = session.loader_result
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # A finder that does not put its result into the session yet.
+        found = getattr(callback, "result", None)
+        result = found if isinstance(found, LoaderResult) else result
+    return None if result is None else summarize(result)
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    loader, settings = train_loader(trainer), train_loader_settings(trainer)
+    return {
+        "model": type(trainer.lightning_module).__qualname__,
+        "dataset": None if loader is None else type(loader.dataset).__qualname__,
+        "cpu": f"{processor_name()}, {read_host_budget().cores:g} cores",
+        "accelerator": type(trainer.accelerator).__name__,
+        "device": trainer.strategy.root_device.type,
+        "world_size": trainer.world_size,
+        "precision": trainer.precision,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        **({} if settings is None else dataclasses.asdict(settings)),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "lightning_gpu_tools": VERSION,
+    }
+
+
+def publish(report: Report, folder: str | None) -> None:
+    """Print the report, and write it into the folder if there is one."""
+    if folder is not None:
+        report = _confirmed(report, folder)
+    _print(f"\n{render_text(report)}")
+    if folder is not None:
+        _write(report, folder)
+
+
+def _confirmed(report: Report, folder: str) -> Report:
+    """Return the report with the result of the change that the run before has advised."""
+    try:
+        earlier = earlier_report(folder)
+        confirmation = None if earlier is None else confirm(report, earlier)
+    except Exception as error:  # noqa: BLE001 - anybody may have written the old one; it must not cost the new one
+        rank_zero_warn(f"The report of the run before, in {folder!r} or beside it, cannot be compared with: {error!r}")
+        return report
+    return report if confirmation is None else dataclasses.replace(report, confirmation=str(confirmation))
+
+
+def _write(report: Report, folder: str) -> None:
+    try:
+        written = [save_report(report, folder)]
+        if importlib.util.find_spec("matplotlib") is not None:
+            from lightning_gpu_tools.reports.plot import save_plot
+
+            written.append(save_plot(report, folder))
+    except OSError as error:  # the disk is full, the folder has gone: the training itself went well
+        rank_zero_warn(f"The report could not be written to {folder!r}: {error}")
+    else:
+        _print("Report: " + " ".join(map(printable_path, written)))
+        if report.diagnosis.verdict == "low":
+            _print(f"Verify a change: lightning-gpu-tools report NEW --against {printable_path(written[0])}")
+
+
+def _print(text: str) -> None:
+    """Print for the person at the terminal, which may not be able to show every character."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))  # noqa: T201
+
+
+def is_writable(folder: str) -> bool:
+    """Find out before training, not after it, whether the report can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        rank_zero_warn(
+            f"The report of this training will be printed, but not written to {folder!r}: {error}. To have it as a "
+            "file, give the Trainer another default_root_dir or logger."
+        )
+        return False
+    return True

@@ -1,0 +1,284 @@
+"""Times one fit of one Trainer: listens to its profiler, wraps its loops and loggers, and drives a step clock.
+
+Lightning puts every hook, the training step and the fetch of a batch between ``profiler.start(name)`` and
+``profiler.stop(name)``, also when nobody profiles: then its ``PassThroughProfiler`` makes a generator for each of some
+thirty actions a step to do nothing. Here that costs a lookup in a table, which is why a training that is timed is not
+slower than one that is not. A profiler of the user's goes on as before, within the times taken here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+
+from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.facts import trains_on_gpu
+from lightning_gpu_tools.trainer.never_stop_training import guarded
+from lightning_gpu_tools.trainer.wrappers import StandIn, Wrappers, after, before
+from lightning_gpu_tools.training.phases import (
+    CALLBACK,
+    CHECKPOINT,
+    EPOCH_START,
+    HOST_TO_DEVICE_COPY,
+    LOGGING,
+    MONITORING,
+    TRAINER,
+    TRAINING_STEP,
+    VALIDATION,
+)
+from lightning_gpu_tools.training.step_clock import StepClock
+
+# Those of validation but the last are part of the phase "validation".
+_TIMED_HOOKS = frozenset(
+    {
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        "on_train_epoch_end",
+        "on_validation_end",
+        "on_train_end",
+    }
+)
+_TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
+# Our default: a user's own actions may have a number in their names, and are not kept without end.
+_MAX_CONTEXTS = 1000
+
+_Context = AbstractContextManager[Any]
+
+
+class FitTimer:
+    """Drives a step clock from a Trainer's fit; make it in ``Callback.setup``. It comes off when the fit ends.
+
+    What a future Lightning has under another name cannot be timed: it stays part of the phase around it and is named in
+    ``unseen``. If that is the fetch of a batch, the wait for data is taken from what is around it.
+
+    Args:
+        trainer: Whose fit.
+        clock: What is driven.
+        enter: Is called with the phase when validation begins and when training goes on.
+    """
+
+    def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
+        self.clock = clock
+        self._trainer = trainer
+        self._enter = enter
+        self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
+        self._fetch = ""
+        self._wrappers = Wrappers()
+        self._wrap = self._wrappers.put
+        self._wrap(trainer, "fit_loop.on_run_start", before(partial(guarded, self._start)))
+        self._wrap(trainer, "fit_loop.on_run_end", after(partial(guarded, self._end)))
+
+    def stop(self) -> None:
+        """Stop the clock and take every wrapper off; nothing happens the second time."""
+        self.clock.stop()
+        self._wrappers.undo()
+
+    @property
+    def unseen(self) -> list[str]:
+        """What could not be timed."""
+        never_came = [compat.RUN_STEP] if self.clock.steps and not self.clock.knows(TRAINING_STEP) else []
+        return [*self._wrappers.missing, *never_came]
+
+    def _is_trial(self) -> bool:
+        """Return whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return bool(self._callbacks) and not any(callback in callbacks for callback in self._callbacks)
+
+    def _end(self) -> None:
+        if not self.clock.running or self._is_trial():
+            return
+        self.stop()
+        trainer = self._trainer
+        for callback in self._callbacks:  # Lightning calls no more hooks of one of ours that was taken out meanwhile
+            if is_ours(callback) and callback not in trainer.callbacks:  # type: ignore[attr-defined]
+                callback.teardown(trainer, trainer.lightning_module, "fit")
+
+    def _start(self) -> None:
+        if self.clock.running or self._is_trial():
+            return
+        trainer, clock = self._trainer, self.clock
+        clock.start()
+        self._time("fit_loop.on_advance_start", EPOCH_START)
+        self._time("fit_loop.epoch_loop.on_run_start", EPOCH_START)
+        self._wrap(trainer, "fit_loop.epoch_loop.on_run_start", before(clock.begin_epoch))
+        self._time("fit_loop.epoch_loop.run", TRAINER)
+        self._time("fit_loop.on_advance_end", TRAINER)
+        if trains_on_gpu(trainer):
+            around_step = clock.measure_gpu()
+            self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", around_step)
+            self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", around_step)
+        if trainer.world_size > 1:  # to tell a rank that is slow itself from those that wait for it
+            self._wrap(trainer, "strategy.training_step", clock.timed_forward)
+        self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)
+        self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", before(partial(self._enter, "validation")))
+        self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", after(partial(self._enter, "training")))
+        self._time("save_checkpoint", CHECKPOINT)
+        self._time_actions()
+        for logger in trainer.loggers:
+            for method in ("log_metrics", "save"):  # which no action covers
+                self._wrap(logger, method, partial(self._timed_here, f"{LOGGING}/{type(logger).__name__}"))
+
+    def _time(self, method: str, phase: str) -> None:
+        self._wrap(self._trainer, method, partial(self.clock.timed, phase))
+
+    def _timed_here(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a logger does, timed only in this thread: some loggers write from one of their own."""
+        thread, timed = threading.get_ident(), self.clock.timed(phase, function)
+
+        def timed_here(*args: Any, **kwargs: Any) -> Any:
+            return (timed if threading.get_ident() == thread else function)(*args, **kwargs)
+
+        return timed_here
+
+    def _time_actions(self) -> None:
+        profiler, contexts = self._trainer.profiler, _Contexts(self._context)  # type: ignore[attr-defined]
+        if type(profiler) is PassThroughProfiler:
+            self._wrap(profiler, "profile", lambda profile: _Profile(profiler, contexts))
+        else:
+            self._wrap(profiler, "profile", lambda profile: _around(profile, contexts))
+        fetch = self._fetch = compat.fetch_action(self._trainer)
+        begin_fetch, end_fetch = self.clock.begin_fetch, self.clock.end_fetch
+
+        # The parameters are called as in Lightning, so that they can be given by name.
+        def starting(start: Callable[[str], None]) -> Callable[[str], None]:
+            def started(action_name: str) -> None:
+                if action_name == fetch:
+                    begin_fetch()
+                start(action_name)
+
+            return started
+
+        def stopping(stop: Callable[[str], None]) -> Callable[[str], None]:
+            def stopped(action_name: str) -> None:
+                stop(action_name)
+                if action_name == fetch:
+                    end_fetch()
+
+            return stopped
+
+        self._wrap(profiler, "start", starting)
+        self._wrap(profiler, "stop", stopping)
+
+    def _context(self, action: str) -> _Context:
+        """Return what times one of the Trainer's actions; asked once for each."""
+        if action.endswith(".on_train_batch_end") and not self.clock.steps:  # no fetch came before the first step's end
+            self._time_fetch_from_around()
+        return action_context(action, self._trainer, self.clock)
+
+    def _time_fetch_from_around(self) -> None:
+        # From where a step begins to where its batch is prepared for the device: the Trainer's own work counts in, and
+        # a loader whose batches the model fetches by itself (dataloader_iter) is not seen. The first step has gone by.
+        clock = self.clock
+        self._wrappers.miss(self._fetch)
+        clock.miss_first_fetch()
+
+        def end_open_fetch() -> None:
+            if clock.fetching:  # not in validation
+                clock.end_fetch()
+
+        self._wrap(self._trainer, "fit_loop.epoch_loop.advance", before(clock.begin_fetch))
+        self._wrap(self._trainer, "precision_plugin.convert_input", before(end_open_fetch))
+
+
+class _Contexts(dict[str, _Context]):
+    """The context of each action, made when it is asked for."""
+
+    def __init__(self, make: Callable[[str], _Context]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, action: str) -> _Context:
+        try:
+            context = self._make(action)
+        except Exception:  # noqa: BLE001 - a callback that is unlike any other: it is not timed, and training goes on
+            context = nullcontext(action)
+        if len(self) < _MAX_CONTEXTS:
+            self[action] = context
+        return context
+
+
+class _Profile(StandIn):
+    """In the place of ``PassThroughProfiler.profile``, which does nothing but at a price."""
+
+    def __init__(self, profiler: Profiler, contexts: _Contexts) -> None:
+        super().__init__(profiler, "profile")
+        self.contexts = contexts
+
+    def __call__(self, action_name: str) -> _Context:
+        return self.contexts[action_name]
+
+
+def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]) -> Callable[[str], _Context]:
+    @contextmanager  # the parameter is called as in Lightning, so that it can be given by name
+    def both(action_name: str) -> Iterator[Any]:
+        with contexts[action_name], profile(action_name) as given:
+            yield given
+
+    return both
+
+
+def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
+    """Return the context that books an action on its phase; one that does nothing if it is part of what is around it.
+
+    Args:
+        action: As Lightning names it: ``"run_training_batch"``, ``"[Callback]EarlyStopping.on_train_batch_end"``.
+        trainer: Whose action.
+        clock: Where the time is booked.
+    """
+    owner, hook = _owner_and_hook(action)
+    if action == compat.RUN_STEP:
+        return clock.booked(TRAINING_STEP, action)
+    if owner == "Strategy" and hook == "batch_to_device":
+        return clock.booked(HOST_TO_DEVICE_COPY, action, except_in=VALIDATION)
+    phase = None
+    if owner == "Callback":
+        phase = _callback_phase(action, hook, trainer.callbacks)  # type: ignore[attr-defined]
+    elif owner == "LightningModule":
+        phase = _users_phase(trainer.lightning_module, LightningModule, hook)
+    elif owner == "LightningDataModule":
+        phase = _users_phase(trainer.datamodule, LightningDataModule, hook)  # type: ignore[attr-defined]
+    if phase is None:
+        return nullcontext(action)
+    return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
+
+
+def is_ours(callback: Callback) -> bool:
+    """Return whether the callback is one of this package."""
+    return type(callback).__module__.startswith("lightning_gpu_tools.")
+
+
+def _owner_and_hook(action: str) -> tuple[str, str]:
+    owner, bracket, name = action.partition("]")
+    return (owner[1:], name.rpartition(".")[2]) if bracket else ("", action)
+
+
+def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:
+    for callback in callbacks if hook in _TIMED_HOOKS else ():
+        overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
+        # LambdaCallback has its hooks on the instance.
+        if (overridden or hook in vars(callback)) and action == f"[Callback]{callback.state_key}.{hook}":
+            if not is_ours(callback):
+                return f"{CALLBACK}/{type(callback).__name__}"
+            # Ours does nearly always nothing there; what it does now and then is booked by `StepClock.as_own_work`.
+            return None if hook == "on_train_batch_end" else MONITORING
+    return None
+
+
+def _users_phase(owner: LightningModule | LightningDataModule | None, base: type, hook: str) -> str | None:
+    timed = hook in _TRANSFER_HOOKS or (hook in _TIMED_HOOKS and hook != "on_validation_end")
+    if timed and getattr(type(owner), hook, None) is not getattr(base, hook, None):
+        return f"{CALLBACK}/{type(owner).__name__}.{hook}"
+    return None

@@ -1,0 +1,233 @@
+"""Whether a Trainer can go on from the loops, callbacks, optimizers and schedulers of a checkpoint.
+
+Lightning and torch index these entries without asking what is in them, some of it only at the first step. So progress
+is compared with what the Trainer's own loops would save, and everything else is loaded into a stand-in first, by the
+very code that is about to load it. Classes of the user's are left alone, and so are their errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, fault_in_progress, is_like
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.units import printable, printable_path
+
+_BEGIN_ANEW = "To begin anew with its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
+
+
+def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
+    """Check the progress of the loop that is about to run.
+
+    Raises:
+        BrokenCheckpointError: It is not what such a loop saves.
+    """
+    loops = checkpoint.get("loops")
+    if loops is None or trainer.state.fn is None:
+        return
+    name = f"{trainer.state.fn.value}_loop"
+    fault = f'has no "{name}"'
+    if name in loops:
+        saved, own = loops[name], getattr(trainer, name).state_dict()
+        # Lightning skips the parts that an older version has not saved.
+        faults = (fault_in_progress(saved[part], own[part], f"{name}.{part}") for part in own if part in saved)
+        fault = next(filter(None, faults), "")
+    if fault:
+        raise BrokenCheckpointError(
+            f'"loops" of {printable_path(path)} {fault}. Take "loops" out and save the checkpoint again, to begin at '
+            "epoch 0."
+        )
+
+
+def check_callbacks(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
+    """Check the states of those callbacks that Lightning's own code loads.
+
+    Raises:
+        CheckpointMismatchError: One cannot be loaded.
+    """
+    states = checkpoint.get("callbacks") or {}
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if callback.state_key not in states or not _is_lightnings(callback.load_state_dict, callback.state_dict):
+            continue
+        name = f'the state of {type(callback).__name__} in "callbacks"'
+        stand_in = copy.copy(callback)
+        with _explaining(name, path):
+            if states[callback.state_key]:  # as Lightning asks
+                stand_in.load_state_dict(copy.deepcopy(states[callback.state_key]))
+        _compare(stand_in.state_dict(), callback.state_dict(), name, path)
+
+
+def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
+    """Check what ``fit`` is about to restore; when the optimizers are there and hooks may have changed the checkpoint.
+
+    Raises:
+        BrokenCheckpointError: An entry is not what Lightning writes.
+        CheckpointMismatchError: There are weights only, or the states of other optimizers or schedulers.
+    """
+    missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
+    if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
+        raise CheckpointMismatchError(
+            f'{printable_path(path)} holds weights, but no "{missing[0]}" to go on with: it was saved with '
+            f"save_weights_only=True, or not by a Trainer. {_BEGIN_ANEW}"
+        )
+    check_entries(checkpoint, path, TO_RESUME)
+    check_loop(checkpoint, trainer, path)
+    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
+        if _is_torchs(config.scheduler):
+            _check_scheduler(config.scheduler, state, path)
+    precision = trainer.precision_plugin
+    name = type(precision).__qualname__
+    if name in checkpoint and _is_lightnings(precision.load_state_dict):
+        with _explaining(f'"{name}"', path):
+            copy.deepcopy(precision).load_state_dict(copy.deepcopy(checkpoint[name]))
+    saved = len(checkpoint.get("optimizer_states", trainer.optimizers))
+    if saved != len(trainer.optimizers):
+        rank_zero_warn(
+            f"{printable_path(path)} holds the states of {saved} optimizers, and the model has "
+            f"{len(trainer.optimizers)}. Lightning pairs them in their order, and the rest begin anew."
+        )
+    for index, optimizer in enumerate(trainer.optimizers):
+        _check_when_it_loads(optimizer, f'"optimizer_states"[{index}]', path)
+
+
+def _check_when_it_loads(optimizer: Optimizer, name: str, path: object) -> None:
+    # Not now: hooks that run later may still add groups of parameters, as finetuning does. And only once.
+    pending = [name]
+
+    def check(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if pending:
+            check_optimizer(optimizer, state, pending.pop(), path)
+
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
+def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, path: object) -> None:
+    """Check that an optimizer can load a state, and take a step with it.
+
+    Args:
+        optimizer: One that loads as torch's base class does. More than its groups is checked if the class is torch's.
+        state: As from ``state_dict()``.
+        name: Where it is in the checkpoint; used in the error.
+        path: The file; used in the error.
+
+    Raises:
+        CheckpointMismatchError: It is the state of another optimizer, or of other parameters.
+    """
+    with _explaining(name, path):
+        saved = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != own:
+        kind = type(optimizer).__name__
+        raise _mismatch(name, path, f"has groups of {saved} parameters, and {kind} has groups of {own}")
+    if not _is_torchs(optimizer):
+        return
+    steps = _can_step(optimizer)
+    with _explaining(name, path):
+        small = _in_small(optimizer)
+        small.load_state_dict(_state_in_small(state, optimizer))
+        if steps:
+            _step(small)
+    for group, own_group in zip(small.param_groups, optimizer.param_groups, strict=True):
+        _compare(group, {**own_group, "params": None}, name, path)  # also what schedulers have put there
+
+
+def _can_step(optimizer: Optimizer) -> bool:
+    try:
+        _step(_in_small(optimizer))
+    except Exception:  # noqa: BLE001 - LBFGS wants the loss, SparseAdam sparse gradients: torch has the word there
+        return False
+    return True
+
+
+def _step(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def _in_small(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class and options that has a few numbers for each parameter, and no state."""
+    groups = [
+        {**group, "params": [_few(value, value.shape).to(value.device) for value in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    small = type(optimizer).__new__(type(optimizer))
+    small.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    return small
+
+
+def _state_in_small(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer as it would be for the parameters of :func:`_in_small`."""
+    keys = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    shapes = {key: parameter.shape for key, parameter in zip(keys, parameters, strict=True)}
+    entries = {key: _few_of(value, shapes.get(key, ())) for key, value in state["state"].items()}
+    return {"state": entries, "param_groups": copy.deepcopy(state["param_groups"])}
+
+
+def _few_of(value: Any, shape: Sequence[int]) -> Any:
+    if isinstance(value, dict):
+        return {key: _few_of(item, shape) for key, item in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _few(value, shape) if value.ndim else value.clone()  # such as the count of steps, which a step changes
+
+
+def _few(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return zeros: two in each dimension that a tensor has in common with ``shape``, one or three in others."""
+    wanted = [*[None] * value.ndim, *shape][len(shape) :]
+    size = [min(have, 2 if have == want else 3) for have, want in zip(value.shape, wanted, strict=True)]
+    return torch.zeros(size, dtype=value.dtype)
+
+
+def _check_scheduler(scheduler: Any, state: Mapping[str, Any], path: object) -> None:
+    name = f'the state of {type(scheduler).__name__} in "lr_schedulers"'
+    own = scheduler.state_dict()
+    stand_in = copy.copy(scheduler)
+    with _explaining(name, path):
+        stand_in.load_state_dict(copy.deepcopy(dict(state)))
+    _compare(stand_in.state_dict(), own, name, path)
+
+
+def _is_lightnings(*methods: Callable[..., Any]) -> bool:
+    return all(method.__module__.startswith(("lightning.", "pytorch_lightning.")) for method in methods)
+
+
+def _compare(values: Mapping[str, Any], own: Mapping[str, Any], name: str, path: object) -> None:
+    for entry, value in values.items():
+        if not is_like(value, own.get(entry)):
+            raise _mismatch(name, path, f'has {printable(repr(value))} for "{printable(entry)}"')
+
+
+def _is_torchs(thing: object) -> bool:
+    return f"{type(thing).__module__}.".startswith("torch.optim.")
+
+
+def _mismatch(name: str, path: object, fault: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{printable_path(path)} does not fit: {name} {fault}. Configure the training as it was when the checkpoint "
+        f"was saved. {_BEGIN_ANEW}"
+    )
+
+
+@contextlib.contextmanager
+def _explaining(name: str, path: object) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is about to load it warns, too
+            yield
+    except Exception as error:  # noqa: BLE001 - only Lightning's and torch's code runs here, and checks little it reads
+        raise _mismatch(name, path, f"cannot be used ({type(error).__name__}: {printable(error, 300)})") from None

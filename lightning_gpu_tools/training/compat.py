@@ -1,0 +1,77 @@
+"""Every private name of torch that measuring a training needs, asked for when it is used.
+
+A release of torch without one of them costs what its docstring says, and never the training: each function then
+returns ``None``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def default_store() -> Any:
+    """Return the store in which ``torch.distributed`` met the other ranks. Without it no rank hears of another."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    get = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return None if get is None else get()
+
+
+# What the functions below read of a DataLoader's iterator that has workers.
+_OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
+
+
+def missing_of_iterator(iterator: object) -> set[str]:
+    """Return which names of a DataLoader's iterator are not there; of one without workers that is all of them."""
+    return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
+
+
+def worker_pids(iterator: object) -> list[int] | None:
+    """Return the workers' processes of a DataLoader's iterator. Without it nothing is known of what they wait for."""
+    workers = getattr(iterator, "_workers", None)
+    return None if workers is None else [worker.pid for worker in workers if worker.pid]
+
+
+def ready_share(iterator: object) -> float | None:
+    """Return how many of the ordered batches lie ready out of turn. Without it no slow worker is told from slow ones.
+
+    torch keeps a batch that comes before its turn beside the number of its worker.
+    """
+    ordered = getattr(iterator, "_task_info", None)
+    return sum(len(entry) == 2 for entry in ordered.values()) / len(ordered) if ordered else None
+
+
+def is_batch_ready(iterator: object) -> bool | None:
+    """Return whether a batch lies ready. Without it, or on macOS, a loader that keeps up looks like one that waits."""
+    queue = getattr(iterator, "_data_queue", None)
+    try:
+        return None if queue is None else queue.qsize() > 0
+    except NotImplementedError:  # macOS
+        return None
+
+
+def is_profiling() -> bool | None:
+    """Return whether somebody uses the profiler, of which a process has one. Without it no step is profiled."""
+    enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
+    return None if enabled is None else bool(enabled())
+
+
+def dispatch_mode() -> Any:
+    """Return the class whose subclasses see every operation. Without it no source line is named for a wait."""
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        return None
+    return TorchDispatchMode
+
+
+def value_operation() -> object:
+    """Return the operation that reads a tensor's value, as ``.item()`` does. Without it no line is named for a wait."""
+    return getattr(getattr(torch.ops.aten, "_local_scalar_dense", None), "default", None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module is compiled. Without it a compiled step is compiled anew once while it is profiled."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,294 @@
+"""Where the wall time of a training goes, phase by phase, for a few microseconds a step and without synchronizing CUDA.
+
+Every instant belongs to exactly one phase, the innermost one that the training thread is in, so the phases add up to
+the wall time by construction. What happens outside of everything that is timed is ``unexplained``.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
+from lightning_gpu_tools.training.phases import (
+    CHECKPOINT,
+    DATA_LOADING,
+    EPOCH_START,
+    HOST_TO_DEVICE_COPY,
+    MONITORING,
+    PAUSES,
+    TRAINER,
+    TRAINING_STEP,
+    UNEXPLAINED,
+    VALIDATION,
+)
+from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
+from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
+
+# Kernels are chosen, caches are filled and workers come up during the first steps.
+WARM_UP_STEPS = 20
+_STEPS_PER_BLOCK = 10
+_MAX_BLOCKS = 128
+# Every tenth step the steps before it are added up, and the CPU time of its own fetch is taken: asking the kernel for
+# it costs as much as all the rest of a step.
+_SUM_EVERY = 10
+
+_Function = Callable[..., Any]
+
+
+class StepClock:
+    """Times the phases of one training, on the thread that trains.
+
+    Whoever drives the training calls :meth:`start`, :meth:`begin_epoch`, :meth:`begin_fetch`, :meth:`end_fetch` and
+    :meth:`stop`, and puts :meth:`timed` or :meth:`booked` around the rest. A step lasts from the start of its fetch to
+    the start of the next one.
+
+    Args:
+        clock: Returns the time in seconds.
+
+    Attributes:
+        steps: Training steps begun.
+        epochs: Epochs begun.
+        warm_up_steps: How many steps at the beginning are not steady: at least 20, and twice as many as a loader has
+            batches ready when training begins. Set it before the steps have gone by.
+        timeline: What the run was spent on, span by span.
+        last_fetch_s: How long the last batch was waited for.
+        blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
+        running: Whether time is being booked.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.steps = self.epochs = 0
+        self.last_fetch_s = 0.0
+        self.warm_up_steps = WARM_UP_STEPS
+        self.timeline = PhaseTimeline()
+        self.blocks: list[StepBlock] = []
+        self.running = False
+        self._clock = clock
+        self._watch = Stopwatch(UNEXPLAINED, clock)
+        self._data_loading, self._epoch_start, self._monitoring = map(
+            self._watch.account, (DATA_LOADING, EPOCH_START, MONITORING)
+        )
+        self._around_fetch = self._watch.current
+        self._before_fetch_s = 0.0
+        self._gpu: GpuTimeline | None = None
+        self._started_s = self._stopped_s = 0.0
+        self._first_of_epoch = True
+        self._forward_s = 0.0
+        self._next_sum = 0
+        self._sum_from: StepBlock | None = None
+        self._fetch_cpu_since_s: float | None = None
+        self._fetch_cpu_share = 0.0
+        self._open = StepBlock()
+        self._steps_per_block = _STEPS_PER_BLOCK
+
+    def start(self) -> None:
+        """Begin: what is booked starts here."""
+        self.running = True
+        self._watch.start()
+        self._started_s = self._watch.since_s
+        self.timeline.start(self._started_s)
+
+    def stop(self) -> None:
+        """End the measurement; nothing happens the second time."""
+        if self.running:
+            self._watch.switch(self._watch.account(UNEXPLAINED))
+            self._stopped_s = self._watch.since_s
+            self.running = False
+            self.timeline.cut(self._stopped_s, self.seconds)
+
+    @property
+    def ran(self) -> bool:
+        """Whether training has begun at all."""
+        return self._started_s > 0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by phase up to the last change of phase, without the phases that have taken none.
+
+        The keys are those of ``training.phases``, for callbacks and loggers with the class name:
+        ``"callback/EarlyStopping"``.
+        """
+        return self._watch.seconds
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
+        return (self._clock() if self.running else self._stopped_s) - self._started_s
+
+    def knows(self, phase: str) -> bool:
+        """Return whether anything books time on this phase."""
+        return self._watch.knows(phase)
+
+    def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
+        """Return a reusable context whose time is booked on a phase; see :meth:`Stopwatch.booked`."""
+        return self._watch.booked(phase, action, except_in)
+
+    def timed(self, phase: str, function: _Function) -> _Function:
+        """Return the function with its time booked on a phase; validation and checkpoints also get spans of their own.
+
+        Not for functions called in every step: for those, :meth:`booked` is cheaper.
+        """
+        timed = self._watch.timed(phase, function)
+        if phase not in (VALIDATION, CHECKPOINT):
+            return timed
+
+        def with_edges(*args: Any, **kwargs: Any) -> Any:
+            self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+            try:
+                return timed(*args, **kwargs)
+            finally:
+                self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+
+        return with_edges
+
+    def timed_forward(self, function: _Function) -> _Function:
+        """Return the model's ``training_step``, timed within the phase: no rank waits for another one in it."""
+        clock = self._clock
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._forward_s += clock() - began_s
+
+        return timed
+
+    def measure_gpu(self) -> Callable[[_Function], _Function]:
+        """Measure the GPU's idle time between steps, too; return the wrapper for what runs a step."""
+        self._gpu = GpuTimeline(self._clock, self._seconds_now, self.as_own_work)
+        return self._gpu.around
+
+    def _seconds_now(self) -> dict[str, float]:
+        self._watch.switch(self._watch.current)
+        return self.seconds
+
+    def gpu_idle(self) -> GpuIdle | None:
+        """Return when the GPU stood idle between the sampled steps; ``None`` without a GPU or before the first one."""
+        facts = None if self._gpu is None else self._gpu.facts()
+        return facts if facts is not None and facts.looks else None
+
+    def as_own_work(self, function: Callable[..., object], *args: object, part: str = "") -> None:
+        """Call the function, with its time booked on this package, or on a part of it that is named."""
+        if not self.running:
+            function(*args)
+            return
+        around = self._watch.switch(self._watch.account(f"{MONITORING}/{part}") if part else self._monitoring)
+        try:
+            function(*args)
+        finally:
+            self._watch.switch(around)
+
+    def begin_anew(self) -> None:
+        """Forget the steady steps so far: what they depend on has changed. The next ones are warm-up again."""
+        self.blocks, self._open, self._sum_from = [], StepBlock(), None
+        self._steps_per_block = _STEPS_PER_BLOCK
+        self.warm_up_steps = self.steps + WARM_UP_STEPS
+        self._next_sum = 0
+
+    def cost_s(self) -> float:
+        """Return what this clock has cost the training thread so far: how often it acted, times what that costs.
+
+        That is measured in a loop of nothing else, with warm caches; between the kernels of a training it costs more.
+        """
+        watch = Stopwatch(UNEXPLAINED)
+        pair_s = seconds_per_call(watch.timed(TRAINER, int)) - seconds_per_call(int)
+        scratch = copy.copy(self)
+        scratch._watch, scratch._clock, scratch.timeline, scratch.blocks = watch, time.perf_counter, PhaseTimeline(), []
+        scratch._data_loading, scratch._epoch_start = watch.account(DATA_LOADING), watch.account(EPOCH_START)
+
+        def one_step() -> None:
+            scratch.begin_fetch()
+            scratch.end_fetch()
+
+        return max(0.0, pair_s * self._watch.entered + seconds_per_call(one_step) * self.steps)
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch: its first fetch belongs to its start."""
+        self.epochs += 1
+        self._first_of_epoch = True
+        self._next_sum = 0
+
+    def miss_first_fetch(self) -> None:
+        """Count a first step whose fetch nobody has announced."""
+        self.steps, self._first_of_epoch = 1, False
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a fetch has begun and not ended."""
+        return self._watch.current in (self._data_loading, self._epoch_start)
+
+    # The next two run in every step, so they do themselves what `Stopwatch.switch` does.
+
+    def begin_fetch(self) -> None:
+        """Begin to wait for a batch: the step before ends, and the next one begins."""
+        watch, now_s = self._watch, self._clock()
+        around = self._around_fetch = watch.current
+        around.seconds += now_s - watch.since_s
+        watch.since_s = now_s
+        self._before_fetch_s = (around if around is self._epoch_start else self._data_loading).seconds
+        if around is self._epoch_start:
+            return  # a loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator
+        self.steps += 1
+        watch.current = self._data_loading
+        if self.steps >= self._next_sum:
+            self._sum_up(now_s)
+            self._before_fetch_s = watch.current.seconds
+        if now_s >= self.timeline.due_s:
+            self.timeline.cut(now_s, self.seconds)
+
+    def end_fetch(self) -> None:
+        """The batch has come."""
+        watch, now_s = self._watch, self._clock()
+        watch.current.seconds += now_s - watch.since_s
+        # Not simply since the fetch began: within it something else may have been booked, see `as_own_work`.
+        fetch_s = self.last_fetch_s = watch.current.seconds - self._before_fetch_s
+        watch.since_s, watch.current = now_s, self._around_fetch
+        if self._fetch_cpu_since_s is not None:
+            fetch_cpu_s = time.thread_time() - self._fetch_cpu_since_s
+            self._fetch_cpu_share = min(1.0, fetch_cpu_s / fetch_s) if fetch_s > 0 else 0.0
+            self._fetch_cpu_since_s = None
+
+    def _sum_up(self, now_s: float) -> None:
+        """Add up the steady steps since the last sum; this step begins now."""
+        totals = self._totals(now_s)
+        if self._sum_from is not None:
+            passed = totals - self._sum_from
+            self._open += replace(passed, data_loading_cpu_s=self._fetch_cpu_share * passed.data_loading_s)
+            self._sum_from = None
+            if self._open.steps >= self._steps_per_block:
+                self._close_block()
+        if self._first_of_epoch:
+            self._first_of_epoch = False
+            self._watch.current = self._epoch_start
+            self._next_sum = self.steps + 1
+        elif self.steps <= self.warm_up_steps:
+            self._next_sum = self.warm_up_steps + 1
+        else:
+            self._sum_from = totals
+            self._next_sum = self.steps + _SUM_EVERY - self._open.steps % _SUM_EVERY
+            self._fetch_cpu_since_s = time.thread_time()
+
+    def _totals(self, now_s: float) -> StepBlock:
+        seconds = self.seconds
+        return StepBlock(
+            steps=self.steps,
+            wall_s=now_s,
+            data_loading_s=seconds.get(DATA_LOADING, 0.0),
+            host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
+            training_step_s=seconds.get(TRAINING_STEP, 0.0),
+            paused_s=sum(seconds.get(phase, 0.0) for phase in PAUSES),
+            forward_s=self._forward_s,
+        )
+
+    def _close_block(self) -> None:
+        self.blocks.append(self._open)
+        self._open = StepBlock()
+        if len(self.blocks) == _MAX_BLOCKS:
+            self.blocks = [a + b for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
+            self._steps_per_block *= 2

@@ -1,0 +1,77 @@
+"""Scripts for jobs of several processes, what launchers put into their environment, and what the processes said."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from fake_driver import Driver
+
+from lightning_gpu_tools.selection.claims import read_ledger
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+# What the accelerator does underneath, without the seconds that it takes to import Lightning.
+PLACE = """
+import os, sys
+from lightning_gpu_tools.selection.placement import how_many, place
+from lightning_gpu_tools.selection.request import Request
+
+def say(*words):  # in one write, because the ranks share the pipe
+    os.write(1, (" ".join(map(str, ["SAID", *words])) + "\\n").encode())
+
+def place_and_say(devices=2, **options):
+    request = Request.parse(**options)
+    place(how_many(request) if devices == "auto" else devices, request, list)
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK", "0")
+    say("placed", rank, *os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+"""
+# A claim that nobody holds any more cannot be found, so ranks have to live at the same time, as in a training.
+MEET = """
+import pathlib, time
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+pathlib.Path(__file__ + f".{start}.{os.environ['RANK']}").touch()
+while len(list(pathlib.Path(__file__).parent.glob(f"train.py.{start}.*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.02)
+"""
+
+
+def torchrun(rank: int, **changed: str) -> dict[str, str]:
+    """What torchrun tells a rank of two on one node."""
+    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    elastic = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "29500"}
+    return {**os.environ, **names, **elastic, **changed}
+
+
+def slurm(task: int, **changed: str) -> dict[str, str]:
+    """What ``srun`` tells a task of two on one node."""
+    names = {"JOB_ID": "77", "STEP_ID": "0", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1"}
+    own = {"NODEID": "0", "PROCID": str(task), "LOCALID": str(task)}
+    told = {f"SLURM_{name}": value for name, value in {**names, **own}.items()}
+    return {**os.environ, **told, "MASTER_ADDR": "127.0.0.1", **changed}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:  # a fixed one may be another test run's on the same machine
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def positions(driver: Driver, uuids: list[str]) -> list[int]:
+    return [[one.uuid for one in driver.gpus].index(uuid) for uuid in uuids]
+
+
+def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
+    """What the processes said: what was done -> rank -> positions of the GPUs in the order of the ranks."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for line in output.splitlines():
+        if line.startswith("SAID"):
+            done, rank, *uuids = line.split()[1:]
+            found.setdefault(done, {})[int(rank)] = positions(driver, uuids)
+    return found
+
+
+def live_claims(claims_dir: os.PathLike[str]) -> list[tuple[str, int]]:
+    with read_ledger(str(claims_dir)) as ledger:
+        return [(claim.kind, len(claim.uuids)) for claim in ledger.claims()]

@@ -1,0 +1,139 @@
+"""Waiting for GPUs: until they are free or time is up, first come, first served, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_driver import Driver, gpu, process
+
+from lightning_gpu_tools import GpuSelection, NotEnoughGpusError, select_gpus
+from lightning_gpu_tools.selection.claims import open_ledger
+
+pytestmark = pytest.mark.usefixtures("claims_dir")
+
+
+def indices(selection: GpuSelection) -> list[int]:
+    return [reading.index for reading in selection.gpus]
+
+
+def test_the_most_is_had_without_waiting(driver: Driver) -> None:
+    driver.gpus = [gpu()]
+    started = time.monotonic()
+    select_gpus(wait="10m")
+    assert time.monotonic() - started < 5
+
+
+def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.gpus = [gpu()]
+    first = select_gpus(exclusive=True)
+    timer = threading.Timer(1.5, first.release)
+    timer.start()
+    driver.forget_calls()
+    assert indices(select_gpus(exclusive=True, wait=60)) == [0]
+    timer.join()
+    assert "Waiting for up to 60 s. Asked for 1 GPU, but none of 1 visible qualify" in caplog.text
+    assert f"claimed exclusively by {pwd.getpwuid(os.getuid()).pw_name} (pid {os.getpid()})" in caplog.text
+    # One session for all the looks: what does not change is asked once.
+    assert [call.function for call in driver.calls()].count("nvmlDeviceGetUUID") == 1
+
+
+def test_waiting_in_vain_ends_with_the_last_reasons_and_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu(utilization=95)]
+    with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95 % busy, asked for at most 5 %"):
+        select_gpus(max_utilization=5, wait=1.2)
+    assert [entry.name for entry in claims_dir.iterdir()] == []
+
+
+def test_what_can_never_be_is_not_waited_for(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_total="80GiB")]
+    started = time.monotonic()
+    with pytest.raises(NotEnoughGpusError, match="Waiting cannot help"):
+        select_gpus(min_free="100GiB", wait="1h")
+    assert time.monotonic() - started < 10
+
+
+WAIT = """
+import sys
+from lightning_gpu_tools import select_gpus
+with select_gpus(exclusive=True, wait=60):
+    print(sys.argv[1], flush=True)
+"""
+
+
+def test_those_who_wait_are_served_in_the_order_in_which_they_came(
+    driver: Driver, claims_dir: Path, tmp_path: Path
+) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    served = tmp_path / "served"
+    waiting: list[subprocess.Popen[str]] = []
+    with served.open("a") as one_after_the_other:
+        for name in "abc":
+            command = [sys.executable, "-c", WAIT, name]
+            waiting.append(subprocess.Popen(command, stdout=one_after_the_other, stderr=-1, text=True))
+            wait_until(lambda: len(list(claims_dir.glob("wait-*.json"))) == len(waiting))
+    mine.release()
+    for job in waiting:
+        job.communicate()
+    assert served.read_text().split() == ["a", "b", "c"]
+
+
+def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+        with open_ledger(str(claims_dir)):  # so that it is not stopped while it has the ledger
+            job.send_signal(signal.SIGSTOP)
+        mine.release()
+        with pytest.raises(NotEnoughGpusError, match=rf"kept for .* \(pid {job.pid}\), who has waited longer"):
+            select_gpus(wait=0.1)
+        assert indices(select_gpus(min_free="1GiB", claim=False)) == [0]  # who does not wait is not in the queue
+        job.send_signal(signal.SIGCONT)
+        assert job.communicate()[0] == "a\n"
+
+
+def test_a_small_request_gets_past_one_that_waits_for_more_where_there_is_room(
+    driver: Driver, claims_dir: Path
+) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", processes=[process(4711)]) for gib in (20, 40, 30)]
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+        assert indices(select_gpus(2, min_free="5GiB", wait=60)) == [2, 0]  # the best one is kept
+        job.kill()
+
+
+def test_ctrl_c_while_waiting_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+        job.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in job.communicate()[1]
+    assert not list(claims_dir.glob("wait-*.json"))
+    mine.release()
+
+
+def test_a_killed_waiter_holds_nobody_up(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
+        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+        job.kill()
+    mine.release()
+    assert indices(select_gpus(exclusive=True, wait=30)) == [0]
+
+
+def wait_until(condition: object) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen within a minute"
+        time.sleep(0.02)

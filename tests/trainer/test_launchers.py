@@ -1,0 +1,137 @@
+"""One real training per launcher: all processes of a job get the same GPUs, pick once, and leave no claim."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_driver import Driver, gpu
+from launched_jobs import MEET, PLACE, TORCHRUN, free_port, live_claims, said, slurm
+
+TESTS = Path(__file__).parents[1]
+AGREED = {0: [3, 2], 1: [3, 2]}
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+FIT = """
+import os, sys
+import lightning.pytorch, lightning_gpu_tools
+from lightning.pytorch.strategies import StrategyRegistry
+assert "ddp_free_memory" in StrategyRegistry
+import cpu_as_cuda
+cpu_as_cuda.install()
+import torch.distributed
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy
+
+def fit(name, **options):
+    trainer = Trainer(devices=2, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                      enable_model_summary=False, limit_val_batches=0, **options)
+    trainer.fit(BoringModel())
+    assert trainer.state.finished
+    lines = [["SAID", name, trainer.global_rank, *cpu_as_cuda.gpus_of(trainer)],
+             ["CORES", trainer.global_rank, *os.sched_getaffinity(0)]]
+    os.write(1, "".join(" ".join(map(str, line)) + "\\n" for line in lines).encode())  # the ranks share the pipe
+
+def end():  # gloo's threads, left alone, now and then abort the interpreter's end
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def machine(driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four idle GPUs; the higher the number, the more free memory. GPU 3 and GPU 2 are near different cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    driver.gpus = [gpu(memory_free=f"{10 * i + 10}GiB", cpus=[cores[-(i % 2)]]) for i in range(4)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]]))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(code: str) -> str:
+        (tmp_path / "train.py").write_text(code)
+        return str(tmp_path / "train.py")
+
+    return write
+
+
+def cores(output: str) -> dict[int, list[int]]:
+    lines = [[int(word) for word in line.split()[1:]] for line in output.splitlines() if line.startswith("CORES")]
+    return {rank: numbers for rank, *numbers in lines}
+
+
+def near(driver: Driver, *positions: int) -> dict[int, list[int]]:
+    return {rank: list(driver.gpus[position].cpus or ()) for rank, position in enumerate(positions)}
+
+
+def test_ranks_of_ddp_and_a_second_fit_agree(
+    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+) -> None:
+    code = """
+for name in ("first", "second"):
+    fit(name, accelerator=FreeMemoryCUDAAccelerator(min_free="8GiB"), strategy=FreeMemoryDDPStrategy(bind_numa=True))
+end()
+"""
+    answer = run_python(script(FIT + code))
+    assert answer.returncode == 0, answer.stderr
+    assert said(answer.stdout, driver) == {"first": AGREED, "second": AGREED}
+    assert cores(answer.stdout) == near(driver, 3, 2)
+    assert answer.stderr.count("Picked GPU") == 1
+    assert live_claims(claims_dir) == []
+
+
+def test_forked_and_spawned_ranks_agree(
+    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+) -> None:
+    code = """
+if __name__ == "__main__":
+    for strategy in ("ddp_fork", "ddp_spawn"):
+        fit(strategy, accelerator=FreeMemoryCUDAAccelerator(), strategy=strategy)
+"""
+    answer = run_python(script(FIT + code))
+    assert answer.returncode == 0, answer.stderr
+    assert said(answer.stdout, driver) == {
+        "ddp_fork": {0: [3, 2]},
+        "ddp_spawn": {0: [3, 2]},
+    }  # the others run no script
+    assert answer.stderr.count("Picked GPU") == 1
+    assert live_claims(claims_dir) == []
+
+
+def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
+    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+) -> None:
+    # The first start fails before Lightning is imported, which saves seconds.
+    fails = f"{PLACE}\nplace_and_say(exclusive=True)\n{MEET}\nsys.exit(os.environ['RANK'] == '1')"
+    start = f"import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n{textwrap.indent(fails, '    ')}\n"
+    fsdp = "fit('trained', strategy=FreeMemoryFSDPStrategy(exclusive=True, bind_numa=True))\nend()\n"
+    options = ["--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
+    answer = run_python(*TORCHRUN[1:], *options, script(f"{start}{FIT}{fsdp}"))
+    assert answer.returncode == 0, answer.stderr
+    assert said(answer.stdout, driver) == {"placed": AGREED, "trained": AGREED}
+    assert cores(answer.stdout) == near(driver, 3, 2)
+    assert answer.stderr.count("Picked GPU") == 1
+    assert live_claims(claims_dir) == []
+
+
+def test_tasks_of_slurm_agree_and_the_claim_lives_until_the_last_ends(
+    driver: Driver, script: Callable[[str], str], claims_dir: Path
+) -> None:
+    path, port = script(f"{FIT}\nfit('trained', strategy='ddp_free_memory')\nend()\nsys.stdin.read()"), free_port()
+    tasks = [
+        subprocess.Popen([sys.executable, path], env=slurm(i, MASTER_PORT=port), stdin=-1, stdout=-1, text=True)
+        for i in range(2)
+    ]
+    output = "".join(task.stdout.readline() + task.stdout.readline() for task in tasks if task.stdout)
+    assert said(output, driver) == {"trained": AGREED}
+    for task in tasks:
+        assert live_claims(claims_dir) == [("whole", 2)]
+        task.kill()
+        task.communicate()
+    assert live_claims(claims_dir) == []
