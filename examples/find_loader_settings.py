@@ -37,8 +37,7 @@ def main() -> None:
 
     found = find_loader_settings(loader, step_time_s, budget_s=8)
     for trial in found.trials:
-        if trial.batch_s is not None:
-            print(f"num_workers={trial.settings.num_workers}: {1 / trial.batch_s:.1f} batches/s")
+        print(f"num_workers={trial.settings.num_workers}: {trial.batches_per_s or 0:.1f} batches/s")
     print(found.reason)
     assert found.settings is not None
     loader = DataLoader(

@@ -81,8 +81,8 @@ def summarize(result: LoaderResult) -> LoaderSummary:
         applied=result.applied,
         confirmed=result.confirmed,
         reason=result.reason,
-        users_batches_per_s=1 / before.batch_s if before and before.batch_s else None,
-        batches_per_s=1 / after.batch_s if after and after.batch_s else None,
+        users_batches_per_s=None if before is None else before.batches_per_s,
+        batches_per_s=None if after is None else after.batches_per_s,
         wait_share=result.wait_share,
         seconds=result.seconds,
     )

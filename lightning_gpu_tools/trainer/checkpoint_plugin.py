@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ class PortableCheckpointIO(CheckpointIO):
                 shapes_of(checkpoint["state_dict"]),
                 keys,
                 strict=model.strict_loading,
-                same_tensor=same_tensors(checkpoint["state_dict"]),
+                same_tensor=partial(same_tensors, checkpoint["state_dict"]),
             )
             refuse_what_torch_cannot_copy(checkpoint["state_dict"], plan, keys, state)
         except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:

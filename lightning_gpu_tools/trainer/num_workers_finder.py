@@ -33,8 +33,9 @@ from lightning_gpu_tools.loaders.plan import (
 )
 from lightning_gpu_tools.loaders.search import SearchTerms, search
 from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.trainer.facts import local_ranks, rank_exchange, trains_on_gpu
+from lightning_gpu_tools.trainer.facts import local_ranks, trains_on_gpu
 from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
+from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
@@ -94,7 +95,6 @@ class NumWorkersFinder(Callback):
         self.budget_s = budget_s
         self.apply = apply
         self._result: LoaderResult | None = None
-        self._fits = 0
         self._fit: _Fit | None = None
 
     @property
@@ -107,16 +107,14 @@ class NumWorkersFinder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
-            self._fits += 1
             self._result = None
-            self._fit = _Fit(trainer, budget_s=self.budget_s, apply=self.apply)
+            self._fit = _Fit(trainer, Session.of(trainer), budget_s=self.budget_s, apply=self.apply)
 
     @override
     @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            place = trainer.callbacks.index(self)  # type: ignore[attr-defined]
-            self._fit.start(rank_exchange(trainer, f"loader/{self._fits}/{place}"))
+            self._fit.start()
 
     @override
     @never_stops_training
@@ -148,8 +146,9 @@ class NumWorkersFinder(Callback):
             fit.close()
             # Not before: if Ctrl-C comes meanwhile, this is called once more.
             self._result, self._fit = fit.result, None
+            fit.release()
 
-    def _give_up(self, trainer: Trainer) -> None:
+    def _give_up(self) -> None:
         if self._fit is not None:
             with suppress(Exception):  # what is broken may break here, too, and training must go on
                 self._fit.give_up()
@@ -161,8 +160,9 @@ class NumWorkersFinder(Callback):
 class _Fit:
     """One fit: its training loaders, and the search for the settings of one of them."""
 
-    def __init__(self, trainer: Trainer, *, budget_s: float, apply: bool) -> None:
+    def __init__(self, trainer: Trainer, session: Session, *, budget_s: float, apply: bool) -> None:
         self._trainer = trainer
+        self._session = session
         self._budget_s = budget_s
         self._apply = apply
         self._made: dict[int, tuple[object, object]] = {}  # what the Trainer was given, and what it got, by place
@@ -176,7 +176,6 @@ class _Fit:
         self._due = STUDY_STEPS
         self._turn = 0
         self._exchange: RankExchange | None = None
-        self.result: LoaderResult | None = None
         # Every loader goes through here, each time it is made.
         self._wrappers = Wrappers()
         self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
@@ -214,9 +213,18 @@ class _Fit:
         """Say that the loaders of this epoch have been made."""
         self._place = 0
 
-    def start(self, exchange: RankExchange) -> None:
+    @property
+    def result(self) -> LoaderResult | None:
+        """What was found; the session has it, so that the report can tell it."""
+        return self._session.loader_result
+
+    @result.setter
+    def result(self, found: LoaderResult) -> None:
+        self._session.loader_result = found
+
+    def start(self) -> None:
         """Begin to study the training: what came before was a tuner's, or none."""
-        self._exchange = exchange
+        self._exchange = self._session.board("loader")
         self._log.clear()
         self._steps, self._next = 0, self._search
 
@@ -225,7 +233,7 @@ class _Fit:
         self._steps += 1
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
-            action()
+            self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
 
     @property
     def _current(self) -> Switch | None:
@@ -399,6 +407,10 @@ class _Fit:
                     switch.use(switch.original)
         if self.result is not None and self.result.applied:
             self.result = dataclasses.replace(self.result, settings=self.result.original, applied=False)
+
+    def release(self) -> None:
+        """Give the session back."""
+        self._session.release()
 
     def close(self) -> None:
         """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""

@@ -42,7 +42,7 @@ def placed(driver: Driver, path: str, environments: list[dict[str, str]], *argum
     return [next(iter(said(line, driver)["placed"].values())) for line in lines]
 
 
-def test_a_child_that_outlives_the_one_that_picked_keeps_the_claim(
+def test_a_child_that_outlives_its_parent_keeps_the_claim(
     driver: Driver, script: Callable[[str], str], claims_dir: Path
 ) -> None:
     path = script("""
@@ -64,7 +64,7 @@ sys.stdin.read()
         assert live_claims(claims_dir) == []
 
 
-def test_a_new_torchrun_leaves_the_ranks_of_a_killed_one_alone(driver: Driver, script: Callable[[str], str]) -> None:
+def test_a_new_torchrun_leaves_a_killed_ones_ranks_alone(driver: Driver, script: Callable[[str], str]) -> None:
     command = [*TORCHRUN, f"--master-port={free_port()}", script(f"place_and_say(exclusive=True){STAY}")]
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as killed:
         assert killed.stdout is not None
@@ -105,7 +105,7 @@ def test_jobs_of_two_users_share_no_choice_whatever_their_names(
 @pytest.mark.parametrize(
     ("job", "devices", "expected"), [("train", "auto", [[3, 2], [3, 2]]), ("bash", "1", [[3], [2]])]
 )
-def test_tasks_of_slurm_count_alike_but_not_jobs_in_a_shell(
+def test_tasks_of_slurm_agree_but_not_jobs_in_a_shell(
     driver: Driver, script: Callable[[str], str], job: str, devices: str, expected: list[list[int]]
 ) -> None:
     code = "devices = sys.argv[1] if sys.argv[1] == 'auto' else int(sys.argv[1])\n"

@@ -120,7 +120,7 @@ def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
     assert live_claims(claims_dir) == []
 
 
-def test_tasks_of_slurm_agree_and_the_claim_lives_until_the_last_ends(
+def test_tasks_of_slurm_agree_until_the_last_ends(
     driver: Driver, script: Callable[[str], str], claims_dir: Path
 ) -> None:
     path, port = script(f"{FIT}\nfit('trained', strategy='ddp_free_memory')\nend()\nsys.stdin.read()"), free_port()
