@@ -62,7 +62,7 @@ def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
 
 @pytest.mark.parametrize("output", ["uuid", "env", "json"])
 def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, output: str) -> None:
-    driver.gpus = [gpu(memory_free="4GiB"), gpu(lost=True), gpu(utilization=97)]
+    driver.gpus = [gpu(utilization=97, pci=(0, 64, 0)), gpu(lost=True), gpu(memory_free="4GiB", pci=(0, 16, 0))]
     answer = pick("-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
     assert (answer.returncode, answer.out) == (3, "")
     lines = answer.err.splitlines()

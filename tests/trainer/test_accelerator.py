@@ -265,11 +265,14 @@ def test_a_gpu_of_its_own_by_slurm_is_kept(driver: Driver, monkeypatch: pytest.M
         trainer(2, strategy="ddp")
 
 
-def test_a_child_numbers_gpus_like_its_parent_with_cuda(driver: Driver, run_python: RunPython) -> None:
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_child_numbers_gpus_like_its_parent_with_cuda(driver: Driver, run_python: RunPython, claim: bool) -> None:
     cpu_as_cuda.start()
-    made = trainer(2)
+    made = trainer(2, claim=claim)
+    with driver.change():  # the job uses them by now
+        driver.gpus[2].memory_free = driver.gpus[3].memory_free = 0
     assert cpu_as_cuda.device_numbers(made) == [2, 3]
-    answer = run_python("-c", f"{PLACE}\nplace_and_say(2)", env={"LOCAL_RANK": "1"})
+    answer = run_python("-c", f"{PLACE}\nplace_and_say(2, claim={claim})", env={"LOCAL_RANK": "1"})
     assert said(answer.stdout, driver) == {"placed": {1: positions(driver, cpu_as_cuda.gpus_of(made))}}
 
 
