@@ -8,6 +8,7 @@ from statistics import median
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
 from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.training.phases import PAUSES
 from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
     LoaderSettings,
@@ -88,7 +89,7 @@ def _measure(run: RunMeasurements) -> _Wait:
     blocks = settled(run.blocks)
     wait_s = median(block.data_loading_s / block.steps for block in blocks)
     step_s = replace(run, blocks=blocks).steady_step_s or 0.0
-    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in ("validation", "checkpoint", "epoch_start"))
+    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
     # A wait that overlaps GPU work costs nothing. So what the GPU's own times show counts, and never more than the
     # GPU's idle time.
     scale = max(0.0, 1 - paused_s / run.wall_s) * run.exposed(DATA_LOADING)

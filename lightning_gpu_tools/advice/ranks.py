@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_duration
 
@@ -15,8 +16,7 @@ _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 
 _PHASES = {
-    "data_loading": "waiting for data",
-    "host_to_device_copy": "moving the batch to the device",
+    **{name: PHASES[name].label for name in ("data_loading", "host_to_device_copy")},
     "forward": "its forward pass",
     "callback": "its callbacks",
     "logging": "its loggers",

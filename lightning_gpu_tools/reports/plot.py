@@ -15,25 +15,13 @@ from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
 from lightning_gpu_tools.reports.text import phase_groups, phase_label
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.units import format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, distinguishable with every common color blindness, and three grays and a wine.
-_COLORS = {
-    "training_step": "#009E73",
-    "data_loading": "#D55E00",
-    "host_to_device_copy": "#E69F00",
-    "validation": "#56B4E9",
-    "checkpoint": "#0072B2",
-    "callback": "#CC79A7",
-    "logging": "#F0E442",
-    "epoch_start": "#882255",
-    "monitoring": "#000000",
-    "trainer": "#999999",
-    "unexplained": "#DDDDDD",
-}
+_COLORS = {phase.name: phase.color for phase in PHASES.values()}
 _OTHER_COLOR = "#BBBBBB"
 # Lines of GPUs differ in dashes as well as in shade, so that they can be told apart in print.
 _LINES = (("#000000", "-"), ("#000000", ":"), ("#666666", "-"), ("#666666", "--"), ("#999999", "-"), ("#999999", ":"))

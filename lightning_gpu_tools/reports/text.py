@@ -13,6 +13,7 @@ from lightning_gpu_tools.advice.ranks import slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.loader_summary import loader_line
 from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -187,24 +188,9 @@ def _energy(joules: float) -> str:
     return f"{joules / 3.6e6:.3g} kWh" if joules >= 3.6e5 else f"{joules / 1e3:.3g} kJ"
 
 
-PHASE_LABELS = {
-    "data_loading": "waiting for data",
-    "host_to_device_copy": "moving the batch to the device",
-    "training_step": "training step",
-    "validation": "validation",
-    "checkpoint": "writing checkpoints",
-    "epoch_start": "starting epochs",
-    "logging": "loggers",
-    "callback": "callbacks",
-    "monitoring": "this package",
-    "trainer": "Trainer overhead",
-    "unexplained": "unexplained",
-}
-
-
 def phase_label(group: str) -> str:
     """Return the label of a group of phases."""
-    return PHASE_LABELS.get(group) or printable(group)
+    return PHASES[group].label if group in PHASES else printable(group)
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:

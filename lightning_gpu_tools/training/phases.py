@@ -45,13 +45,13 @@ PHASES = {
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "writing a checkpoint"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
-        Phase(TRAINER, "the Trainer's own work", "#999999", "between", "in the Trainer's own work around a step"),
+        Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
         Phase(DATA_LOADING, "waiting for data", "#D55E00", "between", "waiting for a batch"),
-        Phase(HOST_TO_DEVICE_COPY, "handing the batch to the device", "#E69F00", "between",
-              "handing the batch to the device"),
+        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between",
+              "moving the batch to the device"),
         Phase(TRAINING_STEP, "training step", "#009E73", "step", "in forward, backward and optimizer"),
     )
 }  # fmt: skip
