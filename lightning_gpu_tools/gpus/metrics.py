@@ -45,8 +45,8 @@ def _of(source: str, reduction: Reduction, logged: str | None = None, reported: 
 class GpuWindow:
     """All that the sampler saw of one GPU in a window of time; ``None`` = nothing was reported.
 
-    The metrics are those of ``GpuSample``, reduced over the window: of power and temperature the last one is logged and
-    the mean or the maximum reported.
+    The metrics are those of ``GpuSample``, reduced over the window. Of memory and temperature the last value is logged
+    and the greatest one reported.
 
     Attributes:
         uuid: The GPU or MIG instance.
@@ -72,7 +72,6 @@ class GpuWindow:
     memory_used_peak_bytes: int | None = _of("memory_used_bytes", "max", None, "memory_used_bytes_max")
     memory_total_bytes: int | None = _of("memory_total_bytes", "last", "memory_total_bytes", "memory_total_bytes")
     power_watts: float | None = _of("power_watts", "last", "power_watts")
-    power_mean_watts: float | None = _of("power_watts", "mean", None, "power_watts_mean")
     energy_joules: float | None = _of("energy_joules", "difference", None, "energy_joules")
     temperature_celsius: float | None = _of("temperature_celsius", "last", "temperature_celsius")
     temperature_max_celsius: float | None = _of("temperature_celsius", "max", None, "temperature_celsius_max")
@@ -205,12 +204,14 @@ def gpu_summary(
         sharing: Who used what of it, at the end.
         others_memory_bytes_max: The most memory that others used.
     """
+    power = [watts for _, watts in timelines.get("power_watts", ())]
     return GpuSummary(
         index=gpu.index,
         uuid=window.uuid,
         name=gpu.name,
         node=node,
         validation_utilization_percent_mean=validation.utilization_mean_percent,
+        power_watts_mean=sum(power) / len(power) if power else None,
         own_memory_bytes=sharing.own_memory_bytes,
         others_memory_bytes_max=others_memory_bytes_max,
         own_utilization_percent=sharing.own_utilization_percent,
