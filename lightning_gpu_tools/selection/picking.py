@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, CudaAlreadyInitializedError, NotEnoughGpusError
@@ -94,9 +93,7 @@ class GpuSelection:
     def __enter__(self) -> GpuSelection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
