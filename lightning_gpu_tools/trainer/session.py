@@ -202,13 +202,16 @@ class Session:
         self.publish(next_turn=True)
         if self._monitored is None or not trainer.is_global_zero or trainer.num_nodes < 2:
             return
-        for facts in self._exchange.read(self._turn, TIMEOUT_S):
+        for facts in self._wait_for_ranks(self._exchange, TIMEOUT_S):
             if facts["rank"] != trainer.global_rank:
                 self._warn_once(facts.get("troubles", []))
                 self._log_metrics(facts.get("metrics", {}), compat.logged_step(trainer) - 1)
-        if self._exchange.missed:
-            silent = f"Ranks {self._exchange.missed} reported nothing within {TIMEOUT_S:.0f} s; they are left out."
-            self._warn_once([silent])
+
+    def _wait_for_ranks(self, exchange: RankExchange, timeout_s: float) -> list[dict[str, Any]]:
+        published = exchange.read(self._turn, timeout_s)
+        if exchange.missed:
+            self._warn_once([f"Ranks {exchange.missed} reported nothing within {TIMEOUT_S:.0f} s; they are left out."])
+        return published
 
     def publish(self, *, next_turn: bool, at_end: bool = False) -> None:
         """Publish how fast this rank is, and from other nodes than the first also what their GPUs did.
@@ -240,7 +243,7 @@ class Session:
         if self.recorder is not None and self._exchange is not None and self.clock.ran:
             self.publish(next_turn=True, at_end=True)
             if self._trainer.is_global_zero:
-                self._exchange.read(self._turn, timeout_s)
+                self._wait_for_ranks(self._exchange, timeout_s)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
         """Return each GPU of this node over the whole fit, polled once more."""
