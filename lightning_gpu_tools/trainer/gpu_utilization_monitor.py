@@ -40,7 +40,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
     ``{sm_active,sm_occupancy}_percent``         %                     Hopper and later
     ``{tensor_active,dram_active}_percent``      %                     Hopper and later
     ``{own,others}_memory_bytes``                bytes                 of this job's, of all other listed processes
-    ``{own,others}_utilization_percent``         % of the time         likewise, where the driver reports it
+    ``{own,others}_utilization_percent``         % of the time         as above, where the driver reports it
     ============================================ ===================== ==============================================
 
     At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, and where

@@ -33,7 +33,7 @@ def guarded(action: Callable[[], object]) -> None:
     """Do something outside of a hook, with a fault in it turned into a warning."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - likewise
+    except Exception as error:  # noqa: BLE001 - as above
         _warn("lightning_gpu_tools", error)
 
 

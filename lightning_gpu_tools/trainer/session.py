@@ -77,7 +77,7 @@ class Session:
     def of(cls, trainer: Trainer) -> Session:
         """Return the session of the Trainer's fit that is about to begin, the same one for everybody who asks."""
         session = _sessions.get(trainer)
-        if session is not None and session.clock.ran:  # of an earlier fit, whose end somebody did not live to see
+        if session is not None and session.clock.ran:  # of an earlier fit whose end was not announced
             session._close()
             session = None
         if session is None:
