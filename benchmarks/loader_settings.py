@@ -131,7 +131,7 @@ def measure(dataset: Dataset[torch.Tensor], step_s: float, users: int, args: arg
         "users_num_workers": users,
         "choice": choice,
         "reason": found.reason,
-        "trials": [asdict(item) for item in found.scores],
+        "trials": [asdict(trial) for trial in found.trials],
         "finder_s": finder_s,
         "best_of_grid": best,
         "grid_s": grid_s,

@@ -36,8 +36,8 @@ def main() -> None:
     step_time_s = (time.perf_counter() - began_s) / 100
 
     found = find_loader_settings(loader, step_time_s, budget_s=8)
-    for item in found.scores:
-        print(f"num_workers={item.settings.num_workers}: {item.batches_per_s:.1f} batches/s")
+    for trial in found.trials:
+        print(f"num_workers={trial.settings.num_workers}: {trial.batches_per_s or 0:.1f} batches/s")
     print(found.reason)
     assert found.settings is not None
     loader = DataLoader(

@@ -34,6 +34,11 @@ class LoaderTrial:
     measured: bool = True
     failed: str | None = None
 
+    @property
+    def batches_per_s(self) -> float | None:
+        """Speed of loader and step together; ``None`` if none was measured."""
+        return 1 / self.batch_s if self.batch_s else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderResult:

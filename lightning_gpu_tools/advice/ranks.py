@@ -15,13 +15,6 @@ from lightning_gpu_tools.units import format_duration
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 
-_PHASES = {
-    **{name: PHASES[name].label for name in ("data_loading", "host_to_device_copy")},
-    "forward": "its forward pass",
-    "callback": "its callbacks",
-    "logging": "its loggers",
-}
-
 
 def slowest_rank(own_s: Sequence[float]) -> tuple[int, float] | None:
     """Return which rank works longest on a step, and how many seconds longer than the median rank.
@@ -57,7 +50,8 @@ def straggler(run: RunMeasurements) -> Finding | None:
         where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
     else:
         evidence["phase"] = phase
-        where = f"It loses the time in {_PHASES.get(phase, phase)}: give it the same data, cores and settings."
+        label = "its forward pass" if phase == "forward" else PHASES[phase].label
+        where = f"It loses the time in {label}: give it the same data, cores and settings."
     return counted(
         "straggler",
         share,

@@ -27,8 +27,8 @@ class NotCopyableError(Exception):
 def fingerprint(dataset: object) -> int:
     """Return a number that is another one when the dataset has changed.
 
-    Every object that the dataset holds is gone through as pickle does, but as it is, without its ``__getstate__``: a
-    forked worker gets an open file, too. Functions and classes are skipped: what is forked need not be pickled.
+    Every object that the dataset holds is gone through as pickle does, and besides what a ``__getstate__`` says also
+    as it is: a forked worker gets an open file, too. Functions and classes are skipped, which need not be pickled then.
 
     Raises:
         NotCopyableError: It holds an open file, a lock, a running generator, ...
@@ -61,7 +61,7 @@ class _Checksum:
 
     def add(self, buffer: pickle.PickleBuffer) -> None:
         with buffer.raw() as data:
-            self.value = zlib.crc32(data[:: max(1, data.nbytes // _ELEMENTS)].tobytes(), self.value)
+            self.value = zlib.crc32(data[:: data.nbytes // _ELEMENTS | 1].tobytes(), self.value)
 
 
 class _Walk(pickle.Pickler):
@@ -75,7 +75,7 @@ class _Walk(pickle.Pickler):
             values = [] if flat is None or flat.device.type != "cpu" else flat[: 2 * _ELEMENTS].tolist()
             return tuple, ((str(thing.dtype), tuple(thing.shape), repr(values)),)
         if _has_own_way(type(thing)) and hasattr(thing, "__dict__"):
-            return object, (), vars(thing)
+            return object, (), (vars(thing), thing.__reduce_ex__(5))
         return NotImplemented
 
 

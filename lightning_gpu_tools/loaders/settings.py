@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -68,15 +69,17 @@ def plain_loader(
         same |= {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
     else:
         options.pop("timeout", None)
-    return DataLoader(
-        loader.dataset if dataset is None else dataset,
-        **({"batch_size": None, "sampler": indices} if loader.batch_sampler is None else {"batch_sampler": indices}),
-        num_workers=settings.num_workers,
-        prefetch_factor=settings.prefetch_factor,
-        persistent_workers=settings.persistent_workers,
-        pin_memory=settings.pin_memory,
-        **{**same, **options},
-    )
+    same |= {"batch_size": None, "sampler": indices} if loader.batch_sampler is None else {"batch_sampler": indices}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: what waits can use them
+        return DataLoader(
+            loader.dataset if dataset is None else dataset,
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor,
+            persistent_workers=settings.persistent_workers,
+            pin_memory=settings.pin_memory,
+            **{**same, **options},
+        )
 
 
 def batch_bytes(batch: Any) -> int:

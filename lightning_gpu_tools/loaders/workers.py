@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -20,6 +20,9 @@ from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 GRACE_S = 5.0
 # How long they may then take to end by a signal. Our default: only a process that the kernel holds takes longer.
 _SIGNAL_TIMEOUT_S = 0.5
+
+# A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
+_DYING_S = 0.2
 
 _of_parents: list[Batches] = []
 
@@ -47,7 +50,7 @@ class Batches:
         before = set(multiprocessing.active_children())
         try:
             with _interrupt_deferred(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
+                warnings.filterwarnings("ignore", "Got pickle error")
                 self.iterator = iter(loader)
         finally:  # also where Ctrl-C came in between, or only some could be started
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
@@ -158,7 +161,8 @@ class _Deaths:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._fetching = False
-        if isinstance(error, RuntimeError):  # torch may have noticed it first, and does not say why
+        if isinstance(error, (RuntimeError, OSError, EOFError)):  # torch may notice it first, and does not say why
+            multiprocessing.connection.wait([worker.sentinel for worker in self._workers], _DYING_S)
             self._check()
 
     def _check(self) -> None:

@@ -20,8 +20,7 @@ from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
-from lightning_gpu_tools.reports.loader_summary import summarize
-from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report
+from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
 from lightning_gpu_tools.trainer.session import Session

@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.advice.inside_step import wants_profile
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.trainer import compat
@@ -38,10 +38,11 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
 
     Args:
-        min_utilization_percent: Utilization below which a GPU counts as badly used. The default is where SageMaker
-            Debugger's LowGPUUtilization rule draws the line.
-        min_steps: Steady steps needed to judge; the first 20 steps and the first of each epoch are not steady.
-        min_seconds: Seconds of steady steps needed to judge.
+        min_utilization_percent: Utilization below which a GPU counts as underused. The default of 70 is the threshold
+            of SageMaker Debugger's LowGPUUtilization rule.
+        min_steps: Steady steps needed to judge, 50 by default; the first 20 steps and the first of each epoch do not
+            count.
+        min_seconds: Seconds of steady steps needed to judge, 20 by default.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -52,7 +53,11 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     """
 
     def __init__(
-        self, *, min_utilization_percent: float = 70.0, min_steps: int = 50, min_seconds: float = 20.0
+        self,
+        *,
+        min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
+        min_steps: int = MIN_STEPS,
+        min_seconds: float = MIN_SECONDS,
     ) -> None:
         if not 0 <= min_utilization_percent <= 100:
             raise ValueError(f"min_utilization_percent must be between 0 and 100, got {min_utilization_percent!r}.")

@@ -95,7 +95,6 @@ class NumWorkersFinder(Callback):
         self.budget_s = budget_s
         self.apply = apply
         self._result: LoaderResult | None = None
-        self._fits = 0
         self._fit: _Fit | None = None
 
     @property
@@ -108,7 +107,6 @@ class NumWorkersFinder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
-            self._fits += 1
             self._result = None
             self._fit = _Fit(trainer, Session.of(trainer), budget_s=self.budget_s, apply=self.apply)
 

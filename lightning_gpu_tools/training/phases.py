@@ -1,4 +1,4 @@
-"""What the training thread can be doing: the one table of phases, for the clock, diagnoses, reports and docs."""
+"""What the training thread can be doing: the table of phases for the clock, diagnoses, reports and docs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ UNEXPLAINED = "unexplained"
 
 
 class Phase(NamedTuple):
-    """A phase as it is named, shown and documented.
+    """The names, color and meaning of a phase.
 
     Attributes:
-        name: In ``phase_s``; the class name of a callback or logger follows behind a slash.
-        label: In a line of the report.
-        color: In the picture. Okabe and Ito's palette, distinguishable with every common color blindness, with three
+        name: In ``phase_s``; the class name of a callback or logger follows after a slash.
+        label: In the text of the report.
+        color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
             grays and a wine.
-        group: ``step``, ``between`` two steps, or ``pause``: no part of a steady step.
+        group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
 
@@ -59,5 +59,5 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 
 
 def base_phase(phase: str) -> str:
-    """Return a phase without the name behind its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
+    """Return a phase without the name after its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]

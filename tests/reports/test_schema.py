@@ -8,8 +8,7 @@ import pytest
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.loader_summary import LoaderSummary
-from lightning_gpu_tools.reports.report import SCHEMA_VERSION, RankSpeed, Report
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, RankSpeed, Report
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
 

@@ -1,0 +1,99 @@
+"""What a dataset holds: whether workers can have copies of it, and whether it has changed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gpu_tools.loaders.contents import NotCopyableError, fingerprint
+
+
+class Holding:
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+class Reopening(Holding):
+    """Can be pickled, because it leaves out what a forked process would get."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Own(torch.utils.data.Dataset[int]):
+    """A class that only this module knows, with attributes of all kinds."""
+
+    def __init__(self) -> None:
+        class Local:
+            values: tuple[int, ...] = (1, 2)
+
+        self.local, self.function, self.method = Local(), lambda item: item, self.__len__
+        self.tensor, self.array, self.names = torch.rand(10_000), np.zeros((50, 50)), {"a": ["b"]}
+        self.itself = self
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_what_can_be_forked_need_not_be_pickled() -> None:
+    own = Own()
+    assert fingerprint(own) == fingerprint(own)
+
+
+@pytest.mark.parametrize("kind", [Holding, Reopening])
+@pytest.mark.parametrize(
+    "thing",
+    [threading.Lock(), multiprocessing.Event(), (i for i in range(3)), threading.Thread()],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_what_workers_could_not_have_is_found(kind: type[Holding], thing: Any) -> None:
+    with pytest.raises(NotCopyableError):
+        fingerprint([{"deep": kind(thing)}])
+
+
+@pytest.mark.parametrize("kind", [Holding, Reopening])
+def test_an_open_file_is_found(kind: type[Holding]) -> None:
+    with Path(__file__).open() as file, pytest.raises(NotCopyableError, match="an open file"):
+        fingerprint(kind(file))
+
+
+def change_tensor(own: Own) -> None:
+    own.tensor[0] = 2.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_tensor,
+        lambda own: own.names["a"].append("c"),
+        lambda own: setattr(own.local, "values", (1, 3)),
+        lambda own: own.array.fill(1.0),
+    ],
+)
+def test_a_change_anywhere_changes_the_fingerprint(change: Any) -> None:
+    own = Own()
+    before = fingerprint(own)
+    change(own)
+    assert fingerprint(own) != before
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator(), lambda own: torch.rand(1, generator=own)),
+        (np.random.default_rng(1), lambda own: own.random()),
+        (np.random.RandomState(1), lambda own: own.rand()),
+        (random.Random(1), lambda own: own.random()),
+    ],
+)
+def test_drawing_from_a_generator_of_its_own_is_a_change(generator: Any, draw: Any) -> None:
+    before = fingerprint(Holding(generator))
+    draw(generator)
+    assert fingerprint(Holding(generator)) != before

@@ -1,0 +1,210 @@
+"""Which settings are tried and which are taken: decided from what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools.advice.loader_plan import LoadCost
+from lightning_gpu_tools.advice.loader_trials import LoaderTrial
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.loaders.plan import (
+    LoaderCase,
+    Step,
+    StepCost,
+    choose,
+    is_slower,
+    max_workers,
+    next_trial,
+    step_cost,
+    step_to_step_s,
+    why_no_search,
+)
+
+GIB = 2**30
+NONE = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+HOST = HostBudget(cores=8.0, memory_available_bytes=64 * GIB, shm_free_bytes=64 * GIB)
+
+
+def workers(count: int, prefetch: int = 2) -> LoaderSettings:
+    return replace(NONE, num_workers=count, prefetch_factor=prefetch if count else None)
+
+
+def case(load_s: float = 0.04, step_s: float = 0.01, **changes: object) -> LoaderCase:
+    made = LoaderCase(
+        original=NONE,
+        cost=LoadCost(wall_s=load_s, cpu_s=0.0),
+        step=StepCost(wall_s=step_s),
+        host=HOST,
+        cuda=False,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def trial(count: int, batch_s: float | None, prefetch: int = 2, wait_s: float = 0.0, **more: object) -> LoaderTrial:
+    made = LoaderTrial(settings=workers(count, prefetch), batch_s=batch_s, batches=24, wait_s=wait_s)
+    return replace(made, **{"measured": count > 0, **more})  # type: ignore[arg-type]
+
+
+def tried(of: LoaderCase, speed: object) -> list[LoaderTrial]:
+    """Play a whole search in which a number of workers has the speed that a function says."""
+    alone_s = of.cost.wall_s + of.step.wall_s
+    trials = [trial(0, alone_s, wait_s=of.cost.wall_s)]
+    while (settings := next_trial(of, trials)) is not None:
+        batch_s = speed(settings)  # type: ignore[operator]
+        wait_s = max(0.0, batch_s - of.step.wall_s)
+        trials.append(trial(settings.num_workers, batch_s, settings.prefetch_factor or 2, wait_s))
+        assert len(trials) < 20
+    return trials
+
+
+def counts(trials: list[LoaderTrial]) -> list[int]:
+    return [one.settings.num_workers for one in trials]
+
+
+def test_the_prediction_comes_first_then_twice_and_half_of_it() -> None:
+    assert counts(tried(case(), lambda settings: max(0.01, 0.04 / settings.num_workers)))[:4] == [0, 5, 10, 3]
+
+
+def test_original_workers_are_tried_first() -> None:
+    assert next_trial(case(original=workers(4)), [trial(0, 0.05)]) == workers(4)
+
+
+def test_what_still_waits_gets_more_workers_and_a_longer_queue() -> None:
+    found = tried(case(), lambda settings: max(0.01, 0.4 / settings.num_workers))
+    assert max(counts(found)) == 32  # four a core
+    assert any(one.settings.prefetch_factor == 8 for one in found)
+
+
+def test_items_that_compute_get_no_more_workers_than_cores() -> None:
+    computing = LoadCost(wall_s=0.2, cpu_s=0.2)
+    assert max_workers(case(cost=computing)) == 8
+    assert max_workers(case(cost=computing, host=replace(HOST, local_ranks=4))) == 2
+    assert max_workers(case(cost=replace(computing, cpu_s=0.01))) == 32
+
+
+@pytest.mark.parametrize(
+    ("cost", "host", "most"),
+    [
+        ({"batch_bytes": GIB}, {"shm_free_bytes": 8 * GIB}, 3),  # 80 % of it, two batches a worker
+        ({"worker_bytes": 4 * GIB}, {"memory_available_bytes": 64 * GIB}, 8),  # half of it
+        ({"batch_bytes": GIB}, {"shm_free_bytes": None}, 32),
+    ],
+)
+def test_workers_fit_into_memory_and_shm(cost: dict[str, int], host: dict[str, int | None], most: int) -> None:
+    limited = case(cost=LoadCost(wall_s=1.0, cpu_s=0.0, **cost), host=replace(HOST, **host))  # type: ignore[arg-type]
+    assert max_workers(limited) == most
+    assert max(counts(tried(limited, lambda settings: 1 / settings.num_workers))) <= most
+
+
+def test_a_failure_ends_the_way_up_and_two_end_the_search() -> None:
+    trials = [trial(0, 0.05, wait_s=0.04), trial(5, None, failed="killed")]
+    following = next_trial(case(), trials)
+    assert following is not None
+    assert 0 < following.num_workers < 5
+    assert next_trial(case(), [*trials, trial(2, None, failed="killed")]) is None
+
+
+def test_the_fewest_workers_within_three_percent_are_taken() -> None:
+    trials = [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.0100), trial(3, 0.0140)]
+    decision = choose(case(), trials)
+    assert decision.settings.num_workers == 5
+    assert "99 batches/s against 20 with the original settings" in decision.reason
+
+
+def test_settings_that_are_hardly_faster_are_not_taken() -> None:
+    decision = choose(case(), [trial(0, 0.0102), trial(5, 0.0100)])
+    assert decision.settings == NONE
+    assert "more than 3 % faster" in decision.reason
+
+
+def test_a_step_that_computes_needs_a_gain_of_fifteen_percent() -> None:
+    on_cpu = case(step=StepCost(wall_s=0.01, cpu_s=0.01, threads=1))
+    less = choose(on_cpu, [trial(0, 0.0113), trial(2, 0.0100)])
+    assert less.settings == NONE
+    assert "less than 15 % is not certain enough" in less.reason
+    assert choose(on_cpu, [trial(0, 0.0116), trial(2, 0.0100)]).settings.num_workers == 2
+    assert choose(case(), [trial(0, 0.0113), trial(2, 0.0100)]).settings.num_workers == 2
+
+
+def test_nothing_is_changed_where_the_original_settings_were_not_measured() -> None:
+    decision = choose(case(original=workers(4)), [trial(0, 0.05), trial(4, None, failed="killed"), trial(2, 0.01)])
+    assert decision.settings == workers(4)
+    assert "killed" in decision.reason
+
+
+def test_workers_live_on_where_starting_them_takes_part_of_an_epoch() -> None:
+    trials = [trial(0, 0.05), trial(5, 0.01, start_s=0.1)]
+    assert choose(case(epoch_steps=100), trials).settings.persistent_workers
+    assert not choose(case(epoch_steps=10_000), trials).settings.persistent_workers
+    assert not choose(case(epoch_steps=None), trials).settings.persistent_workers
+
+
+def test_memory_is_pinned_for_a_gpu_only() -> None:
+    trials = [trial(0, 0.05), trial(5, 0.01)]
+    assert choose(case(cuda=True), trials).settings.pin_memory
+    assert not choose(case(), trials).settings.pin_memory
+
+
+def test_the_limit_is_named() -> None:
+    computing = case(cost=LoadCost(wall_s=0.4, cpu_s=0.4))
+    decision = choose(computing, [trial(0, 0.41), trial(8, 0.05)])
+    assert "The CPU is the limit: the step runs at most 20 % of the time." in decision.reason
+
+
+SPEEDS = st.floats(0.001, 1.0)
+
+
+@given(load_s=SPEEDS, step_s=SPEEDS, cores=st.integers(1, 64), noise=st.randoms(use_true_random=False))
+def test_a_search_ends_and_is_never_worse_than_the_original(
+    load_s: float, step_s: float, cores: int, noise: object
+) -> None:
+    of = case(load_s, step_s, host=replace(HOST, cores=float(cores)))
+    jitter = noise.uniform  # type: ignore[attr-defined]
+    trials = tried(of, lambda settings: max(step_s, load_s / settings.num_workers) * jitter(1.0, 1.5))
+    decision = choose(of, trials)
+    assert len(trials) <= 15
+    assert max(counts(trials)) <= 4 * cores
+    chosen = [one.batch_s for one in trials if one.settings.num_workers == decision.settings.num_workers]
+    assert min(batch_s for batch_s in chosen if batch_s is not None) <= load_s + step_s
+
+
+@given(speeds=st.lists(SPEEDS, min_size=1, max_size=6), order=st.randoms(use_true_random=False))
+def test_the_choice_does_not_depend_on_the_order_of_the_trials(speeds: list[float], order: object) -> None:
+    trials = [trial(0, 1.5), *(trial(count, batch_s) for count, batch_s in enumerate(speeds, start=1))]
+    mixed = list(trials)
+    order.shuffle(mixed)  # type: ignore[attr-defined]
+    assert choose(case(), mixed).settings == choose(case(), trials).settings
+
+
+def step(wait_s: float, step_s: float, cpu_s: float = 0.0) -> Step:
+    return Step(wait_s=wait_s, wait_cpu_s=0.0, step_s=step_s, step_cpu_s=cpu_s)
+
+
+def test_validation_in_between_does_not_count_as_a_step() -> None:
+    steps = [step(0.02, 0.01)] * 19 + [step(0.0, 5.0)]
+    assert step_cost(steps, 8).wall_s == pytest.approx(0.01)
+    assert step_to_step_s(steps) == pytest.approx(0.029)
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "torch_threads", "threads"),
+    [(0.001, 1, 0), (0.01, 1, 1), (0.01, 8, 0), (0.02, 2, 2), (0.04, 8, 4)],
+)
+def test_a_step_computes_from_a_quarter_of_torchs_threads_on(cpu_s: float, torch_threads: int, threads: int) -> None:
+    assert step_cost([step(0.0, 0.01, cpu_s)] * 20, torch_threads).threads == threads
+
+
+def test_a_loader_that_keeps_up_is_not_searched() -> None:
+    assert why_no_search([step(0.0004, 0.01)] * 20) is not None
+    assert why_no_search([step(0.001, 0.01)] * 20) is None
+
+
+def test_slower_is_by_more_than_three_percent() -> None:
+    before = [step(0.02, 0.01)] * 20
+    assert not is_slower([step(0.0205, 0.01)] * 100, before)
+    assert is_slower([step(0.022, 0.01)] * 100, before)
