@@ -104,13 +104,15 @@ class Session:
 
     def begin(self) -> RunRecorder:
         """Begin to measure what is known only when training starts: the loader, the GPUs, the ranks."""
+        if self._timer.fault is not None:
+            raise self._timer.fault
         if self.recorder is None:
             trainer = self._trainer
             self.started_s = time.time()
             self.memory = MemoryHistory(trainer.strategy.root_device)
             self._exchange = self.board("measured")
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
-            if trainer.local_rank == 0:  # one process of a node is enough to sample its GPUs
+            if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
             self.recorder = RunRecorder(trainer, self.clock, self._exchange, self.gpus)
         return self.recorder

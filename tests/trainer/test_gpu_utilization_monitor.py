@@ -7,6 +7,7 @@ import os
 import pickle
 import tempfile
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -272,13 +273,23 @@ class Collating(LightningDataModule):
         return torch.stack(samples)
 
     def train_dataloader(self) -> Any:
-        return loader(Samples(8), collate_fn=self.collate, num_workers=1, multiprocessing_context="spawn")
+        return loader(Samples(8), collate_fn=self.collate)
 
 
-def test_workers_are_spawned_with_a_loader_that_refers_to_the_trainer(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()], max_epochs=2)
+class Send(Callback):
+    """Does what the start of a spawned worker does with its loader."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        collate = pickle.loads(ForkingPickler.dumps(trainer.train_dataloader.collate_fn))
+        self.sent = collate([torch.ones(1)] * 2)
+
+
+def test_a_loader_that_refers_to_the_trainer_can_be_sent_to_spawned_workers(tmp_path: Path) -> None:
+    sending = Send()
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), sending]
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path))
     trainer.fit(Model(), datamodule=Collating())
-    assert trainer.global_step == 16
+    assert sending.sent.tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("profiler", [None, "simple"])
