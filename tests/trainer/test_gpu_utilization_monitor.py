@@ -226,6 +226,9 @@ def test_a_log_dir_that_is_somebody_elses_costs_the_file_and_not_the_training() 
         (Session, "log_if_due"),
         (Session, "end_epoch"),
         (Session, "finish"),
+        (Session, "of"),
+        (Session, "diagnosis"),
+        (Session, "release"),
         (RunRecorder, "__init__"),
         (RunRecorder, "after_step"),
         (RunRecorder, "measurements"),
@@ -248,6 +251,18 @@ def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
         trainer.fit(Model(), loader(Samples(40)))
     assert trainer.global_step == 120
     assert sampler_threads() == []
+    assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
+
+
+def test_a_fault_of_ours_hides_no_error_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Session, "finish", fail)
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), Raise(at_step=5)]
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks)
+    with pytest.raises(Boom), pytest.warns(UserWarning, match="because of an error in it: PermissionError"):
+        trainer.fit(Model(), loader(Samples(40)))
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
 
 
