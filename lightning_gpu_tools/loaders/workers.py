@@ -50,7 +50,7 @@ class Batches:
         before = set(multiprocessing.active_children())
         try:
             with _interrupt_deferred(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Got pickle error")
+                warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 self.iterator = iter(loader)
         finally:  # also where Ctrl-C came in between, or only some could be started
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
