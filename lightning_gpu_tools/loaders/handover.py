@@ -125,10 +125,10 @@ class Switch:
         self._watched = True
         self._ended = False
         self._epochs: weakref.WeakSet[_Epoch] = weakref.WeakSet()
-        self._own: tuple[DataLoader[Any], _Rest, Batches] | None = None  # the original settings' persistent workers
-        self._idle: tuple[Batches, _Rest, int | str | None] | None = (
-            None  # workers of the settings chosen, and their dataset
-        )
+        # Workers that live on between epochs: those of the original settings, and those of the settings chosen, with
+        # what their dataset holds.
+        self._own: tuple[Batches, _Rest] | None = None
+        self._idle: tuple[Batches, _Rest, int | str | None] | None = None
         self._seeds = torch.Generator()
         self._randomness: PrivateRandomness | None = None
 
@@ -157,8 +157,8 @@ class Switch:
         self.moved_draws = self._drew and settings.num_workers > 0
         self._drop_idle()
         own, self._own = self._own, None
-        if own is not None and not any(epoch.loads_with(own[2]) for epoch in self._epochs):
-            own[2].close()
+        if own is not None and not any(epoch.loads_with(own[0]) for epoch in self._epochs):
+            own[0].close()
         self.chosen = settings
         loader = self.shown_by()
         if loader is not None:
@@ -177,7 +177,7 @@ class Switch:
             epoch.release()
         self._drop_idle()
         if self._own is not None:
-            self._own[2].close()
+            self._own[0].close()
             self._own = None
 
     def begin_watch(self) -> None:
@@ -233,7 +233,7 @@ class _Epoch:
         if new:
             switch._seeds.manual_seed(peek_seed(self._loader.generator))
         if switch._own is not None:
-            _, self._rest, self._batches = switch._own
+            self._batches, self._rest = switch._own
             self.source = self._rest.source
             self._rest.under_way.clear()
             self._batches.restart()
@@ -246,7 +246,7 @@ class _Epoch:
         )
         self._batches = Batches(inner, trusted=True)
         if self._settings.persistent_workers:
-            switch._own = inner, self._rest, self._batches
+            switch._own = self._batches, self._rest
 
     def __iter__(self) -> _Epoch:
         return self
@@ -374,7 +374,7 @@ class _Epoch:
         """End the workers, or keep persistent ones for the next epoch."""
         batches, self._batches = self._batches, None
         switch = self._switch
-        if batches is None or (switch._own is not None and switch._own[2] is batches):
+        if batches is None or (switch._own is not None and switch._own[0] is batches):
             return
         lives_on = self._settings.persistent_workers and self._settings == switch.chosen and not switch._ended
         if lives_on and switch._idle is None and self._rest is not None:
@@ -428,5 +428,4 @@ def restore(made: DataLoader[Any]) -> None:
         prefetch_factor=original.prefetch_factor,
         persistent_workers=original.persistent_workers,
         pin_memory=original.pin_memory,
-        _iterator=None,
     )

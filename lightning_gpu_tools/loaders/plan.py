@@ -25,8 +25,8 @@ CONFIRM_STEPS = 100
 _MIN_GAIN_ON_CPU = 1.15
 # A step keeps cores busy from a quarter of torch's threads on: a thread that waits for a GPU spins on one core.
 _BUSY_SHARE = 0.25
-# Items that compute cannot use more workers than cores; those that wait can. Four a core is our default.
-_COMPUTING = 0.5
+# Workers that compute half of the time fill the cores when there are two for each; those that only wait never do. Four
+# a core, at most, is our default.
 _WORKERS_PER_CORE = 4
 # Batches come in order, so all wait for a slow one, which a longer queue bridges. More than 8 batches a worker did not
 # help in any measured case.
@@ -153,8 +153,8 @@ def plan(case: LoaderCase) -> LoaderPlan:
 def max_workers(case: LoaderCase) -> int:
     """Return how many workers are worth a try here."""
     cores = case.host.cores / case.host.local_ranks
-    computes = case.cost.cpu_s is not None and case.cost.cpu_s > _COMPUTING * case.cost.wall_s
-    most = math.ceil(cores if computes else _WORKERS_PER_CORE * cores)
+    computing = (case.cost.cpu_s or 0.0) / case.cost.wall_s
+    most = math.ceil(cores / max(computing, 1 / _WORKERS_PER_CORE))
     fit = plan(case).most_workers
     return most if fit is None else min(most, fit)
 

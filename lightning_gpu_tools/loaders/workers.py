@@ -50,7 +50,7 @@ class Batches:
         before = set(multiprocessing.active_children())
         try:
             with _interrupt_deferred(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Got pickle error")
+                warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 self.iterator = iter(loader)
         finally:  # also where Ctrl-C came in between, or only some could be started
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
@@ -92,7 +92,6 @@ class Batches:
             timer.cancel()
             if self._deaths is not None:
                 self._deaths.undo()
-        vars(self.loader)["_iterator"] = None  # torch keeps that of persistent workers there
         with suppress(RuntimeError):
             _end_by_signal([worker for worker in self.workers if worker.is_alive()])
 
@@ -150,7 +149,7 @@ class _Deaths:
 
     def __call__(self, *arguments: Any) -> None:
         if callable(self._before):
-            with suppress(RuntimeError):
+            with suppress(RuntimeError) if self._workers else nullcontext():
                 self._before(*arguments)
         if self._fetching:
             self._check()
@@ -172,7 +171,7 @@ class _Deaths:
                 raise DeadWorkerError(_how_it_ended(worker.exitcode))
 
     def undo(self) -> None:
-        """Take it off; where somebody has put another handler over it, it does nothing more."""
+        """Take it off; where somebody has put another handler over it, it only passes the signal on."""
         self._workers = ()
         current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
         if current is self:

@@ -40,7 +40,8 @@ from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# The ranks wait for each other in every step, so they come to a search at the same time. Our default.
+# The ranks wait for each other in every step, so they come to a search at the same time; a trial that hangs ends with
+# the budget. Our default.
 _RANKS_TIMEOUT_S = 10.0
 
 
@@ -108,7 +109,7 @@ class NumWorkersFinder(Callback):
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
             self._result = None
-            self._fit = _Fit(trainer, Session.of(trainer), budget_s=self.budget_s, apply=self.apply)
+            self._fit = _Fit(trainer, Session.of(trainer), self)
 
     @override
     @never_stops_training
@@ -160,21 +161,20 @@ class NumWorkersFinder(Callback):
 class _Fit:
     """One fit: its training loaders, and the search for the settings of one of them."""
 
-    def __init__(self, trainer: Trainer, session: Session, *, budget_s: float, apply: bool) -> None:
+    def __init__(self, trainer: Trainer, session: Session, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
         self._session = session
-        self._budget_s = budget_s
-        self._apply = apply
+        self._finder = finder
+        self._budget_s = finder.budget_s
         self._made: dict[int, tuple[object, object]] = {}  # what the Trainer was given, and what it got, by place
         self._fixed: dict[int, str] = {}  # why loaders are left alone
         self._place = 0
         self._tuned: int | None = None
-        self._log: list[Step] = []
         self._study: list[Step] = []
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = STUDY_STEPS
-        self._turn = 0
+        self._turn = self._ramp_up = 0
         self._exchange: RankExchange | None = None
         # Every loader goes through here, each time it is made.
         self._wrappers = Wrappers()
@@ -183,7 +183,10 @@ class _Fit:
     def _adopting(self, process: Callable[[object], object]) -> Callable[[object], object]:
         def process_dataloader(loader: object) -> object:
             loader = process(loader)
-            return self._adopt(loader) if self._trainer.training else loader
+            trainer = self._trainer
+            # A tuner (LearningRateFinder, BatchSizeFinder) takes the callbacks out while it tries something.
+            ours = trainer.training and self._finder in trainer.callbacks  # type: ignore[attr-defined]
+            return self._adopt(loader) if ours else loader
 
         return process_dataloader
 
@@ -202,7 +205,7 @@ class _Fit:
         self._made[place] = loader, new
         before, after = _switch(made), _switch(new)
         if after is not None:
-            after.log = self._log if before is None else before.log
+            after.log = [] if before is None else before.log
             if before is not None and before.chosen is not None:
                 self._change(after, before.chosen)
         if before is not None:
@@ -223,10 +226,9 @@ class _Fit:
         self._session.loader_result = found
 
     def start(self) -> None:
-        """Begin to study the training: what came before was a tuner's, or none."""
+        """Begin to count the steps."""
         self._exchange = self._session.board("loader")
-        self._log.clear()
-        self._steps, self._next = 0, self._search
+        self._next = self._search
 
     def after_step(self) -> None:
         """Count the step; search when enough of them were seen, and look at the result once more later."""
@@ -234,6 +236,10 @@ class _Fit:
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
             self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
+
+    @property
+    def _switches(self) -> list[Switch]:
+        return [switch for _, made in self._made.values() if (switch := _switch(made)) is not None]
 
     @property
     def _current(self) -> Switch | None:
@@ -248,7 +254,7 @@ class _Fit:
             return [facts]
         self._turn += 1
         exchange.publish(self._turn, **facts)
-        everyones = exchange.read(self._turn, _RANKS_TIMEOUT_S)
+        everyones = exchange.read(self._turn, self._budget_s + _RANKS_TIMEOUT_S)
         complete = len(everyones) == exchange.ranks and all(one["turn"] == self._turn for one in everyones)
         return everyones if complete else None
 
@@ -256,18 +262,15 @@ class _Fit:
 
     def _search(self) -> None:
         trainer = self._trainer
-        iterated = [
-            place for place, (_, made) in self._made.items() if (one := _switch(made)) is not None and one.begun
-        ]
-        self._tuned = min(iterated, default=None)
+        begun = (place for place, (_, made) in self._made.items() if (one := _switch(made)) is not None and one.begun)
+        self._tuned = min(begun, default=None)
         switch = self._current
-        self._study = list(settled(self._log))
-        for _, made in self._made.values():
-            if (one := _switch(made)) is not None:
-                one.log = None
+        self._study = [] if switch is None else list(settled(switch.log or []))
+        for one in self._switches:
+            one.log = None
         obstacle, nothing = self._obstacle(switch)
-        own = None if obstacle or not self._study else self._own_step(self._study)
-        everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "own": own})
+        cost = None if obstacle else dataclasses.asdict(step_cost(self._study, torch.get_num_threads()))
+        everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         if trainer.world_size > 1 and self._exchange is not None and self._exchange.ranks < trainer.world_size:
             self._leave("The training loader is left as it is: the ranks cannot agree without torch.distributed.")
             return
@@ -281,9 +284,8 @@ class _Fit:
         if all(facts["nothing"] for facts in everyones):
             self._leave(nothing or "")
             return
-        owns = [facts["own"] for facts in everyones]
         # Who waits for other ranks does so inside the step, so the shortest one is the step itself.
-        step = StepCost(**min((own["step"] for own in owns), key=lambda cost: float(cost["wall_s"])))
+        step = StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"])))
         given = self._made[self._tuned][0] if self._tuned is not None else None
         assert isinstance(given, DataLoader)
         steps = trainer.num_training_batches
@@ -316,12 +318,9 @@ class _Fit:
             return "its epochs are too short to measure a step", None
         return switch.obstacle(), why_no_search(self._study)
 
-    def _own_step(self, steps: list[Step]) -> dict[str, Any]:
-        return {"step": dataclasses.asdict(step_cost(steps, torch.get_num_threads()))}
-
     def _use(self, switch: Switch, found: LoaderResult) -> None:
         self.result = found
-        if found.settings is None or found.settings == found.original or not self._apply:
+        if found.settings is None or found.settings == found.original or not self._finder.apply:
             self._show()
             return
         self._change(switch, found.settings)
@@ -333,11 +332,9 @@ class _Fit:
             found, applied=True, reason=found.reason + (moved if switch.moved_draws else "")
         )
         self._show()
-        self._log.clear()
-        switch.log = self._log
-        ramp_up = found.settings.num_workers * (1 + (found.settings.prefetch_factor or 0)) + 2
-        self._due = self._steps + ramp_up + CONFIRM_STEPS
-        self._ramp_up = ramp_up
+        switch.log = []
+        self._ramp_up = found.settings.num_workers * (1 + (found.settings.prefetch_factor or 0)) + 2
+        self._due = self._steps + self._ramp_up + CONFIRM_STEPS
         self._next = self._confirm
 
     def _change(self, switch: Switch, settings: LoaderSettings) -> None:
@@ -348,7 +345,7 @@ class _Fit:
         switch, result = self._current, self.result
         if switch is None or result is None:
             return
-        steps, switch.log = self._log[self._ramp_up :], None
+        steps, switch.log = (switch.log or [])[self._ramp_up :], None
         fault = switch.fault
         slower = bool(steps) and is_slower(steps, self._study)
         everyones = self._gather({"fault": fault, "slower": slower})
@@ -399,12 +396,10 @@ class _Fit:
     def give_up(self) -> None:
         """Go back to the original settings, because of a fault in here."""
         self._next = None
-        for _, made in self._made.values():
-            switch = _switch(made)
-            if switch is not None:
-                switch.log = None
-                if switch.in_use != switch.original:
-                    switch.use(switch.original)
+        for switch in self._switches:
+            switch.log = None
+            if switch.in_use != switch.original:
+                switch.use(switch.original)
         if self.result is not None and self.result.applied:
             self.result = dataclasses.replace(self.result, settings=self.result.original, applied=False)
 

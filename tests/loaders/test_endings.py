@@ -28,6 +28,16 @@ Run = Callable[..., "CompletedProcess[str]"]
 ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
 
 
+# How long torch waits here for one worker whose iterator was dropped in a reference cycle. It is 5 s, which a busy machine
+# may take for the rest, too.
+STALL_S = 60.0
+
+
+@pytest.fixture
+def stalls_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", STALL_S)
+
+
 def open_files() -> set[tuple[str, str]]:
     """Return the descriptors, without the shared memory of a last batch, which the frames of an exception keep."""
     links = {
@@ -44,6 +54,7 @@ def iterators() -> set[int]:
 
 @pytest.mark.parametrize(("before", "after"), CHANGES[::2])
 @pytest.mark.parametrize("end", ["the last epoch", "a limit", "an exception"])
+@pytest.mark.usefixtures("stalls_are_long")
 def test_nothing_is_left_without_the_garbage_collector(
     tmp_path: Path, before: LoaderSettings, after: LoaderSettings, end: str
 ) -> None:
@@ -61,11 +72,12 @@ def test_nothing_is_left_without_the_garbage_collector(
         while open_files() - files and time.monotonic() < until_s:
             time.sleep(0.01)  # threads of the queues close their pipes a little later
         assert not open_files() - files
-        assert took_s < 5  # torch waits as long for one worker whose iterator was in a reference cycle
+        assert took_s < STALL_S
     finally:
         gc.enable()
 
 
+@pytest.mark.usefixtures("stalls_are_long")
 def test_a_reference_cycle_around_an_iterator_costs_no_time() -> None:
     made = switchable(DataLoader(Samples(100), num_workers=2))
     cycle: list[Any] = [iter(made)]
@@ -75,7 +87,7 @@ def test_a_reference_cycle_around_an_iterator_costs_no_time() -> None:
     restore(made)
     del cycle
     gc.collect()
-    assert time.monotonic() - began_s < 4  # 10 s where nobody has ended the two workers before
+    assert time.monotonic() - began_s < STALL_S
     assert not multiprocessing.active_children()
 
 
@@ -139,8 +151,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, quiet_trainer
 from lightning_gpu_tools import NumWorkersFinder
 
-folder, when = sys.argv[1], sys.argv[2]
-home = os.getpid()
+folder, home = sys.argv[1], os.getpid()
+when = "in a trial"
 
 class Interrupting(Samples):
     def __getitem__(self, index):
@@ -157,30 +169,28 @@ def after_fork():
 
 sent = []
 os.register_at_fork(after_in_parent=after_fork)
-finder = NumWorkersFinder(budget_s=2.0)
-trainer = quiet_trainer(folder, callbacks=[finder])
-try:
-    trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
-    ended = "as usual"
-except BaseException as error:
-    ended = type(error).__name__
-print(json.dumps([ended, trainer.global_step, len(multiprocessing.active_children())]))
+for when in ("in a trial", "in a fork"):
+    trainer = quiet_trainer(folder, callbacks=[NumWorkersFinder(budget_s=2.0)])
+    try:
+        trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
+        ended = "as usual"
+    except BaseException as error:
+        ended = type(error).__name__
+    print(json.dumps([ended, trainer.global_step, len(multiprocessing.active_children())]))
 """
 
 
-@pytest.mark.parametrize("when", ["in a trial", "in a fork"])
-def test_ctrl_c_during_the_search_ends_the_training_as_always(run_python: Run, tmp_path: Path, when: str) -> None:
+def test_ctrl_c_during_the_search_ends_the_training_as_always(run_python: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(INTERRUPTED)
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    began_s = time.monotonic()
-    result = run_python(str(tmp_path / "script.py"), str(tmp_path), when, env={"PYTHONPATH": path})
-    assert time.monotonic() - began_s < 60
+    result = run_python(str(tmp_path / "script.py"), str(tmp_path), env={"PYTHONPATH": path})
     assert result.returncode == 0, result.stderr
     assert "Exception ignored" not in result.stderr
-    ended, steps, children = json.loads(result.stdout.splitlines()[-1])
-    assert ended in ("SystemExit", "KeyboardInterrupt")
-    assert steps == 25
-    assert children == 0
+    for line in result.stdout.splitlines()[-2:]:
+        ended, steps, children = json.loads(line)
+        assert ended in ("SystemExit", "KeyboardInterrupt")
+        assert steps == 25
+        assert children == 0
 
 
 def test_no_thread_of_ours_is_left() -> None:

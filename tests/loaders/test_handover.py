@@ -89,11 +89,11 @@ def test_several_loaders_are_changed_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_other_ways_to_start_workers_deliver_the_same(tmp_path: Path, method: str) -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(range(40), 4, shuffle=True, num_workers=1, multiprocessing_context=method)
+    def loader(way: str) -> DataLoader[Any]:
+        return DataLoader(range(40), 4, shuffle=True, num_workers=1, multiprocessing_context=way)
 
-    ours = train(loader(), SwitchAt(0, 4, settings(2)), folder=tmp_path, max_epochs=1)
-    assert_equal(ours, train(loader(), folder=tmp_path, max_epochs=1))
+    ours = train(loader(method), SwitchAt(0, 4, settings(2)), folder=tmp_path, max_epochs=1)
+    assert_equal(ours, train(loader("fork"), folder=tmp_path, max_epochs=1))
 
 
 def test_a_sampler_that_draws_during_the_epoch_is_an_obstacle(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_items_that_compute_get_no_more_workers_than_cores() -> None:
     computing = LoadCost(wall_s=0.2, cpu_s=0.2)
     assert max_workers(case(cost=computing)) == 8
     assert max_workers(case(cost=computing, host=replace(HOST, local_ranks=4))) == 2
+    assert max_workers(case(cost=replace(computing, cpu_s=0.1))) == 16
     assert max_workers(case(cost=replace(computing, cpu_s=0.01))) == 32
 
 

@@ -130,6 +130,9 @@ def test_a_fault_of_the_finder_never_reaches_the_training(
     monkeypatch.setattr(num_workers_finder, "CONFIRM_STEPS", 5)
     batches = fit(tmp_path, NumWorkersFinder(budget_s=1.0), lambda: None)
     assert batches.seen == list(range(60))
+    for worker in multiprocessing.active_children():  # which only `restore` would have ended
+        assert broken == "restore"
+        worker.kill()
 
 
 @pytest.mark.parametrize("at_step", [10, 40])

@@ -154,6 +154,14 @@ def test_what_a_trainer_has_saved_it_resumes(optimizer: str, groups: int, folder
         assert resume(content, Lit(optimizer, scheduler, groups), folder).global_step == 3
 
 
+def test_an_optimizer_that_needs_the_loss_to_step_is_resumed(folder: Path) -> None:
+    class Searching(Lit):
+        def configure_optimizers(self) -> Any:
+            return optim.LBFGS(self.parameters())
+
+    assert resume(checkpoint(folder, Searching), Searching(), folder).global_step == 3
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_several_optimizers_or_none_are_resumed(number: int, folder: Path) -> None:
     content = checkpoint(folder, Manual, number)
@@ -185,6 +193,13 @@ def test_states_of_parameters_in_another_order_are_refused(folder: Path) -> None
     states = content["optimizer_states"][0]["state"]
     states[0], states[1] = states[1], states[0]
     with pytest.raises(CheckpointMismatchError, match=r"RuntimeError: The size of tensor"):
+        resume(content, Lit(), folder)
+
+
+def test_what_a_scheduler_left_in_the_groups_is_checked(folder: Path) -> None:
+    content = copy.deepcopy(checkpoint(folder))
+    content["optimizer_states"][0]["param_groups"][0]["initial_lr"] = "text"
+    with pytest.raises(CheckpointMismatchError, match="has 'text' for \"initial_lr\""):
         resume(content, Lit(), folder)
 
 
@@ -287,8 +302,9 @@ def test_checking_leaves_the_optimizer_and_the_counts_alone(folder: Path) -> Non
             steps.append(self.global_step)
 
         def on_train_start(self) -> None:
-            state = self.trainer.optimizers[0].state
-            steps.extend(int(entries["step"]) for entries in state.values())
+            optimizer = self.trainer.optimizers[0]
+            optimizer.load_state_dict(optimizer.state_dict())  # the user's own affair
+            steps.extend(int(entries["step"]) for entries in optimizer.state.values())
 
     resume(checkpoint(folder), Watching(), folder)
     assert steps == [0, 1, 1]
