@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 from fake_driver import Driver
 
 from lightning_gpu_tools.selection.claims import read_ledger
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
 # What the accelerator does underneath, without the seconds that it takes to import Lightning.
 PLACE = """

@@ -108,7 +108,7 @@ def check_readings() -> None:
 
 
 def check_probe(wait: Callable[[float], None]) -> None:
-    """Two looks, a second apart, give samples and counters that fit together, without a problem."""
+    """Two reads, a second apart, give samples and counters that fit together, without a problem."""
     for gpu in nvml.read_gpus():
         assert gpu.uuid is not None
         with GpuProbe(gpu.uuid) as probe:

@@ -1,14 +1,16 @@
 """The pages of docs/ name every cause and verdict, and every link works."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from sample_report import REPORT
 
 from lightning_gpu_tools.advice import data_loading
 from lightning_gpu_tools.advice.findings import Cause, Verdict
-from lightning_gpu_tools.reports.text import _VERDICT
+from lightning_gpu_tools.reports.text import render_text
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
@@ -27,7 +29,8 @@ def test_every_cause_is_explained() -> None:
 
 def test_every_verdict_is_explained() -> None:
     for verdict in get_args(Verdict):
-        assert f"`{_VERDICT[verdict]}`" in READ, verdict
+        text = render_text(replace(REPORT, diagnosis=replace(REPORT.diagnosis, verdict=verdict)))
+        assert f"`{text.removeprefix('Verdict: ').partition(' (')[0]}`" in READ, verdict
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: str(page.name))

@@ -66,7 +66,7 @@ def test_a_change_is_seen_by_the_next_call(machine):
     assert pynvml.nvmlDeviceGetMemoryInfo(gpu_0).free == 7 * GIB
 
 
-def test_a_change_is_seen_by_a_child_process_that_is_running(machine):
+def test_a_running_child_process_sees_a_change(machine):
     code = """
 import sys, pynvml
 pynvml.nvmlInit()

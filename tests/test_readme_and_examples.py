@@ -34,7 +34,7 @@ def test_readme_blocks_and_small_examples_run(driver: Driver, run_python: Run, t
     code = (
         "import json, sys\n"
         "for program in json.load(open('programs.json')):\n"
-        "    print(program, file=sys.stderr)\n"  # the last one is the one that failed
+        "    print('---', program[:200], file=sys.stderr)\n"  # the last one is the one that failed
         "    exec(compile(program, 'program', 'exec'), {'__name__': '__main__'})"
     )
     result = run_python("-c", code, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
 from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.training.phases import DATA_LOADING, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
-    DATA_LOADING,
     LoaderSettings,
     LoadingFacts,
     RunMeasurements,
@@ -87,15 +87,13 @@ def data_loading(run: RunMeasurements) -> Finding | None:
 def _measure(run: RunMeasurements) -> _Wait:
     blocks = settled(run.blocks)
     wait_s = median(block.data_loading_s / block.steps for block in blocks)
-    step_s = replace(run, blocks=blocks).steady_step_s or 0.0
-    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in ("validation", "checkpoint", "epoch_start"))
+    step_s = median(block.step_s for block in blocks)
+    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
     # A wait that overlaps GPU work costs nothing. So what the GPU's own times show counts, and never more than the
     # GPU's idle time.
     scale = max(0.0, 1 - paused_s / run.wall_s) * run.exposed(DATA_LOADING)
     share = min(wait_s / step_s * scale, run.idle_share) if step_s > 0 else 0.0
-    shares = [
-        block.data_loading_s / (block.wall_s - block.paused_s) for block in blocks if block.wall_s > block.paused_s
-    ]
+    shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
     lower, _ = median_interval(shares) or (min(shares, default=0.0), 1.0)
     return _Wait(wait_s=wait_s, step_s=step_s, share=share, share_lower=min(lower * scale, share))
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from lightning_gpu_tools.advice.data_loading import data_loading
 from lightning_gpu_tools.advice.findings import (
+    MIN_SECONDS,
+    MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
     Finding,
@@ -39,8 +41,8 @@ def diagnose(
     run: RunMeasurements,
     *,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
-    min_steps: int = 50,
-    min_seconds: float = 20.0,
+    min_steps: int = MIN_STEPS,
+    min_seconds: float = MIN_SECONDS,
 ) -> Diagnosis:
     """Return the verdict and the findings.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_duration
 
@@ -13,14 +14,6 @@ from lightning_gpu_tools.units import format_duration
 # for 80 % of that excess.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
-
-_PHASES = {
-    "data_loading": "waiting for data",
-    "host_to_device_copy": "moving the batch to the device",
-    "forward": "its forward pass",
-    "callback": "its callbacks",
-    "logging": "its loggers",
-}
 
 
 def slowest_rank(own_s: Sequence[float]) -> tuple[int, float] | None:
@@ -57,7 +50,8 @@ def straggler(run: RunMeasurements) -> Finding | None:
         where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
     else:
         evidence["phase"] = phase
-        where = f"It loses the time in {_PHASES.get(phase, phase)}: give it the same data, cores and settings."
+        label = "its forward pass" if phase == "forward" else PHASES[phase].label
+        where = f"It loses the time in {label}: give it the same data, cores and settings."
     return counted(
         "straggler",
         share,

@@ -16,11 +16,12 @@ MODEL_STATES = ("state_dict", "current_model_state")
 
 
 def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry.
+    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry."""
+    return likely(all_state_dicts(content, tensor_type))
 
-    A ``state_dict`` entry is meant whenever there is one; otherwise all of them.
-    """
-    entries = all_state_dicts(content, tensor_type)
+
+def likely(entries: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the ``state_dict`` entry alone if there is one: it is meant whenever nobody names another."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else entries
 
 

@@ -21,8 +21,8 @@ WITH_WEIGHTS = ("callbacks", "current_model_state", "averaging_state", "loops")
 TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
-def check_contents(content: Any, path: object, tensor_type: type) -> None:
-    """Check how deep everything is nested, and that the weights go by name.
+def check_contents(content: Any, path: object, tensor_type: type) -> dict[str, Mapping[str, Any]]:
+    """Check how deep everything is nested, and that the weights go by name; return these, as ``all_state_dicts`` does.
 
     Args:
         content: What a file holds, loaded or described.
@@ -38,7 +38,8 @@ def check_contents(content: Any, path: object, tensor_type: type) -> None:
             f"{printable_path(path)} nests its contents more than {MAX_DEPTH} levels deep, or without end. No "
             "training needs that, and Python can neither copy nor save it."
         )
-    for entry, weights in all_state_dicts(content, tensor_type).items():
+    entries = all_state_dicts(content, tensor_type)
+    for entry, weights in entries.items():
         where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
         for key in weights:
             if not isinstance(key, str):
@@ -56,6 +57,7 @@ def check_contents(content: Any, path: object, tensor_type: type) -> None:
                 f"{where} has wrong _metadata: torch keeps the version of each module there, as a whole number. Delete "
                 "that attribute of the state_dict and save it again."
             )
+    return entries
 
 
 def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[str]) -> None:
@@ -135,7 +137,7 @@ def _is_too_deep(content: Any, carriers: tuple[type, ...]) -> bool:
     while path:
         container, rest = path[-1]
         for part in rest:
-            if not isinstance(part, _CONTAINERS) and not (isinstance(part, carriers) and _attributes(part)):
+            if not (part.__dict__ if isinstance(part, carriers) else isinstance(part, _CONTAINERS)):
                 continue
             if id(part) not in heights:
                 heights[id(part)] = limit  # until it is known: a container that is met within itself has no end

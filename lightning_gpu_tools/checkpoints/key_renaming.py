@@ -8,7 +8,7 @@ attribute (``model.``) less, one attribute more.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
@@ -57,7 +57,7 @@ def plan_renaming(
     *,
     root: str | None = None,
     strict: bool = True,
-    same_tensor: Mapping[str, Hashable] | None = None,
+    same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
     """Find the one way in which a checkpoint fits a model.
 
@@ -67,7 +67,7 @@ def plan_renaming(
         root: Attribute that one side has and the other has not, as ``"model."``; ``""`` for none; ``None`` finds out.
         strict: Refuse unless every key of the model gets a weight of its shape and every key of the checkpoint finds
             its place, apart from keys beside a dropped root. If false, take what fits and list the rest.
-        same_tensor: What tells whether two checkpoint keys hold the same tensor, if that is known.
+        same_tensor: Returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
 
     Raises:
         AmbiguousCheckpointError: Several sets of weights fit.
@@ -76,7 +76,7 @@ def plan_renaming(
     """
     if root in (None, "") and _fits_as_it_is(checkpoint, model):
         return RenamePlan(renames={key: key for key in checkpoint})
-    return _Search(checkpoint, model, same_tensor or {}).run(root, strict)
+    return _Search(checkpoint, model, same_tensor).run(root, strict)
 
 
 def _fits_as_it_is(checkpoint: Mapping[str, Shape | None], model: ModelKeys) -> bool:
@@ -99,7 +99,10 @@ class _Search:
     """The readings of one checkpoint for one model, from least change to most."""
 
     def __init__(
-        self, checkpoint: Mapping[str, Shape | None], model: ModelKeys, same_tensor: Mapping[str, Hashable]
+        self,
+        checkpoint: Mapping[str, Shape | None],
+        model: ModelKeys,
+        same_tensor: Callable[[], Mapping[str, Hashable]],
     ) -> None:
         self.shapes = checkpoint
         self.model = model
@@ -177,8 +180,9 @@ class _Search:
 
     def _only(self, fits: list[_Reading]) -> _Reading:
         different: dict[frozenset[tuple[str, Hashable]], _Reading] = {}
+        same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
-            weights = ((key, self.same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
+            weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
             different.setdefault(frozenset(weights), reading)
         if len(different) > 1:
             roots = [reading.dropped_root or reading.added_root for reading in different.values()]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
@@ -30,6 +29,10 @@ _WRAPPERS_BY_NAME = frozenset(
         ("timm", "ModelEmaV2"),
         ("timm", "ModelEmaV3"),
     }
+)
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 _BATCH_COUNTER = "num_batches_tracked"
 # Hooks that only put back the prefix of their own wrapper.
@@ -52,7 +55,7 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
         if _is_wrapper(module):
             wrappers.add(path)
             counters.add(_inside(path, WRAPPER_COUNTER))
-        elif isinstance(module, _NormBase):
+        elif isinstance(module, _NORMS):
             if old_batch_norm:
                 counters.add(_inside(path, _BATCH_COUNTER))
         elif _loads_itself(module):

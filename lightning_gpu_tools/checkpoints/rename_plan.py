@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,8 @@ class RenamePlan:
 
         If not ``strict``, those whose name another key has are left out; otherwise ``apply`` refuses them.
         """
+        if not (self.unexpected or self.clashes):
+            return {}
         rename = self.rename_key()
         names = {key: rename(key) for key in (*self.unexpected, *self.clashes)}
         if strict:
@@ -90,14 +92,15 @@ class RenamePlan:
         taken = {*self.renames.values(), *self.tied}
         return {key: name for key, name in names.items() if name not in taken and first[name] == key}
 
-    def apply(self, state_dict: Mapping[str, Any], *, keep: Iterable[str] = ()) -> OrderedDict[str, Any]:
+    def apply(self, state_dict: Mapping[str, Any], *, keep: Collection[str] = ()) -> OrderedDict[str, Any]:
         """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along.
 
         Args:
             state_dict: The checkpoint's weights; not changed.
             keep: Keys without a place in the model that stay in, under the name that fits their surroundings.
         """
-        rename = self.rename_key()
+        metadata = getattr(state_dict, "_metadata", None)
+        rename = self.rename_key() if keep or metadata else str
         stay = {key: rename(key) for key in keep}
         renamed: OrderedDict[str, Any] = OrderedDict()
         for key, value in state_dict.items():
@@ -110,7 +113,6 @@ class RenamePlan:
             renamed[name] = value
         for name, key in self.tied.items():
             renamed[name] = state_dict[key]
-        metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
             # A wrapper and what it wraps come out under one name; the inner one, later in the order, is the module.
             renamed._metadata = OrderedDict((rename(path), entry) for path, entry in metadata.items())  # type: ignore[attr-defined]

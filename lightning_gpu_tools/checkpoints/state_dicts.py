@@ -43,8 +43,9 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
         CheckpointMismatchError: There is no such entry, or none at all.
         AmbiguousCheckpointError: There are several and none was named.
     """
-    check_contents(content, path, torch.Tensor)
-    entries = find_state_dicts(content) if entry is None else all_state_dicts(content)
+    entries = check_contents(content, path, torch.Tensor)
+    if entry is None:
+        entries = contents.likely(entries)
     if not entries:
         raise CheckpointMismatchError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
     names = ", ".join(map(printable, entries))
@@ -222,13 +223,13 @@ def _can_copy(value: Any, target: torch.Tensor) -> bool:
         and value.is_nested == target.is_nested
         and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
-        and (hasattr(target, "device_mesh") or not _is_one_part(value))
+        and (not _is_one_part(value) or hasattr(target, "device_mesh"))
     )
 
 
 def _is_one_part(value: Any) -> bool:
     """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    if not hasattr(value, "device_mesh") or value.device_mesh.size() == 1:
+    if type(value) is torch.Tensor or not hasattr(value, "device_mesh") or value.device_mesh.size() == 1:
         return False
     return not torch.distributed.is_initialized()
 

@@ -275,12 +275,12 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     content: OrderedDict[str, TensorInfo] = OrderedDict()
     places: dict[str, int] = {}
     ranges = []
+    numbers: list[Any] = []
     for name, entry in header.items():
         dtype = _DTYPE_OF_SAFETENSORS[entry["dtype"]]
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
-        if not are_sizes((first, last, *shape)):
-            raise damage
+        numbers += first, last, *shape
         if last > size_bytes - start:
             raise DamagedContentsError(
                 Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
@@ -292,6 +292,8 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         content[name] = TensorInfo(dtype, shape, storage)
         places[name] = start + first
         ranges.append((first, last))
+    if not are_sizes(numbers):
+        raise damage
     # Without gaps and overlaps: everything in the file is described, and once.
     end = 0
     for first, last in sorted(ranges):

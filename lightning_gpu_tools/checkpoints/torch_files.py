@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -200,20 +201,20 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
     else:
         file.seek(0)
         numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-    weights: OrderedDict[str, Any] = OrderedDict()
-    whole: dict[str, torch.Tensor] = {}  # all of the file as numbers of each type
+    weights: OrderedDict[str, Any] = OrderedDict.fromkeys(structure.content)
     with collector_paused():
-        for name, info in structure.content.items():
-            start = structure.places[name]
-            if info.dtype not in whole:
-                dtype = getattr(torch, info.dtype)
-                whole[info.dtype] = numbers[: size_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            first, rest = divmod(start, whole[info.dtype].itemsize)
-            if rest:  # torch reads no number across the boundaries of its size
-                part = numbers[start : start + info.storage.size_bytes].clone().view(whole[info.dtype].dtype)
-            else:
-                part = whole[info.dtype][first : first + info.storage.numel]
-            weights[name] = part if len(info.shape) == 1 else part.view(info.shape)
+        in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])
+        for dtype, run in itertools.groupby(in_order, key=lambda item: item[1].dtype):
+            named = list(run)
+            start = structure.places[named[0][0]]
+            sizes = [info.storage.numel for _, info in named]
+            itemsize = getattr(torch, dtype).itemsize
+            part = numbers[start : start + sum(sizes) * itemsize]
+            if start % itemsize:  # torch reads no number across the boundaries of its size
+                part = part.clone()
+            parts = torch.unsafe_split_with_sizes(part.view(getattr(torch, dtype)), sizes)
+            for (name, info), value in zip(named, parts, strict=True):
+                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
         if str(device) != "cpu":
             weights.update((name, value.to(device)) for name, value in weights.items())
     restore_metadata(weights, structure.metadata)

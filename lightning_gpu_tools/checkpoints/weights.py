@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.content import describe_content, name_file
+from lightning_gpu_tools.checkpoints.content import describe_content, likely, name_file
 from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
@@ -22,7 +23,6 @@ from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import (
     all_state_dicts,
-    find_state_dicts,
     own_what_modules_keep,
     refuse_what_torch_cannot_copy,
     same_tensors,
@@ -113,9 +113,9 @@ def load_weights(
     content = read_checkpoint(path, weights_only=weights_only)
     check_contents(content, path, torch.Tensor)
     with naming_file(path, type(model)):
-        entry, weights, plan = choose_entry(model, content, root, strict)
-        plan, loaded = copy_weights(model, weights, plan, strict)
-    return _report(str(path), entry, plan, loaded)
+        choice = choose_entry(model, content, root, strict)
+        plan, loaded = copy_weights(model, choice, strict)
+    return _report(str(path), choice.entry, plan, loaded)
 
 
 @contextlib.contextmanager
@@ -128,10 +128,18 @@ def naming_file(path: str | os.PathLike[str], model_class: type) -> Iterator[Non
         raise
 
 
-def choose_entry(
-    model: nn.Module, content: Any, root: str | None, strict: bool
-) -> tuple[str, Mapping[str, Any], RenamePlan]:
-    """Return the entry of a checkpoint that fits the model, its weights, and how its keys become the model's."""
+class Choice(NamedTuple):
+    """An entry of a checkpoint, its weights, how its keys become the model's, and what is known of the model."""
+
+    entry: str
+    weights: Mapping[str, Any]
+    plan: RenamePlan
+    keys: ModelKeys
+    state: Mapping[str, Any]
+
+
+def choose_entry(model: nn.Module, content: Any, root: str | None, strict: bool) -> Choice:
+    """Return the entry of a checkpoint that fits the model."""
     entries = all_state_dicts(content)
     if not entries:
         raise BrokenCheckpointError(f"it holds no weights but {describe_content(content)}.")
@@ -139,39 +147,38 @@ def choose_entry(
     if named:
         entry = max(named, key=len)
         rest = root.rstrip(".").removeprefix(entry).lstrip(".") if root else ""
-        return entry, entries[entry], _plan(model, entries[entry], rest or None, strict)
-    plans: dict[str, RenamePlan] = {}
+        return _choice(model, entry, entries[entry], rest or None, strict)
+    choices = []
     refusals = []
-    for entry, weights in find_state_dicts(content).items():
+    for entry, weights in likely(entries).items():
         try:
-            plans[entry] = _plan(model, weights, root, strict)
+            choices.append(_choice(model, entry, weights, root, strict))
         except (CheckpointMismatchError, KeyCollisionError) as error:  # noqa: PERF203 - a handful of entries
             refusals.append(error)
-    if not plans:
+    if not choices:
         raise refusals[0]
     if not strict:
-        most = max(len(plan.renames) for plan in plans.values())
-        plans = {entry: plan for entry, plan in plans.items() if len(plan.renames) == most}
-    if len(plans) > 1:
-        names = [f'"{printable(entry)}"' for entry in plans]
+        most = max(len(choice.plan.renames) for choice in choices)
+        choices = [choice for choice in choices if len(choice.plan.renames) == most]
+    if len(choices) > 1:
+        names = [f'"{printable(choice.entry)}"' for choice in choices]
         raise AmbiguousCheckpointError(
             f"Several entries of the file fit: {' and '.join(names)}. "
             f"Say which one: {' or '.join(f'root={name}' for name in names)}."
         )
-    entry, plan = next(iter(plans.items()))
-    return entry, entries[entry], plan
+    return choices[0]
 
 
-def _plan(model: nn.Module, weights: Mapping[str, Any], root: str | None, strict: bool) -> RenamePlan:
-    keys, _ = read_model(model, weights)
-    return plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensors(weights))
+def _choice(model: nn.Module, entry: str, weights: Mapping[str, Any], root: str | None, strict: bool) -> Choice:
+    keys, state = read_model(model, weights)
+    same_tensor = functools.partial(same_tensors, weights)
+    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensor)
+    return Choice(entry, weights, plan, keys, state)
 
 
-def copy_weights(
-    model: nn.Module, weights: Mapping[str, Any], plan: RenamePlan, strict: bool
-) -> tuple[RenamePlan, tuple[str, ...]]:
+def copy_weights(model: nn.Module, choice: Choice, strict: bool) -> tuple[RenamePlan, tuple[str, ...]]:
     """Load the weights; return the plan as it came out, and the model keys that got theirs."""
-    keys, state = read_model(model)
+    _, weights, plan, keys, state = choice
     refuse_what_torch_cannot_copy(weights, plan, keys, state)
     offered = plan.left_over(strict=strict)
     renamed = plan.apply(weights, keep=offered)
@@ -232,6 +239,8 @@ def _fitting_each_weight(model: nn.Module, strict: bool) -> Iterator[list[str]]:
 
 
 def _sharded_like(value: Any, target: Any) -> torch.Tensor:
+    if type(value) is torch.Tensor and type(target) in (torch.Tensor, nn.Parameter):
+        return value  # nearly always; the questions below take longer than the copying
     is_sharded, wants_sharded = hasattr(value, "device_mesh"), hasattr(target, "device_mesh")
     if wants_sharded and not is_sharded:
         from torch.distributed.tensor import distribute_tensor

@@ -23,7 +23,7 @@ COMMANDS = {
     "pick": "print the GPUs with the most free memory",
     "run": "claim GPUs and run a command on them",
     "report": "print a training report again, or compare two runs",
-    "demo": "train a small network with a slow loader, and fix it by the report",
+    "demo": "train with a slow loader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
 

@@ -28,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
-        "lightning_gpu_tools.GpuReading (sizes in bytes, null = not reported) plus `claims`, a list of objects with "
-        "`user`, `pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since "
-        "the epoch), and `effective_free_bytes`: what is free and not claimed. Both are null where claims cannot be "
-        "read. `mig_instances` have the same fields."
+        "lightning_gpu_tools.GpuReading: sizes in bytes, null = not reported. Two are added, and are null where claims "
+        "cannot be read: `effective_free_bytes`, what is free and not claimed, and `claims`. A claim has `user`, "
+        "`pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since the "
+        "epoch). `mig_instances` have the same fields."
     )
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    output.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    output.add_argument("--watch", action="store_true", help="Update the table until Ctrl-C.")
     parser.set_defaults(run=run)
 
 
@@ -83,7 +83,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
         with claims.read_ledger(claims.directory()) as ledger:
             return gpus, ledger.claims(process_ids)
     except ClaimsError as error:
-        claims.warn_once(f"{error} It is not known what jobs have claimed.")
+        claims.warn_once(f"{error} It is not known what other jobs have claimed.")
         return gpus, None
 
 
@@ -111,8 +111,8 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     table.add_column("GPU", justify="right", no_wrap=True)
     table.add_column("name", max_width=24)
     table.add_column("free", justify="right", no_wrap=True)
-    table.add_column("of", justify="right", no_wrap=True)
-    table.add_column("busy", justify="right", no_wrap=True)
+    table.add_column("total", justify="right", no_wrap=True)
+    table.add_column("util", justify="right", no_wrap=True)
     table.add_column("used by", overflow="fold")
     table.add_column("claimed by", overflow="fold")
     for gpu in gpus:
@@ -168,4 +168,4 @@ def _size(size_bytes: int | None) -> str:
 def _what(claim: GpuClaim) -> str:
     if claim.kind == "memory":
         return _size(claim.memory_bytes)
-    return "all of it" if claim.kind == "whole" else "all of it, exclusively,"
+    return "the whole GPU" if claim.kind == "whole" else "the whole GPU, exclusively,"

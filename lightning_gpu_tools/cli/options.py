@@ -1,4 +1,4 @@
-"""The options with which one asks for GPUs, shared by the commands that pick some."""
+"""The options of a selection on the command line, shared by ``pick`` and ``run``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _T = TypeVar("_T")
 # For the help of every command that reads or makes claims.
 ABOUT_CLAIMS = (
     "Claims are files in /tmp/lightning-gpu-tools, or in the folder that LIGHTNING_GPU_TOOLS_CLAIMS_DIR names. Jobs "
-    "with a /tmp of their own (containers, SLURM's job_container/tmpfs) do not see each other's. For these an "
-    "administrator creates a folder on the host (install -d -m 1777 /run/lightning-gpu-tools), mounts it in every "
-    "container, and sets that variable for all users."
+    "with a /tmp of their own (containers, SLURM's job_container/tmpfs) do not see each other's claims. For these, an "
+    "administrator creates a folder on the host (install -d -m 1777 /run/lightning-gpu-tools) and mounts it in every "
+    "container. The variable then has to name it for all users."
 )
 
 

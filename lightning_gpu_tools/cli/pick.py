@@ -10,8 +10,8 @@ from lightning_gpu_tools.cli import options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this command takes and what its help says."""
     parser.description = (
-        "Print the GPUs with the most free memory, idle ones first, on one line and nothing else. It ends "
-        "at once and so claims nothing; use `run` to keep others away meanwhile."
+        "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. It exits at once and so "
+        "claims nothing; `run` claims GPUs for a command."
     )
     parser.epilog = (
         "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python "
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("uuid", "env", "json"),
         default="uuid",
-        help="uuid: UUIDs with commas between them, the best first (default); env: CUDA_VISIBLE_DEVICES=UUIDS; json: "
-        "an object with `cuda_visible_devices`, `uuids` and `gpus`, the readings in bytes and percent",
+        help="uuid: UUIDs separated by commas, the best first (default). env: CUDA_VISIBLE_DEVICES=UUIDS. json: an "
+        "object with `cuda_visible_devices`, `uuids` and `gpus`, the readings in bytes and percent.",
     )
     parser.set_defaults(run=run)
 

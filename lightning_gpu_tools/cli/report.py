@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compare its steady steps with those of another run. Works without a GPU."
     )
     parser.epilog = (
-        "Exit codes: 0 printed, or within the limit; 1 slower than the limit and beyond the runs' noise, or FILE is "
-        "not a report; 2 wrong usage; 3 the runs cannot be compared, or OLD is not a report."
+        "Exit codes: 0 if printed, or within the limit. 1 if slower than the limit and beyond the runs' noise, or if "
+        "FILE is not a report. 2 for wrong usage. 3 if the runs cannot be compared, or OLD is not a report."
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
     parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")

@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advise",
         action="store_true",
-        help="have every Lightning Trainer in it say how busy the GPUs are and why; without any other option no GPUs "
-        "are claimed",
+        help="Have every Lightning Trainer in the command report how busy the GPUs are, and why. Without another "
+        "option no GPUs are claimed.",
     )
     parser.add_argument(
-        "--bind-numa", action="store_true", help="keep the command on the CPU cores near its GPUs (Linux)"
+        "--bind-numa", action="store_true", help="Keep the command on the CPU cores near its GPUs (Linux)."
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Claim and execute; returns only if the command could not be started, or on Windows."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        args.parser.error("which command? Put it last, after --")
+        args.parser.error("no command given: put it last, after --")
     if args.advise:
         os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
     values = (args.count, args.min_free, args.max_utilization, args.wait)

@@ -20,13 +20,12 @@ Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "rate", "p
 
 
 class Metric(NamedTuple):
-    """A metric of a GPU.
+    """A metric of a GPU; its unit is the end of its names.
 
     Attributes:
         field: Of :class:`GpuWindow`.
         source: Field of ``GpuSample`` that it is made of.
         reduction: How.
-        unit: As shown to people.
         logged: Its name behind ``gpu/<i>/``; ``None`` if it is not logged.
         reported: Field of :class:`GpuSummary`; ``None`` if it is not reported.
     """
@@ -34,23 +33,20 @@ class Metric(NamedTuple):
     field: str
     source: str
     reduction: Reduction
-    unit: str
     logged: str | None = None
     reported: str | None = None
 
 
-def _metric(
-    source: str, reduction: Reduction, unit: str, *, logged: str | None = None, reported: str | None = None
-) -> Any:
-    return dataclasses.field(default=None, metadata={"metric": (source, reduction, unit, logged, reported)})
+def _of(source: str, reduction: Reduction, logged: str | None = None, reported: str | None = None) -> Any:
+    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, reported)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuWindow:
     """All that the sampler saw of one GPU in a window of time; ``None`` = nothing was reported.
 
-    The metrics are those of ``GpuSample``, reduced over the window: of power and temperature the last one is logged and
-    the mean or the maximum reported.
+    The metrics are those of ``GpuSample``, reduced over the window. Of memory and temperature the last value is logged
+    and the greatest one reported.
 
     Attributes:
         uuid: The GPU or MIG instance.
@@ -64,51 +60,35 @@ class GpuWindow:
     uuid: str
     duration_s: float = 0.0
     utilization_observed_s: float = 0.0
-    utilization_mean_percent: float | None = _metric(
-        "utilization", "mean", "%", logged="utilization_percent/mean", reported="utilization_percent_mean"
+    # Source, reduction, name in a logger, name in the report.
+    utilization_mean_percent: float | None = _of(
+        "utilization", "mean", "utilization_percent/mean", "utilization_percent_mean"
     )
-    utilization_p5_percent: float | None = _metric(
-        "utilization", "p5", "%", logged="utilization_percent/p5", reported="utilization_percent_p5"
+    utilization_p5_percent: float | None = _of("utilization", "p5", "utilization_percent/p5", "utilization_percent_p5")
+    utilization_p95_percent: float | None = _of(
+        "utilization", "p95", "utilization_percent/p95", "utilization_percent_p95"
     )
-    utilization_p95_percent: float | None = _metric(
-        "utilization", "p95", "%", logged="utilization_percent/p95", reported="utilization_percent_p95"
+    memory_used_bytes: int | None = _of("memory_used_bytes", "last", "memory_used_bytes")
+    memory_used_peak_bytes: int | None = _of("memory_used_bytes", "max", None, "memory_used_bytes_max")
+    memory_total_bytes: int | None = _of("memory_total_bytes", "last", "memory_total_bytes", "memory_total_bytes")
+    power_watts: float | None = _of("power_watts", "last", "power_watts")
+    energy_joules: float | None = _of("energy_joules", "difference", None, "energy_joules")
+    temperature_celsius: float | None = _of("temperature_celsius", "last", "temperature_celsius")
+    temperature_max_celsius: float | None = _of("temperature_celsius", "max", None, "temperature_celsius_max")
+    throttled_percent: float | None = _of("throttled_s", "percent_of_time", "throttled_percent", "throttled_percent")
+    power_capped_percent: float | None = _of("power_capped_s", "percent_of_time")
+    thermal_throttled_percent: float | None = _of("thermal_throttled_s", "percent_of_time")
+    held_clock_percent: float | None = _of("held_clock_percent", "mean")
+    pcie_tx_bytes_per_second: float | None = _of("pcie_tx_bytes", "rate", "pcie_tx_bytes_per_second")
+    pcie_rx_bytes_per_second: float | None = _of("pcie_rx_bytes", "rate", "pcie_rx_bytes_per_second")
+    sm_active_percent: float | None = _of("sm_active_percent", "mean", "sm_active_percent", "sm_active_percent")
+    sm_occupancy_percent: float | None = _of(
+        "sm_occupancy_percent", "mean", "sm_occupancy_percent", "sm_occupancy_percent"
     )
-    memory_used_bytes: int | None = _metric("memory_used_bytes", "last", "bytes", logged="memory_used_bytes")
-    memory_used_peak_bytes: int | None = _metric("memory_used_bytes", "max", "bytes", reported="memory_used_bytes_max")
-    memory_total_bytes: int | None = _metric(
-        "memory_total_bytes", "last", "bytes", logged="memory_total_bytes", reported="memory_total_bytes"
+    tensor_active_percent: float | None = _of(
+        "tensor_active_percent", "mean", "tensor_active_percent", "tensor_active_percent"
     )
-    power_watts: float | None = _metric("power_watts", "last", "W", logged="power_watts")
-    power_mean_watts: float | None = _metric("power_watts", "mean", "W", reported="power_watts_mean")
-    energy_joules: float | None = _metric("energy_joules", "difference", "J", reported="energy_joules")
-    temperature_celsius: float | None = _metric("temperature_celsius", "last", "C", logged="temperature_celsius")
-    temperature_max_celsius: float | None = _metric(
-        "temperature_celsius", "max", "C", reported="temperature_celsius_max"
-    )
-    throttled_percent: float | None = _metric(
-        "throttled_s", "percent_of_time", "%", logged="throttled_percent", reported="throttled_percent"
-    )
-    power_capped_percent: float | None = _metric("power_capped_s", "percent_of_time", "%")
-    thermal_throttled_percent: float | None = _metric("thermal_throttled_s", "percent_of_time", "%")
-    held_clock_percent: float | None = _metric("held_clock_percent", "mean", "%")
-    pcie_tx_bytes_per_second: float | None = _metric(
-        "pcie_tx_bytes", "rate", "bytes/s", logged="pcie_tx_bytes_per_second"
-    )
-    pcie_rx_bytes_per_second: float | None = _metric(
-        "pcie_rx_bytes", "rate", "bytes/s", logged="pcie_rx_bytes_per_second"
-    )
-    sm_active_percent: float | None = _metric(
-        "sm_active_percent", "mean", "%", logged="sm_active_percent", reported="sm_active_percent"
-    )
-    sm_occupancy_percent: float | None = _metric(
-        "sm_occupancy_percent", "mean", "%", logged="sm_occupancy_percent", reported="sm_occupancy_percent"
-    )
-    tensor_active_percent: float | None = _metric(
-        "tensor_active_percent", "mean", "%", logged="tensor_active_percent", reported="tensor_active_percent"
-    )
-    dram_active_percent: float | None = _metric(
-        "dram_active_percent", "mean", "%", logged="dram_active_percent", reported="dram_active_percent"
-    )
+    dram_active_percent: float | None = _of("dram_active_percent", "mean", "dram_active_percent", "dram_active_percent")
     processes: tuple[GpuProcess, ...] | None = None
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -224,12 +204,14 @@ def gpu_summary(
         sharing: Who used what of it, at the end.
         others_memory_bytes_max: The most memory that others used.
     """
+    power = [watts for _, watts in timelines.get("power_watts", ())]
     return GpuSummary(
         index=gpu.index,
         uuid=window.uuid,
         name=gpu.name,
         node=node,
         validation_utilization_percent_mean=validation.utilization_mean_percent,
+        power_watts_mean=sum(power) / len(power) if power else None,
         own_memory_bytes=sharing.own_memory_bytes,
         others_memory_bytes_max=others_memory_bytes_max,
         own_utilization_percent=sharing.own_utilization_percent,

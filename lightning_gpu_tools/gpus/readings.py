@@ -17,11 +17,11 @@ class GpuProcess:
 
     Attributes:
         pid: As the driver gives it: in a container this is the host's number, which may name another process here.
-        memory_used_bytes: GPU memory of the process, ``None`` where the driver does not tell (Windows, WSL).
+        memory_used_bytes: GPU memory of the process, ``None`` where the driver does not report it (Windows, WSL).
         user: Owner of the process, ``None`` where the process cannot be seen from here.
         name: Name of the process, ``None`` likewise.
         graphics_only: It draws (a desktop) and computes nothing.
-        utilization_percent: How busy this process kept the GPU lately; ``None`` where the driver does not tell (MIG).
+        utilization_percent: How busy this process kept the GPU lately; ``None`` where it is not reported (MIG).
     """
 
     pid: int
@@ -39,7 +39,7 @@ class GpuReading:
     Attributes:
         index: Position in PCI bus order, the number that ``nvidia-smi`` shows. For display; the UUID is the identity. A
             MIG instance has the index of its GPU.
-        uuid: ``GPU-...`` or ``MIG-...``; ``None`` only if the driver would not even tell that (see ``error``).
+        uuid: ``GPU-...`` or ``MIG-...``; ``None`` only if the driver does not report even that (see ``error``).
         name: Product name.
         pci_bus_id: ``domain:bus:device.function``.
         memory_total_bytes: All memory of the GPU.
@@ -50,7 +50,7 @@ class GpuReading:
             MIG.
         processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a
             container the processes of others are invisible.
-        mig_mode: Whether the GPU is divided into MIG instances; ``None`` if it cannot tell.
+        mig_mode: Whether the GPU is divided into MIG instances; ``None`` if unknown.
         mig_instances: The instances, if it is divided.
         mig_gpu_instance_id: Of a MIG instance: the number of its GPU instance, as ``nvidia-smi mig -lgi`` shows it.
         mig_compute_instance_id: Of a MIG instance: the number of its compute instance, as ``nvidia-smi mig -lci``
@@ -86,7 +86,7 @@ class GpuLink(NamedTuple):
         uuids: The two GPUs, sorted.
         nvlink: Whether peer access goes over NVLink (directly or through NVSwitch).
         topology_level: NVML's common-ancestor level: 0 same board, 10 one PCIe switch, 20 several switches, 30 host
-            bridge, 40 same NUMA node, 50 across NUMA nodes. ``None`` if the driver does not tell.
+            bridge, 40 same NUMA node, 50 across NUMA nodes. ``None`` if the driver does not report it.
     """
 
     uuids: tuple[str, str]
@@ -110,7 +110,7 @@ class GpuClaim(NamedTuple):
         since_s: Time of the claim, seconds since the epoch.
         group: Where a launcher starts several processes of one job on this machine: its name for them, by which the
             others find the choice that the first one made. Else ``None``.
-        process_ids: The job's processes as the driver lists them, as far as they could be told.
+        process_ids: The job's processes as the driver lists them, as far as they could be recognized.
     """
 
     job: str

@@ -124,7 +124,7 @@ def _verdict(
 def show_setting(value: Any) -> str:
     """Return a setting as text."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return printable(", ".join(map(printable, values)), 300) or "none"
+    return printable(", ".join(map(printable, values)), 300) or "None"
 
 
 _SAYS = {

@@ -11,14 +11,13 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import Change, compare, show_setting
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import phase_label
+from lightning_gpu_tools.training.phases import PAUSES
 from lightning_gpu_tools.units import format_duration, printable
 
 # What advice changes, by its name in Report.settings; all other settings must match.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
 # Runs that differ here are of different programs.
 _SAME_PROGRAM = ("model", "dataset")
-# These are not part of a steady step, so they slow down only the run as a whole.
-_OUTSIDE_STEADY_STEPS = ("validation", "checkpoint", "epoch_start")
 # Our default: a phase counts as changed if it takes less than half as long.
 _CHANGED = 0.5
 
@@ -40,15 +39,15 @@ class Confirmation:
     high: float | None = None
 
     def __str__(self) -> str:
-        speed = f"{self.what}: {100 * self.speedup:+.0f} % speed"
+        result = f"{self.what}: {100 * abs(self.speedup):.0f} % {'slower' if self.speedup < 0 else 'faster'}"
         if self.low is None or self.high is None:
-            return f"{speed}, measured over the whole run."
-        interval = f"95 % interval {100 * self.low:+.0f} to {100 * self.high:+.0f} %"
+            return f"{result}, measured over the whole run."
+        result += f" (95 % interval {100 * self.low:+.0f} to {100 * self.high:+.0f} %)"
         if self.low > 0:
-            return f"{speed} ({interval}), confirmed."
+            return f"{result}, confirmed."
         if self.high < 0:
-            return f"{speed} ({interval}). It is slower: undo the change."
-        return f"{speed} ({interval}), within the noise of the runs: not confirmed."
+            return f"{result}. Undo the change."
+        return f"{result}, not confirmed: it is within the noise of the runs."
 
 
 def earlier_report(folder: str | Path) -> Report | None:
@@ -89,7 +88,7 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         return None
     phase = _phase(old)
     took_less = phase is not None and _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old)
-    if phase in _OUTSIDE_STEADY_STEPS:
+    if phase in PAUSES:  # no part of a steady step, so only the whole run shows it
         if not took_less or not new.wall_s:
             return None
         speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1

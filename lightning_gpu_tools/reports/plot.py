@@ -15,26 +15,13 @@ from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
 from lightning_gpu_tools.reports.text import phase_groups, phase_label
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.units import format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, distinguishable with every common color blindness, and three grays and a wine.
-_COLORS = {
-    "training_step": "#009E73",
-    "data_loading": "#D55E00",
-    "host_to_device_copy": "#E69F00",
-    "validation": "#56B4E9",
-    "checkpoint": "#0072B2",
-    "callback": "#CC79A7",
-    "logging": "#F0E442",
-    "epoch_start": "#882255",
-    "monitoring": "#000000",
-    "trainer": "#999999",
-    "unexplained": "#DDDDDD",
-}
-_OTHER_COLOR = "#BBBBBB"
+_UNKNOWN_COLOR = "#BBBBBB"
 # Lines of GPUs differ in dashes as well as in shade, so that they can be told apart in print.
 _LINES = (("#000000", "-"), ("#000000", ":"), ("#666666", "-"), ("#666666", "--"), ("#999999", "-"), ("#999999", ":"))
 # Panels below the phases: timeline, label, divisor, height against that of the phases.
@@ -55,9 +42,9 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     Raises:
         OSError: The folder is not writable.
     """
-    target = Path(folder) / PLOT_NAME
+    figure, target = _draw(report), Path(folder) / PLOT_NAME
     with replacing(str(target)) as file:
-        _draw(report).savefig(file, format="png", dpi=120)
+        figure.savefig(file, format="png", dpi=120)
     return target
 
 
@@ -96,12 +83,16 @@ def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
     bottom = [0.0] * len(report.spans)
     for group in phase_groups(report.phase_s):
         top = [min(low + 100 * share, 100.0) for low, share in zip(bottom, _shares(report, group), strict=True)]
-        color = _COLORS.get(group, _OTHER_COLOR)
+        color = _color(group)
         axis.fill_between(
             edges, [*bottom, *bottom[-1:]], [*top, *top[-1:]], step="post", color=color, alpha=alpha, linewidth=0
         )
         bottom = top
     axis.set_ylim(0, 100)
+
+
+def _color(group: str) -> str:
+    return PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
 
 
 def _shares(report: Report, group: str) -> list[float]:
@@ -139,7 +130,5 @@ def _legend(report: Report) -> list[Patch]:
         percent = 100 * sum(parts.values()) / max(report.wall_s, 1e-9)
         if max([percent / 100, *_shares(report, group)]) >= _MIN_VISIBLE:
             amount = f"{percent:.0f} %" if percent >= 0.5 else "< 1 %"
-            patches.append(
-                Patch(color=_COLORS.get(group, _OTHER_COLOR), label=_literal(f"{phase_label(group)} {amount}"))
-            )
+            patches.append(Patch(color=_color(group), label=_literal(f"{phase_label(group)} {amount}")))
     return patches

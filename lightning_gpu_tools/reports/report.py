@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, trial_of
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.loader_summary import LoaderSummary
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
@@ -42,6 +42,50 @@ class RankSpeed:
     rank: int
     node: int
     own_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSummary:
+    """The result of NumWorkersFinder.
+
+    Attributes:
+        users: The original settings: ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``,
+            ``batch_size``; ``None`` if the loader is not a torch DataLoader.
+        settings: The settings found, likewise.
+        applied: Whether they were in use at the end.
+        confirmed: Whether they were as good in the first hundred steps of their use; ``None`` if that was not measured.
+        reason: The reason, with numbers.
+        users_batches_per_s: Speed of loader and step together with the original settings; ``None`` if not measured.
+        batches_per_s: Speed with the settings found, likewise.
+        wait_share: Share of the time in which training waited for data with them; ``None`` if not measured.
+        seconds: How long the search took.
+    """
+
+    users: Mapping[str, Any] | None
+    settings: Mapping[str, Any] | None
+    applied: bool
+    confirmed: bool | None
+    reason: str
+    users_batches_per_s: float | None
+    batches_per_s: float | None
+    wait_share: float | None
+    seconds: float
+
+
+def summarize(result: LoaderResult) -> LoaderSummary:
+    """Return what a report keeps of a search for DataLoader settings."""
+    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
+    return LoaderSummary(
+        users=None if result.original is None else dataclasses.asdict(result.original),
+        settings=None if result.settings is None else dataclasses.asdict(result.settings),
+        applied=result.applied,
+        confirmed=result.confirmed,
+        reason=result.reason,
+        users_batches_per_s=None if before is None else before.batches_per_s,
+        batches_per_s=None if after is None else after.batches_per_s,
+        wait_share=result.wait_share,
+        seconds=result.seconds,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

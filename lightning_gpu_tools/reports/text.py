@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from lightning_gpu_tools.advice.ranks import slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.loader_summary import loader_line
-from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.report import LoaderSummary, Report
+from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -37,7 +37,7 @@ def render_text(report: Report) -> str:
     lines += (_wrapped(line) for line in (*map(str, report.memory_growth), *_rank_lines(report)))
     lines += (_wrapped(line) for line in _idle_lines(report))
     if report.loader is not None:
-        lines.append(_wrapped(loader_line(report.loader)))
+        lines.append(_wrapped(_loader_line(report.loader)))
     if report.wall_s > 0:
         lines += _time_tree(report)
     if report.unseen:
@@ -112,6 +112,14 @@ def _rank_lines(report: Report) -> list[str]:
     ]
 
 
+def _loader_line(loader: LoaderSummary) -> str:
+    if loader.settings is None or not loader.seconds:
+        return f"NumWorkersFinder: {loader.reason}"
+    found = f"num_workers={printable(loader.settings.get('num_workers'))}"
+    state = "in use" if loader.applied else "not in use"
+    return f"NumWorkersFinder found {found} in {format_duration(loader.seconds)} ({state}). {loader.reason}"
+
+
 def _idle_lines(report: Report) -> list[str]:
     """Return when the GPU was idle by its own times, and whether the driver agrees."""
     idle = sorted(report.diagnosis.gpu_idle_percent.items(), key=lambda item: -item[1])
@@ -126,7 +134,7 @@ def _idle_lines(report: Report) -> list[str]:
 
 def _idle_label(phase: str) -> str:
     group, _, name = phase.partition("/")
-    return printable(name) or ("inside the training step" if phase == "training_step" else phase_label(group))
+    return printable(name) or ("inside the training step" if phase == TRAINING_STEP else phase_label(group))
 
 
 def _run_line(report: Report) -> str:
@@ -187,24 +195,9 @@ def _energy(joules: float) -> str:
     return f"{joules / 3.6e6:.3g} kWh" if joules >= 3.6e5 else f"{joules / 1e3:.3g} kJ"
 
 
-PHASE_LABELS = {
-    "data_loading": "waiting for data",
-    "host_to_device_copy": "moving the batch to the device",
-    "training_step": "training step",
-    "validation": "validation",
-    "checkpoint": "writing checkpoints",
-    "epoch_start": "starting epochs",
-    "logging": "loggers",
-    "callback": "callbacks",
-    "monitoring": "this package",
-    "trainer": "Trainer overhead",
-    "unexplained": "unexplained",
-}
-
-
 def phase_label(group: str) -> str:
-    """Return the label of a group of phases."""
-    return PHASE_LABELS.get(group) or printable(group)
+    """Return the label of a group of phases; a file may have unknown ones."""
+    return PHASES[group].label if group in PHASES else printable(group)
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -216,12 +209,12 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
     for phase, seconds in sorted(phase_s.items(), key=lambda item: -item[1]):
         group, _, name = phase.partition("/")
         groups.setdefault(group, {})[name] = seconds
-    return dict(sorted(groups.items(), key=lambda item: (item[0] == "unexplained", -sum(item[1].values()))))
+    return dict(sorted(groups.items(), key=lambda item: (item[0] == UNEXPLAINED, -sum(item[1].values()))))
 
 
 def _time_tree(report: Report) -> list[str]:
     causes = {finding.cause for finding in report.diagnosis.findings[:1]}
-    unexplained = report.phase_s.get("unexplained", 0.0)
+    unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
     lines = [f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained)"]
     groups = phase_groups(report.phase_s)

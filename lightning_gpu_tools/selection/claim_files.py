@@ -58,14 +58,16 @@ class Entry(NamedTuple):
     since_ns: int
 
 
-class HeldEntry:
-    """An entry that this process keeps until it ends or lets go.
+class Held:
+    """An entry that this process keeps until it ends or releases it.
 
     Args:
         name: As in :class:`Entry`.
         folder: Descriptor of the folder.
         listener: Descriptor of the socket.
     """
+
+    job = ""  # of a claim: whose it is
 
     def __init__(self, name: str, folder: int, listener: int) -> None:
         self.name = name
@@ -76,7 +78,7 @@ class HeldEntry:
         """Let the program that this process executes hold it."""
         os.set_inheritable(self._descriptors[1], True)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Remove it, also if forked children still have its socket; idempotent."""
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors and self._pid == os.getpid():
@@ -117,14 +119,14 @@ class Folder:
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != entry.owner_id:
-                raise ValueError("it is no file of its owner's")
+                raise ValueError("it is not a regular file of its owner")
             if found.st_size > MAX_RECORD_BYTES:
                 raise ValueError(f"it has {found.st_size} bytes, more than {MAX_RECORD_BYTES}")
             return os.read(descriptor, MAX_RECORD_BYTES)
         finally:
             os.close(descriptor)
 
-    def put(self, kind: str, record: bytes) -> HeldEntry:
+    def put(self, kind: str, record: bytes) -> Held:
         """Put an entry there, with the folder locked, and hold it.
 
         Raises:
@@ -143,7 +145,7 @@ class Folder:
             listener.close()
             _remove(self._descriptor, name)
             raise self._refusal(error) from error
-        return HeldEntry(name, folder=os.dup(self._descriptor), listener=listener.detach())
+        return Held(name, folder=os.dup(self._descriptor), listener=listener.detach())
 
     def clean_up(self) -> None:
         """Remove what this user's ended processes have left, of all users as root, with the folder locked."""
@@ -326,7 +328,7 @@ def _open(path: str) -> int:
     except PermissionError as error:
         raise _unusable(path, "this user may not read it", _open_to_all(path)) from error
     except NotADirectoryError as error:
-        kind = "a symbolic link, which is not followed" if os.path.islink(path) else "no folder"
+        kind = "a symbolic link, which is not followed" if os.path.islink(path) else "not a folder"
         raise _unusable(path, f"it is {kind}", "Remove it") from error
     except FileNotFoundError:
         raise

@@ -24,7 +24,7 @@ from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path
 if sys.platform == "linux":
     from lightning_gpu_tools.selection import claim_files
 if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.claim_files import Entry, Folder, HeldEntry
+    from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 
 _Parsed = TypeVar("_Parsed")
 
@@ -36,26 +36,6 @@ _KINDS = ("memory", "whole", "exclusive")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
 _UUID = re.compile(r"[\w/-]{1,100}")
-
-
-class Held(NamedTuple):
-    """A claim or a place in the queue that this process holds until it ends or releases it.
-
-    Attributes:
-        name: ``job`` of the ``GpuClaim``, ``name`` of the ``GpuWaiter``.
-        entry: What keeps it.
-    """
-
-    name: str
-    entry: HeldEntry
-
-    def pass_on(self) -> None:
-        """Let the program that this process executes hold it."""
-        self.entry.pass_on()
-
-    def release(self) -> None:
-        """Give it back, once; without effect on other processes of the job."""
-        self.entry.let_go()
 
 
 def own_jobs() -> list[str]:
@@ -128,8 +108,8 @@ class Ledger:
         """Return the live claims, the oldest first.
 
         Args:
-            process_ids: Processes that the driver lists on the GPUs. A claim of memory is told which of them are its
-                job's.
+            process_ids: Processes that the driver lists on the GPUs. Of a claim of memory, those
+                of its job are returned with it.
         """
         jobs: dict[tuple[object, ...], list[_ClaimRecord]] = {}
         for record in self._claim_records:
@@ -178,7 +158,9 @@ class Ledger:
         """
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
-        return Held(job, self._put("claim", content))
+        held = self._put("claim", content)
+        held.job = job
+        return held
 
     def join(self, claim: GpuClaim) -> Held | None:
         """Hold a claim, too, so that it lives as long as the last process that does; ``None``: this one does already.
@@ -203,10 +185,9 @@ class Ledger:
         Raises:
             ClaimsError: The place cannot be written down.
         """
-        entry = self._put("wait", {"uuids": list(uuids), "requested": count})
-        return Held(entry.name, entry)
+        return self._put("wait", {"uuids": list(uuids), "requested": count})
 
-    def _put(self, kind: str, content: dict[str, Any]) -> HeldEntry:
+    def _put(self, kind: str, content: dict[str, Any]) -> Held:
         assert self._folder is not None, "only open_ledger() gives a ledger to write to"
         own = _ProcessIdentity.of(os.getpid())
         record = {
@@ -238,7 +219,7 @@ class Ledger:
 
 
 class _ProcessIdentity(NamedTuple):
-    """What tells a process from another one that has or had the same number."""
+    """What distinguishes a process from another one that has or had the same number."""
 
     namespace: str | None
     started_ticks: int | None

@@ -55,7 +55,7 @@ def device_order() -> tuple[str, ...]:
     )
     if child.returncode != 0:
         raise LightningGpuToolsError(
-            "CUDA_VISIBLE_DEVICES holds numbers, but the GPUs of this machine differ and CUDA did not tell in which "
-            "order it numbers them. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
+            "CUDA_VISIBLE_DEVICES holds numbers, the GPUs of this machine differ, and CUDA did not report how it "
+            "numbers them. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
         )
     return tuple(child.stdout.split())

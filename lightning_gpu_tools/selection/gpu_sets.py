@@ -14,7 +14,7 @@ from lightning_gpu_tools.selection.ranking import Candidate
 _MEMORY_KEPT = 0.9
 # All sets are compared up to this number, which takes some 0.05 s: 16 GPUs, 4 of them, are 1820. Beyond it sets are
 # grown from each GPU.
-_MOST_SETS = 5000
+_MAX_SETS = 5000
 
 
 def best_set(
@@ -43,8 +43,8 @@ def best_set(
     equals = [rank for rank, one in enumerate(candidates) if one.tier == last_tier]
     missing = count - len(certain)
     if memory_matters:
-        least_bytes = _MEMORY_KEPT * (candidates[count - 1].effective_free_bytes or 0)
-        equals = [rank for rank in equals if (candidates[rank].effective_free_bytes or 0) >= least_bytes]
+        min_bytes = _MEMORY_KEPT * (candidates[count - 1].effective_free_bytes or 0)
+        equals = [rank for rank in equals if (candidates[rank].effective_free_bytes or 0) >= min_bytes]
     uuids = [str(one.gpu.uuid) for one in candidates]
     joined = {link.uuids for link in links if link.nvlink}
 
@@ -59,7 +59,7 @@ def best_set(
         )
 
     sets: Iterable[tuple[int, ...]] = itertools.combinations(equals, missing)
-    if math.comb(len(equals), missing) > _MOST_SETS:
+    if math.comb(len(equals), missing) > _MAX_SETS:
         sets = [_grow((seed,), equals, missing, quality) for seed in equals]
     return tuple(candidates[rank] for rank in sorted((*certain, *max(sets, key=quality))))
 

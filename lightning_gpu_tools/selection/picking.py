@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
@@ -28,6 +28,9 @@ from lightning_gpu_tools.selection.ranking import (
 from lightning_gpu_tools.selection.request import Request
 from lightning_gpu_tools.selection.visibility import visible_gpus
 from lightning_gpu_tools.units import format_duration
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.selection.claim_files import Held
 
 _T = TypeVar("_T")
 
@@ -52,7 +55,7 @@ class GpuSelection:
 
     gpus: tuple[GpuReading, ...]
     reason: str
-    _claim: claims.Held | None = None
+    _claim: Held | None = None
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -76,7 +79,7 @@ class GpuSelection:
     def adopt(self) -> None:
         """Count the claim as one of this process and of its children, so that it does not stand in their way."""
         if self._claim:
-            claims.adopt_job(self._claim.name)
+            claims.adopt_job(self._claim.job)
 
     def pass_on(self) -> None:
         """Let the program that this process is about to execute hold the claim."""
@@ -204,7 +207,7 @@ class Attempt:
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
-        """All GPUs of the machine; the driver is not opened before somebody asks for them."""
+        """All GPUs of the machine, not read before somebody asks for them."""
         return self._read_gpus(brief=self._brief)
 
     @property
@@ -282,7 +285,7 @@ class Attempt:
         is_rank = "LOCAL_RANK" in os.environ
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
-    def take(self, uuids: Sequence[str], *, share: bool = False) -> claims.Held:
+    def take(self, uuids: Sequence[str], *, share: bool = False) -> Held:
         """Claim GPUs as the request says; ``share``: where it says exclusively, only softly.
 
         Raises:
@@ -348,6 +351,8 @@ def pick(
             until_the_end.enter_context(nvml.session())
             return nvml.read_gpus
 
+        if not claims.own_jobs():  # else all may be settled without the driver
+            open_driver()  # before the lock is taken: without persistence mode it takes seconds
         while True:
             writes = request.claim or group is not None or give_up_s is not None
             with _ledger(writes) as (ledger, problem):
@@ -383,7 +388,7 @@ def pick(
             time.sleep(min(_POLL_AFTER_S + _POLL_JITTER_S * os.urandom(1)[0] / 255, give_up_s - now_s))
 
 
-def _ahead_of(place: claims.Held | None, ledger: claims.Ledger) -> tuple[GpuWaiter, ...]:
+def _ahead_of(place: Held | None, ledger: claims.Ledger) -> tuple[GpuWaiter, ...]:
     names = [waiter.name for waiter in ledger.waiters]
     return ledger.waiters[: names.index(place.name) if place and place.name in names else None]
 

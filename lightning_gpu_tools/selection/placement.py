@@ -176,7 +176,7 @@ def _claim_granted(attempt: Attempt) -> None:
                     f"{claim.user} (pid {claim.pid}) has claimed{' exclusively' * exclusively}. Both jobs use it now. "
                     "To avoid that, pick the GPUs with this package."
                 )
-        claims.adopt_job(attempt.take(attempt.visible_uuids, share=share).name)
+        claims.adopt_job(attempt.take(attempt.visible_uuids, share=share).job)
     except ClaimsError as error:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")
 

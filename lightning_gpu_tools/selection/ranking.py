@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """A GPU that does not meet the requirements; ``str()`` gives one sentence."""
+    """A GPU that does not meet the request; ``str()`` gives one sentence."""
 
     gpu: GpuReading
     reason: str
@@ -65,7 +65,7 @@ def rank_gpus(
     own_process_ids: Collection[int] = (),
     ahead: Sequence[GpuWaiter] = (),
 ) -> Ranking:
-    """Return the GPUs that meet the requirements, the best first, and the reasons against the others.
+    """Return the GPUs that meet the request, the best first, and the reasons against the others.
 
     Args:
         gpus: The GPUs and MIG instances the job may use.
@@ -107,7 +107,7 @@ def rank_gpus(
 
 
 def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that would meet the requirements if everybody else left them."""
+    """Return the UUIDs of the GPUs that would meet the request if everybody else left them."""
     left_alone = [
         replace(
             gpu,
@@ -123,7 +123,7 @@ def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
     """Return the free memory minus what ``claims``, all of them on this GPU, asked for and do not use yet.
 
-    A claim whose processes cannot be told on the GPU counts in full.
+    A claim whose processes cannot be recognized on the GPU counts in full.
     """
     if gpu.memory_free_bytes is None:
         return None
@@ -140,7 +140,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
         free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
         memory = "free memory unknown" if free is None else f"{format_bytes(free)} free"
         load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
-        claimed = ", claimed by others, too" if candidate.whole_claims else ""
+        claimed = ", also claimed by others" if candidate.whole_claims else ""
         parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
     return f"Picked {'; '.join(parts)}: idle before busy, then the most free memory, out of {len(visible)} visible."
 
@@ -161,9 +161,9 @@ def sharding_hint(
         return ""
     sizes = ", ".join(map(format_bytes, free_bytes[:enough]))
     return (
-        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}): a model that is "
-        f"too big for one can be split over {enough} with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy; "
-        f"min_free then is what each of them has to hold."
+        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}). Split the model "
+        f"over {enough} GPUs with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy. min_free is then the "
+        "memory that each of them must hold."
     )
 
 
@@ -187,7 +187,7 @@ def _objections(
     """Yield a reason for each requirement that the GPU does not meet. What is unknown meets none."""
     gpu = candidate.gpu
     if gpu.error or not gpu.uuid:
-        yield gpu.error or "the driver does not tell its UUID"
+        yield gpu.error or "the driver does not report its UUID"
         return
     if gpu.mig_mode and not gpu.uuid.startswith("MIG-"):
         yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or leave MIG mode"
@@ -203,7 +203,7 @@ def _objections(
     yield from _utilization_objection(gpu.utilization_percent, request.max_utilization_percent)
     if request.exclusive:
         yield from (
-            f"claimed by {claim.user} (pid {claim.pid}), asked for one that nobody claims"
+            f"claimed by {claim.user} (pid {claim.pid}), but exclusive asks for a GPU without claims"
             for claim in claims
             if claim.kind != "exclusive"
         )

@@ -20,7 +20,7 @@ _LEGACY_MIG_NAME = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
 
 
 def parse_visible_devices(text: str) -> tuple[int | str, ...]:
-    """Return the entries of a ``CUDA_VISIBLE_DEVICES`` that CUDA would look at: numbers, or UUIDs or their beginnings.
+    """Return the entries of a ``CUDA_VISIBLE_DEVICES`` that CUDA would consider: numbers, or UUIDs or their beginnings.
 
     Like CUDA it stops at the first entry that cannot name a device (``"0,2,-1,1"`` gives ``(0, 2)``), the first entry
     decides between numbers, ``GPU-`` and ``MIG-``, a repeated entry makes the whole list empty, and an integer may be
@@ -77,7 +77,7 @@ def _find(entry: str, gpus: Sequence[GpuReading]) -> GpuReading | None:
             instance
             for gpu in parents
             for instance in gpu.mig_instances
-            if (instance.mig_gpu_instance_id, instance.mig_compute_instance_id) == ids or instance.uuid == entry
+            if (instance.mig_gpu_instance_id, instance.mig_compute_instance_id) == ids
         ]
     else:
         matches = [gpu for gpu in gpus if gpu.uuid and gpu.uuid.startswith(entry)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
     KeyCollisionError,
 )
+from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.load_from_checkpoint import migrated
 from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
 from lightning_gpu_tools.units import printable, printable_path
@@ -228,7 +230,7 @@ class PortableCheckpointIO(CheckpointIO):
                 shapes_of(checkpoint["state_dict"]),
                 keys,
                 strict=model.strict_loading,
-                same_tensor=same_tensors(checkpoint["state_dict"]),
+                same_tensor=partial(same_tensors, checkpoint["state_dict"]),
             )
             refuse_what_torch_cannot_copy(checkpoint["state_dict"], plan, keys, state)
         except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
@@ -261,8 +263,7 @@ class TrainerIntroduction(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what the Trainer is about to restore beside the weights."""
-        # Lightning's private name for the checkpoint, as hooks have left it. Without it the errors are Lightning's own.
-        checkpoint = getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None)
+        checkpoint = compat.loaded_checkpoint(trainer)
         if checkpoint and any(_plugins_of(trainer)):
             check_before_resuming(checkpoint, trainer, trainer.ckpt_path)
 

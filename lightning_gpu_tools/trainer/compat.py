@@ -1,4 +1,4 @@
-"""Every name of Lightning that is private or may change and that measuring needs; for torch's see training.compat.
+"""Every name of Lightning that is private or may change and that this package needs; for torch's see training.compat.
 
 A release of Lightning without one of them costs what is said beside it, and never the training: a function then
 returns ``None``. What is wrapped by its name (``fit_timer``) and is not there is named in the report as unseen.
@@ -26,6 +26,14 @@ def logged_step(trainer: Trainer) -> int:
     """
     done: int | None = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
     return trainer.global_step if done is None else done
+
+
+def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return the checkpoint that ``fit`` is about to restore, as hooks have left it.
+
+    Without it nobody checks what is in it beside the weights, and the errors are Lightning's own.
+    """
+    return getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None) or {}
 
 
 def train_iterator(trainer: Trainer) -> object | None:

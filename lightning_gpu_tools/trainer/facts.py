@@ -1,4 +1,4 @@
-"""What is known of a Trainer: its loader, its GPUs, its ranks, its callbacks."""
+"""What is known of a Trainer: its loader and its GPUs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
-
-
-def has_another(trainer: Trainer, callback: Callback) -> bool:
-    """Return whether the Trainer has another callback of the same class."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return any(type(other) is type(callback) and other is not callback for other in callbacks)
 
 
 def trains_on_gpu(trainer: Trainer) -> bool:
@@ -75,8 +68,3 @@ def trainer_gpus(trainer: Trainer) -> tuple[GpuReading, ...]:
         properties = torch.cuda.get_device_properties(device)
         found.append(GpuReading(index=device.index or 0, uuid=f"GPU-{properties.uuid}", name=properties.name))
     return tuple(found)
-
-
-def rank_exchange(trainer: Trainer, name: str) -> RankExchange:
-    """Return a new board of the Trainer's ranks."""
-    return RankExchange(name, rank=trainer.global_rank, ranks=trainer.world_size)

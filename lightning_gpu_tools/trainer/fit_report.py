@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -18,13 +17,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.environment import VERSION
-from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
-from lightning_gpu_tools.reports.loader_summary import LoaderSummary, summarize
-from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report
+from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
 from lightning_gpu_tools.trainer.session import Session
@@ -38,7 +34,7 @@ def describe(session: Session, diagnosis: Diagnosis, trainer: Trainer, outcome: 
     steady_s = tuple(block.step_s for block in clock.blocks)
     step_s = median(steady_s) if steady_s else None
     settings = _settings(trainer)
-    ranks = session.ranks()
+    recorder = session.begin()
     gpus = session.gpu_summaries()
     device = trainer.strategy.root_device.type
     no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
@@ -55,7 +51,7 @@ def describe(session: Session, diagnosis: Diagnosis, trainer: Trainer, outcome: 
         phase_s=clock.seconds,
         step_s_median=step_s,
         diagnosis=diagnosis,
-        gpus=gpus + tuple(_of_other_node(gpu) for facts in ranks for gpu in facts.get("gpus", ())),
+        gpus=gpus + session.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
         samples_per_s=batch_size * trainer.world_size / step_s if batch_size and step_s else None,
         step_s_blocks=steady_s,
@@ -63,34 +59,11 @@ def describe(session: Session, diagnosis: Diagnosis, trainer: Trainer, outcome: 
         monitor_thread_us_per_step=None if watch is None else us_per_step(watch.thread_cpu_s),
         unseen=tuple(session.unseen),
         spans=tuple(clock.timeline.spans()),
-        ranks=_speeds(ranks),
+        ranks=tuple(RankSpeed(rank=one.rank, node=one.node, own_step_s=one.own_s) for one in recorder.ranks()),
         memory_growth=session.memory.growth(),
-        loader=_loader_summary(session, trainer),
+        loader=None if session.loader_result is None else summarize(session.loader_result),
         settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
     )
-
-
-def _speeds(ranks: Sequence[Mapping[str, Any]]) -> tuple[RankSpeed, ...]:
-    if len(ranks) < 2:
-        return ()
-    return tuple(
-        RankSpeed(rank=facts["rank"], node=facts["node"], own_step_s=facts["own_step"]["own_s"])
-        for facts in ranks
-        if facts.get("own_step") is not None
-    )
-
-
-def _of_other_node(facts: dict[str, Any]) -> GpuSummary:
-    return GpuSummary(**{**facts, "errors": tuple(facts["errors"])})
-
-
-def _loader_summary(session: Session, trainer: Trainer) -> LoaderSummary | None:
-    result = session.loader_result
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # A finder that does not put its result into the session yet.
-        found = getattr(callback, "result", None)
-        result = found if isinstance(found, LoaderResult) else result
-    return None if result is None else summarize(result)
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.advice.inside_step import wants_profile
-from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import has_another
-from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
+from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.compat import is_profiling
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 from lightning_gpu_tools.training.step_profiler import PROFILED_STEPS, StepProfiler
 
 
-class GPUUtilizationAdvisor(Callback):
+class GPUUtilizationAdvisor(MeasuringCallback):
     """Measures where each training step's time goes and warns, once, when too much of it is lost.
 
     A GPU that is busy 30 % of the time does not say why. This callback times every phase of the run on the host and
@@ -41,10 +38,11 @@ class GPUUtilizationAdvisor(Callback):
     Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
 
     Args:
-        min_utilization_percent: Utilization below which a GPU counts as badly used. The default is where SageMaker
-            Debugger's LowGPUUtilization rule draws the line.
-        min_steps: Steady steps needed to judge; the first 20 steps and the first of each epoch are not steady.
-        min_seconds: Seconds of steady steps needed to judge.
+        min_utilization_percent: Utilization below which a GPU counts as underused. The default of 70 is the threshold
+            of SageMaker Debugger's LowGPUUtilization rule.
+        min_steps: Steady steps needed to judge, 50 by default; the first 20 steps and the first of each epoch do not
+            count.
+        min_seconds: Seconds of steady steps needed to judge, 20 by default.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -55,7 +53,11 @@ class GPUUtilizationAdvisor(Callback):
     """
 
     def __init__(
-        self, *, min_utilization_percent: float = 70.0, min_steps: int = 50, min_seconds: float = 20.0
+        self,
+        *,
+        min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
+        min_steps: int = MIN_STEPS,
+        min_seconds: float = MIN_SECONDS,
     ) -> None:
         if not 0 <= min_utilization_percent <= 100:
             raise ValueError(f"min_utilization_percent must be between 0 and 100, got {min_utilization_percent!r}.")
@@ -63,18 +65,18 @@ class GPUUtilizationAdvisor(Callback):
             raise ValueError(f"min_steps must be at least 1, got {min_steps!r}.")
         if not min_seconds >= 0:
             raise ValueError(f"min_seconds must not be negative, got {min_seconds!r}.")
+        super().__init__()
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
-        self.yields = False  # to one of the user's own; of those that an entry point has added
-        self._session: Session | None = None
         self._profiler: StepProfiler | None = None
         self._diagnosis: Diagnosis | None = None
         self._next_judgment = 0
         self._warned = False
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_session": None, "_profiler": None}
+        return {**super().__getstate__(), "_profiler": None}
 
     @property
     def diagnosis(self) -> Diagnosis | None:
@@ -82,36 +84,22 @@ class GPUUtilizationAdvisor(Callback):
         return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
 
     @override
-    @never_stops_training
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or is_disabled() or (self.yields and has_another(trainer, self)):
-            return
-        self._give_up()  # a fit whose end was not announced
-        self._session = Session.of(trainer)
-        self._session.thresholds = {
+    def _opened(self, trainer: Trainer, session: Session) -> None:
+        session.thresholds = {
             "min_utilization_percent": self.min_utilization_percent,
             "min_steps": self.min_steps,
             "min_seconds": self.min_seconds,
         }
 
     @override
-    @never_stops_training
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.begin()
-            self._next_judgment = WARM_UP_STEPS + self.min_steps
-            self._warned = False
+    def _began(self, trainer: Trainer, session: Session) -> None:
+        self._next_judgment = WARM_UP_STEPS + self.min_steps
+        self._warned = False
 
     @override
-    @never_stops_training
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        session = self._session
-        if session is not None:
-            session.after_step(batch)
-            if session.clock.steps >= self._next_judgment and not self._warned:
-                session.clock.as_own_work(self._judge, trainer, session)
+    def _stepped(self, trainer: Trainer, session: Session) -> None:
+        if session.clock.steps >= self._next_judgment and not self._warned:
+            session.clock.as_own_work(self._judge, trainer, session)
 
     def _judge(self, trainer: Trainer, session: Session) -> None:
         # A tenth later each time: soon enough for short steps, and rare for very short ones.
@@ -142,36 +130,15 @@ class GPUUtilizationAdvisor(Callback):
             rank_zero_warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)
 
     @override
-    @never_stops_training
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.end_epoch()
+    def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
+        self._diagnosis = session.diagnosis()
 
     @override
-    @never_stops_training
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish(timeout_s=0.0)
-
-    @override
-    @never_stops_training
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._finish(timeout_s=TIMEOUT_S)
-
-    def _finish(self, timeout_s: float) -> None:
-        if self._session is not None:
-            if self._profiler is not None:
-                self._profiler.close()
-            self._session.finish(timeout_s)
-            self._diagnosis = self._session.diagnosis()
-        self._give_up()
-
     def _give_up(self) -> None:
-        session, profiler = self._session, self._profiler
-        self._session = self._profiler = None
-        if profiler is not None:
-            profiler.close()
-        if session is not None:
-            session.release()
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+        super()._give_up()
 
 
 def _can_profile(trainer: Trainer) -> bool:

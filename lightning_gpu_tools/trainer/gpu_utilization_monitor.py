@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.trainer.facts import has_another
 from lightning_gpu_tools.trainer.fit_report import describe, is_writable, publish
-from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
+from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 
 
-class GPUUtilizationMonitor(Callback):
+class GPUUtilizationMonitor(MeasuringCallback):
     """Samples the GPUs from a background thread, logs what they did, and reports at the end where the time went.
 
     One thread of this process reads the driver's own buffer of samples, so that no sample is missed and the training
@@ -81,82 +78,53 @@ class GPUUtilizationMonitor(Callback):
             raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
         if devices not in ("trainer", "all"):
             raise ValueError(f'devices must be "trainer" or "all", got {devices!r}.')
+        super().__init__()
         self.interval_s = interval_s
         self.devices = devices
         self.report = report
         self.gpm = gpm
         self.prog_bar = prog_bar
-        self.yields = False  # to one of the user's own; of those that an entry point has added
-        self._session: Session | None = None
         self._folder: str | None = None
         self._wrappers = Wrappers()
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_session": None, "_wrappers": Wrappers()}
+        return {**super().__getstate__(), "_wrappers": Wrappers()}
 
     @override
-    @never_stops_training
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or is_disabled() or (self.yields and has_another(trainer, self)):
-            return
-        self._give_up()  # a fit whose end was not announced
+    def _opened(self, trainer: Trainer, session: Session) -> None:
         if self.report:
             # Asking for the folder is a collective call, so every rank does it.
             folder = trainer.log_dir or trainer.default_root_dir
             self._folder = folder if not trainer.is_global_zero or is_writable(folder) else None
-        self._session = Session.of(trainer)
-        self._session.monitor(devices=self.devices, interval_s=self.interval_s, gpm=self.gpm)
+        session.monitor(devices=self.devices, interval_s=self.interval_s, gpm=self.gpm)
 
     @override
-    @never_stops_training
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is None:
+    def _began(self, trainer: Trainer, session: Session) -> None:
+        if session.gpu_note:
+            rank_zero_info(session.gpu_note)
+        if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
+            self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(session.gpus))
+
+    @override
+    def _stepped(self, trainer: Trainer, session: Session) -> None:
+        session.log_if_due()
+
+    @override
+    def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
+        diagnosis = session.diagnosis()
+        if diagnosis is None or not self.report:  # training has not begun
             return
-        self._session.begin()
-        if self._session.gpu_note:
-            rank_zero_info(self._session.gpu_note)
-        if self.prog_bar and self._session.gpus is not None and trainer.progress_bar_callback is not None:
-            self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(self._session.gpus))
+        if not session.clock.ran:
+            missing = ", ".join(session.unseen)
+            rank_zero_warn(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
+        elif trainer.is_global_zero:
+            publish(describe(session, diagnosis, trainer, outcome), self._folder)
 
     @override
-    @never_stops_training
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._session is not None:
-            self._session.after_step(batch)
-            self._session.log_if_due()
-
-    @override
-    @never_stops_training
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.end_epoch()
-
-    @override
-    @never_stops_training
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish(trainer, f"stopped by {type(exception).__name__} at step {trainer.global_step}", timeout_s=0.0)
-
-    @override
-    @never_stops_training
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._finish(trainer, "completed", timeout_s=TIMEOUT_S)
-
-    def _finish(self, trainer: Trainer, outcome: str, timeout_s: float) -> None:
-        session = self._session
-        if session is not None:
-            session.finish(timeout_s)
-            diagnosis = session.diagnosis()
-            if self.report and diagnosis is not None and session.clock.ran and trainer.is_global_zero:
-                publish(describe(session, diagnosis, trainer, outcome), self._folder)
-        self._give_up()
-
     def _give_up(self) -> None:
         self._wrappers.undo()
-        session, self._session = self._session, None
-        if session is not None:
-            session.release()
+        super()._give_up()
 
 
 def _with_utilization(gpus: GpuWatch) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

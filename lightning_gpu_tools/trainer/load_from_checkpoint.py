@@ -188,14 +188,14 @@ def load_from_checkpoint(
     # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
     with naming_file(path, model_class), contextlib.suppress(*may_wait):
-        _, weights, plan = choose_entry(model, checkpoint, root, strict)
-        checkpoint["state_dict"] = plan.apply(weights, keep=plan.left_over(strict=strict))
+        choice = choose_entry(model, checkpoint, root, strict)
+        checkpoint["state_dict"] = choice.plan.apply(choice.weights, keep=choice.plan.left_over(strict=strict))
         root = None
     model.on_load_checkpoint(checkpoint)
     with naming_file(path, model_class):
-        _, weights, plan = choose_entry(model, checkpoint, root, strict)
-        copy_weights(model, weights, plan, strict)
+        choice = choose_entry(model, checkpoint, root, strict)
+        copy_weights(model, choice, strict)
     if map_location is None:
         return model
-    first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))
+    first = next((value for value in choice.weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))
     return model.to(first.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,8 +33,9 @@ from lightning_gpu_tools.loaders.plan import (
 )
 from lightning_gpu_tools.loaders.search import SearchTerms, search
 from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.trainer.facts import local_ranks, rank_exchange, trains_on_gpu
+from lightning_gpu_tools.trainer.facts import local_ranks, trains_on_gpu
 from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
+from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
@@ -43,8 +43,6 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 # The ranks wait for each other in every step, so they come to a search at the same time; a trial that hangs ends with
 # the budget. Our default.
 _RANKS_TIMEOUT_S = 10.0
-# The ranks of a job go through the same fits, so they count alike; no board is used twice.
-_boards = itertools.count()
 
 
 class NumWorkersFinder(Callback):
@@ -111,13 +109,13 @@ class NumWorkersFinder(Callback):
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
             self._result = None
-            self._fit = _Fit(trainer, self)
+            self._fit = _Fit(trainer, Session.of(trainer), self)
 
     @override
     @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.start(rank_exchange(trainer, f"loader/{next(_boards)}"))
+            self._fit.start()
 
     @override
     @never_stops_training
@@ -149,8 +147,9 @@ class NumWorkersFinder(Callback):
             fit.close()
             # Not before: if Ctrl-C comes meanwhile, this is called once more.
             self._result, self._fit = fit.result, None
+            fit.release()
 
-    def _give_up(self, trainer: Trainer) -> None:
+    def _give_up(self) -> None:
         if self._fit is not None:
             with suppress(Exception):  # what is broken may break here, too, and training must go on
                 self._fit.give_up()
@@ -162,8 +161,9 @@ class NumWorkersFinder(Callback):
 class _Fit:
     """One fit: its training loaders, and the search for the settings of one of them."""
 
-    def __init__(self, trainer: Trainer, finder: NumWorkersFinder) -> None:
+    def __init__(self, trainer: Trainer, session: Session, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
+        self._session = session
         self._finder = finder
         self._budget_s = finder.budget_s
         self._made: dict[int, tuple[object, object]] = {}  # what the Trainer was given, and what it got, by place
@@ -176,7 +176,6 @@ class _Fit:
         self._due = STUDY_STEPS
         self._turn = self._ramp_up = 0
         self._exchange: RankExchange | None = None
-        self.result: LoaderResult | None = None
         # Every loader goes through here, each time it is made.
         self._wrappers = Wrappers()
         self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
@@ -217,9 +216,18 @@ class _Fit:
         """Say that the loaders of this epoch have been made."""
         self._place = 0
 
-    def start(self, exchange: RankExchange) -> None:
+    @property
+    def result(self) -> LoaderResult | None:
+        """What was found; the session has it, so that the report can tell it."""
+        return self._session.loader_result
+
+    @result.setter
+    def result(self, found: LoaderResult) -> None:
+        self._session.loader_result = found
+
+    def start(self) -> None:
         """Begin to count the steps."""
-        self._exchange = exchange
+        self._exchange = self._session.board("loader")
         self._next = self._search
 
     def after_step(self) -> None:
@@ -227,7 +235,7 @@ class _Fit:
         self._steps += 1
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
-            action()
+            self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
 
     @property
     def _switches(self) -> list[Switch]:
@@ -394,6 +402,10 @@ class _Fit:
                 switch.use(switch.original)
         if self.result is not None and self.result.applied:
             self.result = dataclasses.replace(self.result, settings=self.result.original, applied=False)
+
+    def release(self) -> None:
+        """Give the session back."""
+        self._session.release()
 
     def close(self) -> None:
         """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""

@@ -27,6 +27,14 @@ from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
+# What GpuFacts has of the windows of the GPUs that the model trains on.
+_GPU_MEANS = (
+    "sm_active_percent",
+    "tensor_active_percent",
+    "thermal_throttled_percent",
+    "power_capped_percent",
+    "held_clock_percent",
+)
 
 
 class RunRecorder:
@@ -107,6 +115,15 @@ class RunRecorder:
                 phase_s[base] = phase_s.get(base, 0.0) + seconds / max(1, clock.steps)
         return {"own_s": sum(phase_s.values()), "phase_s": phase_s}
 
+    def ranks(self) -> tuple[RankStep, ...]:
+        """Return how fast the ranks are, as far as they could be heard; empty with one rank."""
+        found = [
+            RankStep(rank=facts["rank"], node=facts["node"], **facts["own_step"])
+            for facts in self._exchange.read(0)
+            if facts.get("own_step") is not None
+        ]
+        return tuple(found) if len(found) > 1 else ()
+
     def measurements(self) -> RunMeasurements:
         """Return everything measured so far."""
         clock, trainer, gpus = self._clock, self._trainer, self._gpus
@@ -138,7 +155,7 @@ class RunRecorder:
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
             profile=self.profile,
-            ranks=_ranks(self._exchange.read(0)),
+            ranks=self.ranks(),
             precision=str(trainer.precision),
             matmul_precision=torch.get_float32_matmul_precision(),
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
@@ -152,13 +169,10 @@ class RunRecorder:
         if self._gpus is None or not windows:
             return facts
         sharing = [self._gpus.sharing(window) for window in windows]
+        means: dict[str, Any] = {name: _mean(getattr(window, name) for window in windows) for name in _GPU_MEANS}
         return replace(
             facts,
-            sm_active_percent=_mean(window.sm_active_percent for window in windows),
-            tensor_active_percent=_mean(window.tensor_active_percent for window in windows),
-            thermal_throttled_percent=_mean(window.thermal_throttled_percent for window in windows),
-            power_capped_percent=_mean(window.power_capped_percent for window in windows),
-            held_clock_percent=_mean(window.held_clock_percent for window in windows),
+            **means,
             others_memory_bytes=_most(sharing, "others_memory_bytes"),
             others_utilization_percent=_most(sharing, "others_utilization_percent"),
         )
@@ -194,12 +208,3 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _most(sharing: Sequence[Sharing], field: str) -> Any:
     known = [value for one in sharing if (value := getattr(one, field)) is not None]
     return max(known, default=None)
-
-
-def _ranks(published: Sequence[Mapping[str, Any]]) -> tuple[RankStep, ...]:
-    found = [
-        RankStep(rank=facts["rank"], node=facts["node"], **facts["own_step"])
-        for facts in published
-        if facts.get("own_step") is not None
-    ]
-    return tuple(found) if len(found) > 1 else ()

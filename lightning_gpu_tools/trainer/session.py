@@ -22,7 +22,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import rank_exchange, trainer_gpus
+from lightning_gpu_tools.trainer.facts import trainer_gpus
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_history import MemoryHistory
@@ -48,7 +48,7 @@ class Session:
         memory: How much memory this process used over the fit.
         started_s: When training began, seconds since the epoch.
         thresholds: Those of the diagnosis that are not its defaults; an advisor sets them.
-        loader_result: What ``NumWorkersFinder`` has found; ``None`` until it sets it.
+        loader_result: What ``NumWorkersFinder`` has found, as soon as it sets it.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -60,6 +60,7 @@ class Session:
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
         self._trainer = trainer
+        self._name = f"fit {next(_fits) if trainer.world_size > 1 else 0}"
         self._timer = FitTimer(trainer, self.clock, self._enter)
         self._users = 0
         self._monitored: dict[str, Any] | None = None
@@ -107,12 +108,16 @@ class Session:
             trainer = self._trainer
             self.started_s = time.time()
             self.memory = MemoryHistory(trainer.strategy.root_device)
-            self._exchange = rank_exchange(trainer, f"fit {next(_fits) if trainer.world_size > 1 else 0}")
+            self._exchange = self.board("measured")
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
             if trainer.local_rank == 0:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
             self.recorder = RunRecorder(trainer, self.clock, self._exchange, self.gpus)
         return self.recorder
+
+    def board(self, name: str) -> RankExchange:
+        """Return a new board on which the ranks of this fit exchange something."""
+        return RankExchange(f"{self._name}/{name}", rank=self._trainer.global_rank, ranks=self._trainer.world_size)
 
     def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
         trained_on = trainer_gpus(self._trainer)
@@ -245,9 +250,14 @@ class Session:
         self._warn_once(self.gpus.take()[1])
         return summaries
 
-    def ranks(self) -> list[dict[str, Any]]:
-        """Return what each rank published last, as far as it could be heard."""
-        return [] if self._exchange is None else self._exchange.read(self._turn)
+    def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
+        """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
+        published = [] if self._exchange is None else self._exchange.read(self._turn)
+        return tuple(
+            GpuSummary(**{**gpu, "errors": tuple(gpu["errors"])})
+            for facts in published
+            for gpu in facts.get("gpus", ())
+        )
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
         """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""

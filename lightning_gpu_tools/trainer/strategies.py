@@ -87,11 +87,10 @@ class _FreeMemory(_Base):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and devices[0].type == "cuda":
-            # 0, 1, ... where the Trainer was given a number
-            indices = [device.index for device in devices]
-            wanted = (self._max_devices or len(devices)) if indices == list(range(len(indices))) else indices
-            placed = placement.place(wanted, self._request, cuda_uuids)
-            devices = [torch.device("cuda", index) for index in placed[: self._max_devices]]
+            indices = [device.index for device in devices][: self._max_devices]
+            is_count = indices == list(range(len(indices)))  # so it is where the Trainer was given a number
+            placed = placement.place(len(indices) if is_count else indices, self._request, cuda_uuids)
+            devices = [torch.device("cuda", index) for index in placed]
         elif devices and not self._runs_on_cpu:
             name, accelerator = type(self).__name__, type(self.accelerator).__name__
             raise NotEnoughGpusError(

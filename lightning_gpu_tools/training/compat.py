@@ -24,7 +24,9 @@ _OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
 
 
 def missing_of_iterator(iterator: object) -> set[str]:
-    """Return which names of a DataLoader's iterator are not there; of one without workers that is all of them."""
+    """Return what is not there of a DataLoader's iterator that has workers."""
+    if iterator is None:
+        return {"the DataLoader's iterator"}
     return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -23,33 +24,43 @@ class MemoryHistory:
 
     Args:
         device: Where the model is.
+        clock: Returns the time in seconds.
+        resident_bytes: Returns how much memory of the host the process uses; by default its RSS.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+        resident_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        process = psutil.Process()
         self._device = device
-        self._process = psutil.Process()
+        self._clock = clock
+        self._resident_bytes = resident_bytes or (lambda: process.memory_info().rss)
         self._due_s = 0.0
-        self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S
+        self._alarm_due_s = clock() + _ALARM_EVERY_S
         self._alarmed: set[str] = set()
         self._resident = Timeline(_MAX_POINTS, _INTERVAL_S)
         self._allocated = Timeline(_MAX_POINTS, _INTERVAL_S)
 
     def poll(self) -> None:
         """Sample how much is used; costs some 50 microseconds if it is due, else nearly nothing."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s < self._due_s:
             return
         self._due_s = now_s + _INTERVAL_S
-        self._resident.add(now_s, self._process.memory_info().rss)
+        self._resident.add(now_s, self._resident_bytes())
         if self._device.type == "cuda":
             # The allocator's own count: it asks no driver and waits for no kernel.
             self._allocated.add(now_s, torch.cuda.max_memory_allocated(self._device))
 
     def alarms(self) -> list[MemoryGrowth]:
         """Return what grows steadily and will be full within a day, each once; checks only every five minutes."""
-        if time.monotonic() < self._alarm_due_s:
+        now_s = self._clock()
+        if now_s < self._alarm_due_s:
             return []
-        self._alarm_due_s = time.monotonic() + _ALARM_EVERY_S
+        self._alarm_due_s = now_s + _ALARM_EVERY_S
         full_soon = [growth for growth in self.growth() if growth.left_s is not None and growth.left_s < _ALARM_S]
         new = [growth for growth in full_soon if growth.what not in self._alarmed]
         self._alarmed.update(growth.what for growth in new)

@@ -1,4 +1,4 @@
-"""What the training thread can be doing: the one table of phases, for the clock, diagnoses, reports and docs."""
+"""What the training thread can be doing: the table of phases for the clock, diagnoses, reports and docs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ UNEXPLAINED = "unexplained"
 
 
 class Phase(NamedTuple):
-    """A phase as it is named, shown and documented.
+    """The names, color and meaning of a phase.
 
     Attributes:
-        name: In ``phase_s``; the class name of a callback or logger follows behind a slash.
-        label: In a line of the report.
-        color: In the picture. Okabe and Ito's palette, distinguishable with every common color blindness, with three
+        name: In ``phase_s``; the class name of a callback or logger follows after a slash.
+        label: In the text of the report.
+        color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
             grays and a wine.
-        group: ``step``, ``between`` two steps, or ``pause``: no part of a steady step.
+        group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
 
@@ -45,13 +45,13 @@ PHASES = {
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "writing a checkpoint"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
-        Phase(TRAINER, "the Trainer's own work", "#999999", "between", "in the Trainer's own work around a step"),
+        Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
         Phase(DATA_LOADING, "waiting for data", "#D55E00", "between", "waiting for a batch"),
-        Phase(HOST_TO_DEVICE_COPY, "handing the batch to the device", "#E69F00", "between",
-              "handing the batch to the device"),
+        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between",
+              "moving the batch to the device"),
         Phase(TRAINING_STEP, "training step", "#009E73", "step", "in forward, backward and optimizer"),
     )
 }  # fmt: skip
@@ -59,5 +59,5 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 
 
 def base_phase(phase: str) -> str:
-    """Return a phase without the name behind its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
+    """Return a phase without the name after its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]

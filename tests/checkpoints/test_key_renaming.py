@@ -101,9 +101,9 @@ def test_two_sets_of_weights_that_fit_are_an_error_that_names_both_and_the_way_o
 def test_two_names_of_the_same_tensors_are_not_two_sets_of_weights() -> None:
     # self.net = net; self.fast = torch.compile(net)
     same = {"net.w": 1, "fast._orig_mod.w": 1}
-    assert plan_renaming(keys(*same), model("w"), same_tensor=same).renames == {"net.w": "w"}
+    assert plan_renaming(keys(*same), model("w"), same_tensor=lambda: same).renames == {"net.w": "w"}
     with pytest.raises(AmbiguousCheckpointError):
-        plan_renaming(keys(*same), model("w"), same_tensor={"net.w": 1, "fast._orig_mod.w": 2})
+        plan_renaming(keys(*same), model("w"), same_tensor=lambda: {"net.w": 1, "fast._orig_mod.w": 2})
 
 
 def test_two_places_in_the_model_are_ambiguous_too() -> None:

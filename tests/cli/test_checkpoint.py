@@ -207,6 +207,23 @@ def test_convert_to_safetensors_and_back_loses_nothing_of_the_weights(
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
 
 
+def test_tensors_of_any_size_and_type_go_through_safetensors(tmp_path: Path, run: Run) -> None:
+    from safetensors.torch import load_file
+
+    kinds = (torch.float32, torch.bool, torch.bfloat16, torch.int64, torch.float8_e5m2, torch.complex64, torch.uint16)
+    shapes = [(3, 5), (), (0, 2), (1 << 19,), (7,)]
+    weights = {f"{kind}.{i}": torch.randn(s).to(kind) for i, s in enumerate(shapes) for kind in kinds}
+    weights["turned"] = torch.randn(4, 3).T
+    torch.save(weights, tmp_path / "a.pt")
+    assert run("convert", str(tmp_path / "a.pt"), str(tmp_path / "a.safetensors"))[0] == 0
+    for loaded in (load_file(tmp_path / "a.safetensors"), read_checkpoint(tmp_path / "a.safetensors")):
+        assert loaded.keys() == weights.keys()
+        for key, value in weights.items():
+            assert (loaded[key].shape, loaded[key].dtype) == (value.shape, value.dtype), key
+            mine, theirs = (tensor.reshape(-1).view(torch.uint8) for tensor in (loaded[key], value))
+            assert torch.equal(mine, theirs), key
+
+
 def test_convert_changes_precision_of_floating_point_only(last: str, tmp_path: Path, run: Run) -> None:
     for suffix in ("ckpt", "safetensors"):
         target = str(tmp_path / f"half.{suffix}")

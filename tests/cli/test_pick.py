@@ -7,14 +7,31 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from fake_driver import Driver, Gpu, gpu, mig, process
 
 from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+Pick = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def pick(capfd: pytest.CaptureFixture[str]) -> Pick:
+    """``pick("-n", "1")``: the command in this process, which saves the start of another one."""
+
+    def run(*arguments: str) -> SimpleNamespace:
+        try:
+            code = main(["pick", *arguments])
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+        return SimpleNamespace(returncode=code, **capfd.readouterr()._asdict())
+
+    return run
 
 
 def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cli: RunCli) -> None:
@@ -24,19 +41,19 @@ def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cl
     assert answer.stdout == f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}\n"
 
 
-def test_one_gpu_is_the_default(driver: Driver, run_cli: RunCli) -> None:
+def test_one_gpu_is_the_default(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB")]
-    assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"
+    assert pick().out == f"{driver.gpus[1].uuid}\n"
 
 
-def test_env_can_be_given_to_env(driver: Driver, run_cli: RunCli) -> None:
+def test_env_can_be_given_to_env(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu()]
-    assert run_cli("pick", "--format", "env").stdout == f"CUDA_VISIBLE_DEVICES={driver.gpus[0].uuid}\n"
+    assert pick("--format", "env").out == f"CUDA_VISIBLE_DEVICES={driver.gpus[0].uuid}\n"
 
 
-def test_json_has_the_readings(driver: Driver, run_cli: RunCli) -> None:
+def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(memory_free="10GiB", utilization=None), gpu(memory_free="9GiB")]
-    answer = json.loads(run_cli("pick", "-n", "2", "--format", "json").stdout)
+    answer = json.loads(pick("-n", "2", "--format", "json").out)
     assert answer["uuids"] == [driver.gpus[1].uuid, driver.gpus[0].uuid]
     assert answer["cuda_visible_devices"] == ",".join(answer["uuids"])
     assert [entry["memory_free_bytes"] for entry in answer["gpus"]] == [9 * 2**30, 10 * 2**30]
@@ -44,13 +61,11 @@ def test_json_has_the_readings(driver: Driver, run_cli: RunCli) -> None:
 
 
 @pytest.mark.parametrize("output", ["uuid", "env", "json"])
-def test_too_few_gpus_give_no_output_a_reason_each_and_exit_code_3(
-    driver: Driver, run_cli: RunCli, output: str
-) -> None:
-    driver.gpus = [gpu(memory_free="4GiB"), gpu(lost=True), gpu(utilization=97)]
-    answer = run_cli("pick", "-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
-    assert (answer.returncode, answer.stdout) == (3, "")
-    lines = answer.stderr.splitlines()
+def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, output: str) -> None:
+    driver.gpus = [gpu(utilization=97, pci=(0, 64, 0)), gpu(lost=True), gpu(memory_free="4GiB", pci=(0, 16, 0))]
+    answer = pick("-n", "2", "--min-free", "8GiB", "--max-utilization", "50%", "--format", output)
+    assert (answer.returncode, answer.out) == (3, "")
+    lines = answer.err.splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("lightning-gpu-tools: Asked for 2 GPUs, but none of 3 visible qualify.")
     assert "GPU 0" in lines[1]
@@ -61,22 +76,17 @@ def test_too_few_gpus_give_no_output_a_reason_each_and_exit_code_3(
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [
-        ("library_missing", True, "Is the driver installed"),
-        ("init_error", "DRIVER_NOT_LOADED", "modprobe"),
-        ("init_error", "LIB_RM_VERSION_MISMATCH", "Reboot"),
-        ("init_error", "NO_PERMISSION", "/dev/nvidiactl"),
-    ],
+    [("library_missing", True, "Is the driver installed"), ("init_error", "DRIVER_NOT_LOADED", "modprobe")],
 )
-def test_without_a_usable_driver_there_is_no_output_and_exit_code_4(
-    driver: Driver, run_cli: RunCli, field: str, value: object, words: str
+def test_without_a_usable_driver_the_exit_code_is_4(
+    driver: Driver, pick: Pick, field: str, value: object, words: str
 ) -> None:
     with driver.change():
         setattr(driver, field, value)
-    answer = run_cli("pick")
-    assert (answer.returncode, answer.stdout) == (4, "")
-    assert words in answer.stderr
-    assert "Traceback" not in answer.stderr
+    answer = pick()
+    assert (answer.returncode, answer.out) == (4, "")
+    assert words in answer.err
+    assert "Traceback" not in answer.err
 
 
 @pytest.mark.parametrize(
@@ -95,19 +105,17 @@ def test_without_a_usable_driver_there_is_no_output_and_exit_code_4(
     ],
 )
 def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
-    driver: Driver, run_cli: RunCli, arguments: list[str], words: str
+    driver: Driver, pick: Pick, arguments: list[str], words: str
 ) -> None:
-    answer = run_cli("pick", *arguments)
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert words in answer.stderr
+    answer = pick(*arguments)
+    assert (answer.returncode, answer.out) == (2, "")
+    assert words in answer.err
     assert driver.calls() == []
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["-n", "2"], 3), (["-n", "two"], 2)])
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
-def test_a_closed_stream_changes_no_exit_code_and_nothing_goes_elsewhere(
-    driver: Driver, arguments: list[str], code: int, closed: str
-) -> None:
+def test_a_closed_stream_changes_no_exit_code(driver: Driver, arguments: list[str], code: int, closed: str) -> None:
     driver.gpus = [gpu()]
     command = [sys.executable, "-m", "lightning_gpu_tools", "pick", *arguments]
     answer = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], capture_output=True, text=True)
@@ -116,18 +124,20 @@ def test_a_closed_stream_changes_no_exit_code_and_nothing_goes_elsewhere(
     assert bool(answer.stderr) is (closed == ">&-" and code != 0)
 
 
-def test_it_stays_inside_the_mask_and_gives_uuids(driver: Driver, run_cli: RunCli) -> None:
+def test_it_stays_inside_the_mask_and_gives_uuids(driver: Driver, pick: Pick, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30)]
-    assert run_cli("pick", env={"CUDA_VISIBLE_DEVICES": "0,1"}).stdout == f"{driver.gpus[1].uuid}\n"
-    assert run_cli("pick", env={"CUDA_VISIBLE_DEVICES": ""}).returncode == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert pick().out == f"{driver.gpus[1].uuid}\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert pick().returncode == 3
 
 
-def test_it_respects_claims_and_takes_none(driver: Driver, run_cli: RunCli) -> None:
+def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(), gpu(memory_free="70GiB")]
     with select_gpus(exclusive=True):
         for _ in range(2):
-            assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"
-    assert run_cli("pick").stdout == f"{driver.gpus[0].uuid}\n"
+            assert pick().out == f"{driver.gpus[1].uuid}\n"
+    assert pick().out == f"{driver.gpus[0].uuid}\n"
 
 
 def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -> None:
@@ -147,49 +157,62 @@ def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli) -> None:
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
 
 
-def test_a_pick_asks_little_of_the_driver(driver: Driver, run_cli: RunCli) -> None:
+def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu() for _ in range(8)]
-    run_cli("pick")
+    pick()
     # 6 functions of nvidia-ml-py; its one for the samples makes two calls, the first for their number. The handle is
     # asked for by index, so it counts for no GPU.
     assert set(driver.calls_by_gpu().values()) == {6}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["pick"], ["pick", "-n", "2"], ["run", "-n", "2", "--bind-numa", "--", "true"]], ids=" ".join
+)
+def test_a_selection_opens_and_reads_the_driver_once(driver: Driver, run_cli: RunCli, arguments: list[str]) -> None:
+    driver.gpus = [gpu() for _ in range(3)]
+    assert run_cli(*arguments).returncode == 0
+    functions = [call.function for call in driver.calls()]
+    assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 1
+    assert functions.count("nvmlDeviceGetMemoryInfo") == 3
 
 
 BUSY = [process(pid=4711, memory="3GiB")]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "arguments", "env"),
+    ("gpus", "arguments", "mask"),
     [
-        ([gpu(memory_free="10GiB"), gpu(memory_free="20GiB", utilization=90)], ["-n", "2"], {}),
-        ([gpu(), gpu(compute_mode="exclusive_process", processes=BUSY)], [], {}),
-        ([gpu(), gpu(compute_mode="prohibited")], [], {}),
-        ([gpu(memory_free="1GiB"), gpu(mig=[mig(memory_free="9GiB"), mig(memory_free="5GiB")])], [], {}),
-        ([gpu(memory_total=None, name="NVIDIA GB10"), gpu(memory_free="1GiB")], [], {}),
-        ([gpu(name="NVIDIA GB10", memory_free="1MiB")], ["--min-free", "1GiB"], {}),
-        ([gpu(pci=(0, 32, 0), memory_free="9GiB"), gpu(pci=(0, 16, 0))], [], {"CUDA_VISIBLE_DEVICES": "1"}),
-        ([gpu(lost=True), gpu(errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}), gpu(memory_free="1GiB")], [], {}),
+        ([gpu(memory_free="10GiB"), gpu(memory_free="20GiB", utilization=90)], ["-n", "2"], None),
+        ([gpu(), gpu(compute_mode="exclusive_process", processes=BUSY)], [], None),
+        ([gpu(), gpu(compute_mode="prohibited")], [], None),
+        ([gpu(memory_free="1GiB"), gpu(mig=[mig(memory_free="9GiB"), mig(memory_free="5GiB")])], [], None),
+        ([gpu(memory_total=None, name="NVIDIA GB10"), gpu(memory_free="1GiB")], [], None),
+        ([gpu(name="NVIDIA GB10", memory_free="1MiB")], ["--min-free", "1GiB"], None),
+        ([gpu(pci=(0, 32, 0), memory_free="9GiB"), gpu(pci=(0, 16, 0))], [], "1"),
+        ([gpu(lost=True), gpu(errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}), gpu(memory_free="1GiB")], [], None),
     ],
 )
 def test_reading_less_changes_no_choice(
-    driver: Driver, run_cli: RunCli, gpus: list[Gpu], arguments: list[str], env: dict[str, str]
+    driver: Driver, pick: Pick, monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], arguments: list[str], mask: str | None
 ) -> None:
     driver.gpus = gpus
-    all_read = run_cli("pick", *arguments, "--format", "json", env=env)
-    assert run_cli("pick", *arguments, env=env).stdout.split() == [json.loads(all_read.stdout)["cuda_visible_devices"]]
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    all_read = pick(*arguments, "--format", "json").out
+    assert pick(*arguments).out.split() == [json.loads(all_read)["cuda_visible_devices"]]
 
 
-def test_a_claim_of_memory_counts_what_its_holder_uses_by_now(driver: Driver, run_cli: RunCli) -> None:
+def test_memory_that_a_claims_holder_uses_counts_once(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="20GiB")]
     with select_gpus(min_free="30GiB"):
-        assert run_cli("pick").stdout == f"{driver.gpus[1].uuid}\n"
+        assert pick().out == f"{driver.gpus[1].uuid}\n"
         with driver.change():
             driver.gpus[0].processes = [process(pid=os.getpid(), memory="10GiB")]
             driver.gpus[0].memory_free = "41GiB"
-        assert run_cli("pick").stdout == f"{driver.gpus[0].uuid}\n"
+        assert pick().out == f"{driver.gpus[0].uuid}\n"
 
 
-def test_help_gives_an_example_and_the_exit_codes(run_cli: RunCli) -> None:
-    text = " ".join(run_cli("pick", "--help").stdout.split())
+def test_help_gives_an_example_and_the_exit_codes(pick: Pick) -> None:
+    text = " ".join(pick("--help").out.split())
     assert "gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py" in text
     assert "3 not enough GPUs" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.gpus.samples import GpuSample
 from lightning_gpu_tools.gpus.utilization import mean_percent, weighted_mean, weights_s
@@ -252,3 +254,27 @@ def test_a_timeline_accepts_what_was_before_its_first_entry():
     assert {value for _, value in timeline.points()} == {7}
     assert len(timeline.points()) <= 3
     assert Timeline(3, width_s=1.0).points() == []
+
+
+# The table
+
+
+def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has_a_field():
+    sampled, reported = ({field.name for field in dataclasses.fields(kind)} for kind in (GpuSample, GpuSummary))
+    assert {metric.source for metric in METRICS} <= sampled
+    assert {metric.reported for metric in METRICS if metric.reported} <= reported
+
+
+def test_peaks_and_counters_of_a_run_include_validation_and_means_do_not():
+    training, validation = (
+        window_of(
+            look(0.0, energy_joules=0.0, sm_active_percent=percent),
+            look(1.0, (1.0, percent), energy_joules=joules, sm_active_percent=percent, memory_used_bytes=used),
+        )
+        for percent, joules, used in ((90.0, 100.0, 5), (10.0, 30.0, 7))
+    )
+    found = {metric.field: over_run(metric, training, validation) for metric in METRICS}
+    assert found["energy_joules"] == 130.0
+    assert found["memory_used_peak_bytes"] == 7
+    assert found["utilization_mean_percent"] == found["sm_active_percent"] == 90.0
+    assert found["temperature_max_celsius"] is None

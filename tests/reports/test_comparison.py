@@ -57,7 +57,7 @@ def test_equal_runs_are_hardly_ever_called_different() -> None:
         ("batch_size", 32, "batch size differs: 64 before, 32 now"),
         ("precision", "bf16-mixed", "precision differs"),
         ("world_size", 8, "world size differs: 2 before, 8 now"),
-        ("num_workers", 4, "loader's num_workers differs: none before, 4 now"),
+        ("num_workers", 4, "loader's num_workers differs: None before, 4 now"),
         ("pin_memory", True, "loader's pin_memory differs"),
     ],
 )

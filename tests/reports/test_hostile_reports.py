@@ -22,8 +22,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports import comparison as comparing
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
-from lightning_gpu_tools.reports.loader_summary import LoaderSummary
-from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, to_json
+from lightning_gpu_tools.reports.report import LoaderSummary, RankSpeed, from_json, load_report, save_report, to_json
 from lightning_gpu_tools.reports.text import render_markdown, render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.stopwatch import PhaseSpan

@@ -56,7 +56,7 @@ def on_mount_of_its_own(path: Path, options: str, code: str) -> subprocess.Compl
     return answer
 
 
-def test_a_folder_exchanged_before_its_lock_is_had_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_lock = claim_files._try_lock
 
     def exchange_and_take_lock(descriptor: int) -> bool:
@@ -91,14 +91,12 @@ MOUNTS = """\
         ("/tmpfile", ("0:21", "/")),
     ],
 )
-def test_what_is_mounted_at_a_folder_is_told_by_the_last_and_longest_mount(
-    folder: str, expected: tuple[str, str]
-) -> None:
+def test_the_last_and_longest_mount_is_that_of_a_folder(folder: str, expected: tuple[str, str]) -> None:
     assert mount_of(folder, MOUNTS) == expected
 
 
 @needs_root
-def test_a_folder_on_a_mount_of_the_jobs_own_is_private(tmp_path: Path) -> None:
+def test_a_folder_on_a_jobs_own_mount_is_private(tmp_path: Path) -> None:
     code = f"from lightning_gpu_tools.selection.claim_files import why_private; print(why_private({str(tmp_path)!r}))"
     assert "private to this job, on a mount of its own" in on_mount_of_its_own(tmp_path, "size=1m", code).stdout
     assert "job" not in str(why_private(str(tmp_path)))

@@ -22,7 +22,7 @@ from lightning_gpu_tools.selection.claims import open_ledger
 os.umask(0o077)
 with open_ledger(sys.argv[1]) as ledger:
     claim = ledger.join(ledger.claims()[0]) if sys.argv[2:] else ledger.take(["GPU-a"], "memory", 5)
-print(claim.name, flush=True)
+print(claim.job, flush=True)
 sys.stdin.read()
 """
 
@@ -116,7 +116,7 @@ def test_releasing_is_for_the_process_that_claimed(path: Path, by_child: bool) -
         claim.release()
 
 
-def test_a_job_of_several_processes_has_one_claim_until_the_last_ends(path: Path) -> None:
+def test_a_job_has_one_claim_until_its_last_process_ends(path: Path) -> None:
     with holder(path) as first:
         with holder(path, "join") as second:
             assert len(list(path.glob("*.json"))) == 2
@@ -148,7 +148,7 @@ def test_a_path_longer_than_a_socket_address_will_do(tmp_path: Path) -> None:
         assert holders(path) == [process.pid]
 
 
-def test_those_who_wait_are_in_the_order_in_which_they_came(path: Path) -> None:
+def test_waiters_are_in_the_order_in_which_they_came(path: Path) -> None:
     def names() -> list[str]:
         with read_ledger(str(path)) as ledger:
             return [waiter.name for waiter in ledger.waiters]
@@ -192,7 +192,7 @@ def test_only_one_at_a_time_has_the_ledger(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/usr/bin/systemd-tmpfiles").exists(), reason="the cleaner of /tmp is not installed")
-def test_the_cleaner_of_tmp_leaves_a_claim_of_a_long_job_alone(tmp_path: Path) -> None:
+def test_the_cleaner_of_tmp_leaves_old_claims_alone(tmp_path: Path) -> None:
     path = tmp_path / "clean" / "claims"
     rules = tmp_path / "rules.conf"
     rules.write_text(f"d {path.parent} - - - 1us\n")
@@ -226,7 +226,7 @@ def test_memory_is_that_of_the_holder_and_its_children(path: Path) -> None:
     mine.release()
 
 
-def test_memory_is_that_of_all_processes_of_a_job_also_after_its_first_ended(path: Path) -> None:
+def test_memory_is_that_of_all_live_processes_of_a_job(path: Path) -> None:
     def told() -> frozenset[int]:
         with read_ledger(str(path)) as ledger:
             return ledger.claims([maker.pid, sibling.pid, os.getpid()])[0].process_ids
@@ -239,7 +239,7 @@ def test_memory_is_that_of_all_processes_of_a_job_also_after_its_first_ended(pat
 
 
 @pytest.mark.parametrize(("field", "value"), [("pid_namespace", "pid:[1]"), ("started_ticks", 1)])
-def test_a_number_that_means_another_process_has_none_of_the_memory(path: Path, field: str, value: object) -> None:
+def test_a_reused_process_number_has_none_of_the_memory(path: Path, field: str, value: object) -> None:
     with opened(path) as ledger:
         mine = ledger.take(["GPU-a"], "memory", 5)
     for changed in (False, True):

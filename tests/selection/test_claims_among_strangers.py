@@ -176,7 +176,9 @@ probe.connect({record.with_suffix(".sock").name!r})
 
 
 @needs_root
-def test_a_claim_is_of_a_job_only_if_its_owner_is(driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_with_anothers_job_name_is_not_trusted(
+    driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Bob has read the names of Alice's job and group, and writes them into a claim of his own.
     driver.gpus = [gpu()]
     ask = """
@@ -199,9 +201,7 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("mode", "asker", "counts"), [(0o066, ALICE, True), (0o600, BOB, False)], ids=["forbidden", "hidden-by-owner"]
 )
-def test_a_socket_that_may_not_be_asked_counts_unless_its_owner_hides_it(
-    path: Path, mode: int, asker: int, counts: bool
-) -> None:
+def test_a_forbidden_socket_counts_unless_its_owner_hides_it(path: Path, mode: int, asker: int, counts: bool) -> None:
     hide = f"\nos.chmod(next(name for name in os.listdir(path) if name.endswith('.sock')), {mode})"
     path.mkdir()
     path.chmod(0o1777)
@@ -211,7 +211,7 @@ def test_a_socket_that_may_not_be_asked_counts_unless_its_owner_hides_it(
 
 @needs_root
 @pytest.mark.parametrize("operation", ["LOCK_SH", "LOCK_EX"])
-def test_who_locks_the_folder_holds_up_promises_only_and_is_named(
+def test_who_locks_the_folder_is_named_and_stops_only_promises(
     driver: Driver,
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -304,7 +304,7 @@ def test_a_huge_record_is_not_read(path: Path, size: int, caplog: pytest.LogCapt
     assert f"it has {size} bytes, more than 65536" in caplog.text
 
 
-def test_nobody_gets_ahead_in_the_queue_by_a_date_or_a_name(path: Path) -> None:
+def test_no_date_and_no_name_jumps_the_queue(path: Path) -> None:
     with open_ledger(str(path)) as ledger:
         place = ledger.queue(["GPU-a"], 1)
     record = json.dumps({"uuids": ["GPU-a"], "requested": 1, "pid": 1, "since_s": 0})
@@ -327,7 +327,7 @@ def test_a_record_of_a_newer_version_is_understood(path: Path) -> None:
     assert (claim.pid, claim.hostname) == (1, r"\x1b[2Jevil")
 
 
-def test_of_one_user_no_more_records_are_read_than_a_job_can_need(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_records_read_of_one_user_are_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim_files, "_MAX_RECORDS_PER_USER", 3)
     with open_ledger(str(path)) as ledger:
         held = [ledger.take([f"GPU-{index}"], "whole") for index in range(5)]
@@ -389,7 +389,7 @@ def below_a_file(path: Path) -> None:
 
 UNUSABLE = [
     pytest.param(symlink, "it is a symbolic link, which is not followed. Remove it", True, id="symlink"),
-    pytest.param(below_a_file, "it is no folder. Remove it", True, id="file"),
+    pytest.param(below_a_file, "it is not a folder. Remove it", True, id="file"),
     pytest.param(not_sticky, "lets users remove the files of others. root, who owns it, or .* chmod 1777", True,
                  id="not-sticky"),
     pytest.param(private, "may not read it. root, who owns it, or an administrator can .*chmod 1777", True,
@@ -401,7 +401,7 @@ UNUSABLE = [
 
 @needs_root
 @pytest.mark.parametrize(("make", "words", "are_unknown"), UNUSABLE)
-def test_an_unusable_folder_stops_promises_only_and_says_what_to_do(
+def test_an_unusable_folder_stops_only_promises_and_names_the_remedy(
     driver: Driver, path: Path, make: Callable[[Path], None], words: str, are_unknown: bool
 ) -> None:
     driver.gpus = [gpu()]
@@ -432,7 +432,7 @@ main(["run", "--", "echo", "ran"])
     assert ("It is not known what" in answer.stderr) == are_unknown
 
 
-def test_a_folder_that_cannot_be_created_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ClaimsError, match=r"file/claims cannot be used: it cannot be created .*mkdir -m 1777"),

@@ -44,7 +44,7 @@ def test_without_links_and_nodes_memory_decides() -> None:
     assert chosen(candidates(10, 30, 20), 2, [], {}) == [1, 2]
 
 
-def test_a_joined_pair_comes_before_a_freer_one_that_is_not() -> None:
+def test_a_joined_pair_comes_before_a_freer_one() -> None:
     assert chosen(candidates(40, 10, 39, 38), 2, nvlinks((0, 1), (2, 3)), {}) == [2, 3]
 
 
@@ -52,7 +52,7 @@ def test_of_joined_pairs_the_freer_one() -> None:
     assert chosen(candidates(40, 10, 39, 38), 2, nvlinks((0, 1), (1, 2), (1, 3)), {}) == [0, 1]
 
 
-def test_a_pair_on_one_node_comes_before_a_freer_one_that_is_not() -> None:
+def test_a_pair_on_one_node_comes_before_a_freer_one() -> None:
     assert chosen(candidates(40, 30, 39, 38), 2, [], nodes(0, 0, 1, 1)) == [2, 3]
 
 
@@ -71,7 +71,7 @@ def test_of_four_the_most_joined() -> None:
     assert chosen(candidates(40, 40, 40, 40, 20, 20, 20, 20), 4, [*ring, *clique], {}) == [7, 6, 5, 4]
 
 
-def test_a_busy_or_claimed_gpu_is_not_taken_for_its_link() -> None:
+def test_no_busy_or_claimed_gpu_is_taken_for_its_link() -> None:
     assert chosen(candidates(40, 30, 20, busy=(1,)), 2, nvlinks((0, 1)), {}) == [0, 2]
     assert chosen(candidates(40, 30, 20, claimed=(1,)), 2, nvlinks((0, 1)), {}) == [0, 2]
 
@@ -81,7 +81,7 @@ def test_the_busy_one_that_is_needed_is_the_joined_one() -> None:
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(36.0, [2, 3]), (35.9, [0, 1])], ids=["a-tenth-less", "more-than-that"])
-def test_without_a_stated_need_a_link_costs_a_tenth_of_the_memory_at_most(gib: float, expected: list[int]) -> None:
+def test_a_link_costs_at_most_a_tenth_of_the_memory(gib: float, expected: list[int]) -> None:
     made = candidates(41, 40, gib, gib + 0.01)
     assert sorted(chosen(made, 2, nvlinks((2, 3)), {}, memory_matters=True)) == expected
 

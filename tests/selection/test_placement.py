@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, TORCHRUN, free_port, live_claims, said, slurm, torchrun
+from launched_jobs import PLACE, live_claims, said, slurm, torchrun
 
 STAY = "\nsys.stdin.read()"
 
@@ -42,7 +42,7 @@ def placed(driver: Driver, path: str, environments: list[dict[str, str]], *argum
     return [next(iter(said(line, driver)["placed"].values())) for line in lines]
 
 
-def test_a_child_that_outlives_the_one_that_picked_keeps_the_claim(
+def test_a_child_that_outlives_its_parent_keeps_the_claim(
     driver: Driver, script: Callable[[str], str], claims_dir: Path
 ) -> None:
     path = script("""
@@ -64,23 +64,17 @@ sys.stdin.read()
         assert live_claims(claims_dir) == []
 
 
-def test_a_new_torchrun_leaves_the_ranks_of_a_killed_one_alone(driver: Driver, script: Callable[[str], str]) -> None:
-    command = [*TORCHRUN, f"--master-port={free_port()}", script(f"place_and_say(exclusive=True){STAY}")]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as killed:
-        assert killed.stdout is not None
-        old = said(killed.stdout.readline() + killed.stdout.readline(), driver)
-        killed.kill()
-        killed.wait()
-        with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as started:
-            new = said(started.communicate()[0], driver)
-        assert killed.communicate()[0] == ""  # the end of their input ends the ranks that were left
-    assert (old, new) == ({"placed": {0: [3, 2], 1: [3, 2]}}, {"placed": {0: [1, 0], 1: [1, 0]}})
-
-
-def test_every_node_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
-    # Both nodes are this machine, and what one has claimed exclusively the other one cannot have.
-    nodes = [torchrun(rank, GROUP_RANK=node) for node in "01" for rank in (0, 1)]
-    chosen = placed(driver, script(f"place_and_say(exclusive=True){STAY}"), nodes)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GROUP_RANK", "{}"), ("TORCHELASTIC_ERROR_FILE", "/tmp/none_{}/attempt_0/0/error.json")],
+    ids=["node", "start"],
+)
+def test_every_node_and_every_start_chooses_for_itself(
+    driver: Driver, script: Callable[[str], str], name: str, value: str
+) -> None:
+    # Both nodes are this machine. Ranks of a torchrun that was killed may live on beside those of a new one.
+    ranks = [torchrun(rank, **{name: value.format(group)}) for group in "01" for rank in (0, 1)]
+    chosen = placed(driver, script(f"place_and_say(exclusive=True){STAY}"), ranks)
     assert chosen == [[3, 2], [3, 2], [1, 0], [1, 0]]
 
 
@@ -102,10 +96,23 @@ def test_jobs_of_two_users_share_no_choice_whatever_their_names(
     assert placed(driver, script(f"{become}place_and_say(exclusive=True){STAY}"), users) == [[3, 2], [1, 0]]
 
 
+def test_a_claim_of_two_ranks_lives_until_the_last_ends(
+    driver: Driver, script: Callable[[str], str], claims_dir: Path
+) -> None:
+    command = [sys.executable, script(f"place_and_say(exclusive=True){STAY}")]
+    ranks = [subprocess.Popen(command, env=torchrun(rank), stdin=-1, stdout=-1, text=True) for rank in (0, 1)]
+    assert all(rank.stdout and rank.stdout.readline() for rank in ranks)
+    for rank in ranks:
+        assert live_claims(claims_dir) == [("exclusive", 2)]
+        rank.kill()
+        rank.communicate()
+    assert live_claims(claims_dir) == []
+
+
 @pytest.mark.parametrize(
     ("job", "devices", "expected"), [("train", "auto", [[3, 2], [3, 2]]), ("bash", "1", [[3], [2]])]
 )
-def test_tasks_of_slurm_count_alike_but_not_jobs_in_a_shell(
+def test_tasks_of_slurm_agree_but_not_jobs_in_a_shell(
     driver: Driver, script: Callable[[str], str], job: str, devices: str, expected: list[list[int]]
 ) -> None:
     code = "devices = sys.argv[1] if sys.argv[1] == 'auto' else int(sys.argv[1])\n"

@@ -39,7 +39,7 @@ def reasons(ranking: Ranking) -> str:
     return "\n".join(map(str, ranking.rejections))
 
 
-def test_idle_gpus_rank_by_free_memory_and_ties_go_to_the_higher_index() -> None:
+def test_idle_gpus_rank_by_free_memory_then_the_higher_index() -> None:
     free_mib = [10362, 10058, 9990, 9990]
     assert order(rank([gpu(i, free=mib * MIB) for i, mib in enumerate(free_mib)])) == [0, 1, 3, 2]
 
@@ -57,7 +57,7 @@ def test_a_gpu_is_busy_from_ten_percent_on(utilization: float, expected: list[in
     assert order(rank([gpu(0, free=50 * GIB, utilization=utilization), gpu(1, free=40 * GIB)])) == expected
 
 
-def test_a_gpu_that_hides_its_utilization_ranks_after_a_busy_one() -> None:
+def test_unknown_utilization_ranks_after_a_busy_gpu() -> None:
     assert order(rank([gpu(0, free=70 * GIB, utilization=None), gpu(1, free=GIB, utilization=99)])) == [1, 0]
 
 
@@ -89,7 +89,7 @@ def test_claimed_memory_that_is_used_already_does_not_count_twice() -> None:
     assert effective_free_bytes(reading, [stranger]) == 10 * GIB
 
 
-def test_a_job_that_uses_more_than_it_claimed_gives_nothing_back() -> None:
+def test_using_more_than_claimed_gives_nothing_back() -> None:
     reading = gpu(0, free=10 * GIB, processes=(GpuProcess(pid=11, memory_used_bytes=50 * GIB),))
     holder = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({11}))
     assert effective_free_bytes(reading, [holder]) == 10 * GIB
@@ -116,7 +116,7 @@ MIG = {"uuid": "MIG-abc", "mig_gpu_instance_id": 1}
         (gpu(2, utilization=97.4), {"max_utilization_percent": 20}, "97 % busy, asked for at most 20 %"),
         (gpu(2, utilization=None), {"max_utilization_percent": 20}, "does not report its utilization"),
         (gpu(2, error="has fallen off the bus: reboot"), {}, "has fallen off the bus: reboot"),
-        (gpu(2, uuid=None), {}, "does not tell its UUID"),
+        (gpu(2, uuid=None), {}, "does not report its UUID"),
         (gpu(2, mig_mode=True), {}, "is in MIG mode but has no instance"),
         (gpu(2, **MIG), {"count": 2}, "only one MIG instance, so it cannot be one of 2"),
         (gpu(2, compute_mode="prohibited"), {}, "PROHIBITED"),
@@ -156,7 +156,7 @@ def test_nobody_gets_a_gpu_that_is_claimed_exclusively() -> None:
     assert reasons(ranking) == "GPU 0 (GPU-0): claimed exclusively by alice (pid 4182)"
 
 
-def test_a_desktop_on_a_gpu_does_not_stand_in_the_way_of_exclusive() -> None:
+def test_a_desktop_does_not_stand_in_the_way_of_exclusive() -> None:
     assert rank([gpu(0, processes=(GpuProcess(pid=7, graphics_only=True),))], exclusive=True).candidates
 
 
@@ -167,7 +167,7 @@ def test_what_someone_waits_for_is_kept_for_them() -> None:
     assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
 
 
-def test_as_many_as_each_waits_for_are_kept_the_best_of_what_they_could_use() -> None:
+def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
     gpus = [gpu(index, free=(10 + index) * GIB) for index in range(5)]
     waiters = [
         GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name, since_s=0.0)
@@ -186,7 +186,7 @@ def test_what_would_do_once_others_have_left() -> None:
     assert attainable([full, lost, small, silent], asked) == ("GPU-0",)
 
 
-def test_the_own_process_does_not_stand_in_the_way_of_exclusive() -> None:
+def test_the_own_process_does_not_prevent_exclusive() -> None:
     reading = gpu(0, processes=(GpuProcess(pid=7),))
     assert rank_gpus([reading], (), Request(exclusive=True), own_process_ids={7}).candidates
 

@@ -64,7 +64,7 @@ def test_numbers_on_different_products_follow_cudas_own_order() -> None:
 
 
 @pytest.mark.parametrize(("value", "order"), [("0,2", "PCI_BUS_ID"), ("GPU-old,GPU-slow", None)])
-def test_cudas_own_order_is_not_asked_where_it_plays_no_role(value: str, order: str | None) -> None:
+def test_cudas_own_order_is_only_asked_where_it_matters(value: str, order: str | None) -> None:
     mixed = machine("GPU-old", "GPU-fast", "GPU-slow", names=("K80", "H100", "T400"))
     assert [gpu.uuid for gpu in visible_gpus(mixed, value, order, never_asked)] == ["GPU-old", "GPU-slow"]
 
@@ -96,12 +96,6 @@ def divided() -> list[GpuReading]:
 )
 def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, uuids: list[str]) -> None:
     assert [gpu.uuid for gpu in visible_gpus(divided(), value, None, never_asked)] == uuids
-
-
-def test_the_name_an_old_driver_gives_an_instance_is_its_uuid() -> None:
-    old = GpuReading(index=0, uuid="MIG-GPU-parent/7/0")
-    parent = GpuReading(index=0, uuid="GPU-parent", mig_mode=True, mig_instances=(old,))
-    assert visible_gpus([parent], "MIG-GPU-parent/7/0", None, never_asked) == (old,)
 
 
 def test_parsing_stops_at_the_first_entry_that_names_nothing() -> None:

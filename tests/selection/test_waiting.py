@@ -24,7 +24,7 @@ def indices(selection: GpuSelection) -> list[int]:
     return [reading.index for reading in selection.gpus]
 
 
-def test_the_most_is_had_without_waiting(driver: Driver) -> None:
+def test_what_is_free_is_had_without_waiting(driver: Driver) -> None:
     driver.gpus = [gpu()]
     started = time.monotonic()
     select_gpus(wait="10m")
@@ -45,7 +45,7 @@ def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogC
     assert [call.function for call in driver.calls()].count("nvmlDeviceGetUUID") == 1
 
 
-def test_waiting_in_vain_ends_with_the_last_reasons_and_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
+def test_waiting_in_vain_gives_reasons_and_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(utilization=95)]
     with pytest.raises(NotEnoughGpusError, match=r"Waited 1\.2 s\. .*\n  GPU 0 .*95 % busy, asked for at most 5 %"):
         select_gpus(max_utilization=5, wait=1.2)
@@ -68,9 +68,7 @@ with select_gpus(exclusive=True, wait=60):
 """
 
 
-def test_those_who_wait_are_served_in_the_order_in_which_they_came(
-    driver: Driver, claims_dir: Path, tmp_path: Path
-) -> None:
+def test_waiters_are_served_in_the_order_they_came(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     served = tmp_path / "served"
@@ -101,9 +99,7 @@ def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: 
         assert job.communicate()[0] == "a\n"
 
 
-def test_a_small_request_gets_past_one_that_waits_for_more_where_there_is_room(
-    driver: Driver, claims_dir: Path
-) -> None:
+def test_a_small_request_passes_a_waiting_larger_one(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB", processes=[process(4711)]) for gib in (20, 40, 30)]
     with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
         wait_until(lambda: list(claims_dir.glob("wait-*.json")))

@@ -110,7 +110,7 @@ def test_what_a_scheduler_gave_is_claimed_for_others_to_see(
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(True, False), (False, True), (True, True)])
-def test_two_jobs_on_what_a_scheduler_gave_are_told_and_share_no_exclusive_claim(
+def test_two_jobs_on_granted_gpus_are_warned(
     monkeypatch: pytest.MonkeyPatch,
     claims_dir: Path,
     caplog: pytest.LogCaptureFixture,
@@ -254,7 +254,7 @@ def test_without_a_gpu_the_trainer_says_so(driver: Driver, missing: bool) -> Non
         trainer(1)
 
 
-def test_a_task_that_slurm_gave_a_gpu_of_its_own_keeps_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_its_own_by_slurm_is_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in slurm(1, CUDA_VISIBLE_DEVICES="1").items():
         monkeypatch.setenv(name, value)
     made = trainer(1)
@@ -265,11 +265,14 @@ def test_a_task_that_slurm_gave_a_gpu_of_its_own_keeps_it(driver: Driver, monkey
         trainer(2, strategy="ddp")
 
 
-def test_a_child_of_a_process_with_cuda_numbers_gpus_like_it(driver: Driver, run_python: RunPython) -> None:
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_child_numbers_gpus_like_its_parent_with_cuda(driver: Driver, run_python: RunPython, claim: bool) -> None:
     cpu_as_cuda.start()
-    made = trainer(2)
+    made = trainer(2, claim=claim)
+    with driver.change():  # the job uses them by now
+        driver.gpus[2].memory_free = driver.gpus[3].memory_free = 0
     assert cpu_as_cuda.device_numbers(made) == [2, 3]
-    answer = run_python("-c", f"{PLACE}\nplace_and_say(2)", env={"LOCAL_RANK": "1"})
+    answer = run_python("-c", f"{PLACE}\nplace_and_say(2, claim={claim})", env={"LOCAL_RANK": "1"})
     assert said(answer.stdout, driver) == {"placed": {1: positions(driver, cpu_as_cuda.gpus_of(made))}}
 
 

@@ -152,9 +152,7 @@ def test_a_step_that_waits_for_the_gpu_is_looked_into_and_its_line_named(
     driver.gpus = [gpu(utilization=30)]
     cpu_as_cuda.install(monkeypatch.setattr)
     advisor = short_advisor(min_seconds=1.2)
-    with pytest.warns(
-        LowGPUUtilizationWarning, match=r"waits for the GPU's results .*test_gpu_utilization_advisor.py:"
-    ):
+    with pytest.warns(LowGPUUtilizationWarning, match=r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"):
         quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=4).fit(
             Curious(), loader(Samples(STEPS))
         )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import MEET, PLACE, TORCHRUN, free_port, live_claims, said, slurm
+from launched_jobs import MEET, PLACE, free_port, live_claims, said, slurm
 
 TESTS = Path(__file__).parents[1]
 AGREED = {0: [3, 2], 1: [3, 2]}
@@ -109,10 +108,13 @@ def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
 ) -> None:
     # The first start fails before Lightning is imported, which saves seconds.
     fails = f"{PLACE}\nplace_and_say(exclusive=True)\n{MEET}\nsys.exit(os.environ['RANK'] == '1')"
-    start = f"import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n{textwrap.indent(fails, '    ')}\n"
+    named = "assert os.environ['TORCHELASTIC_ERROR_FILE'].endswith('/error.json')"
+    start = (
+        f"import os\n{named}\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n{textwrap.indent(fails, '    ')}\n"
+    )
     fsdp = "fit('trained', strategy=FreeMemoryFSDPStrategy(exclusive=True, bind_numa=True))\nend()\n"
-    options = ["--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
-    answer = run_python(*TORCHRUN[1:], *options, script(f"{start}{FIT}{fsdp}"))
+    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
+    answer = run_python("-m", "torch.distributed.run", *options, script(f"{start}{FIT}{fsdp}"))
     assert answer.returncode == 0, answer.stderr
     assert said(answer.stdout, driver) == {"placed": AGREED, "trained": AGREED}
     assert cores(answer.stdout) == near(driver, 3, 2)
@@ -120,18 +122,20 @@ def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
     assert live_claims(claims_dir) == []
 
 
-def test_tasks_of_slurm_agree_and_the_claim_lives_until_the_last_ends(
-    driver: Driver, script: Callable[[str], str], claims_dir: Path
+def test_tasks_of_slurm_agree(
+    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
 ) -> None:
-    path, port = script(f"{FIT}\nfit('trained', strategy='ddp_free_memory')\nend()\nsys.stdin.read()"), free_port()
-    tasks = [
-        subprocess.Popen([sys.executable, path], env=slurm(i, MASTER_PORT=port), stdin=-1, stdout=-1, text=True)
-        for i in range(2)
-    ]
-    output = "".join(task.stdout.readline() + task.stdout.readline() for task in tasks if task.stdout)
-    assert said(output, driver) == {"trained": AGREED}
-    for task in tasks:
-        assert live_claims(claims_dir) == [("whole", 2)]
-        task.kill()
-        task.communicate()
+    # Forked from one process, which imports Lightning for both.
+    code = """
+for task in "01":
+    if os.fork() == 0:
+        os.environ.update(SLURM_PROCID=task, SLURM_LOCALID=task)
+        fit("trained", strategy="ddp_free_memory")
+        end()
+        os._exit(0)
+sys.exit(any(os.wait()[1] for _ in range(2)))
+"""
+    answer = run_python(script(FIT + code), env=slurm(0, MASTER_PORT=free_port()))
+    assert answer.returncode == 0, answer.stderr
+    assert said(answer.stdout, driver) == {"trained": AGREED}
     assert live_claims(claims_dir) == []

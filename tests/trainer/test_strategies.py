@@ -17,6 +17,7 @@ import pytest
 import torch
 from fake_driver import Driver, gpu
 from jsonargparse import ArgumentParser
+from launched_jobs import live_claims
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
@@ -107,10 +108,12 @@ def test_named_devices_are_respected(cuda: Driver, devices: Any, expected: list[
     assert positions(trainer("ddp_free_memory", devices), cuda) == expected
 
 
-def test_one_named_device_of_the_single_device_strategy(cuda: Driver) -> None:
-    made = trainer("free_memory", [2])
+@pytest.mark.parametrize("devices", [[2], [2, 0]])
+def test_one_named_device_of_the_single_device_strategy(cuda: Driver, claims_dir: Path, devices: list[int]) -> None:
+    made = trainer("free_memory", devices)
     assert positions(made, cuda) == [2]
     assert cpu_as_cuda.device_numbers(made) == [2]
+    assert live_claims(claims_dir) == [("whole", 1)]
 
 
 def test_accelerator_and_strategy_together_choose_once(cuda: Driver) -> None:

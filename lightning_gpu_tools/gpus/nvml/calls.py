@@ -1,4 +1,4 @@
-"""Single calls of NVML, with the errors that are answers turned into answers."""
+"""Single calls of NVML, with the errors that are answers turned into answers, and the others into words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def product_name(handle: Any) -> str | None:
-    """Return the product's name, printable; ``None`` if the driver does not tell, or not in UTF-8."""
+    """Return the product's name, printable; ``None`` if the driver does not report it, or not in UTF-8."""
     try:
         name = ask(pynvml.nvmlDeviceGetName, handle)
     except UnicodeDecodeError:
@@ -42,16 +42,6 @@ def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except pynvml.NVMLError:
         return None
-
-
-def newest(function: str, handle: Any) -> Any:
-    """Call the newest version of a function that the driver has; drivers before R510 have no ``_v3`` of these."""
-    try:
-        return getattr(pynvml, f"{function}_v3")(handle)
-    except pynvml.NVMLError_FunctionNotFound:
-        if not hasattr(pynvml, f"{function}_v2"):  # nvidia-ml-py before 12.550
-            raise
-        return getattr(pynvml, f"{function}_v2")(handle)
 
 
 def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSample], int]:
@@ -79,3 +69,18 @@ def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], in
     # One sample a process; values above 100 are as little to be believed as in the GPU's own samples.
     percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
     return percents, max((one.timeStamp for one in samples), default=last_us)
+
+
+def why_unreadable(error: pynvml.NVMLError) -> str:
+    """Say why one GPU cannot be read, and what to do."""
+    if isinstance(error, pynvml.NVMLError_GpuIsLost):
+        return "it has fallen off the bus (GPU is lost): see `dmesg` for its Xid error, then reset the GPU or reboot"
+    if isinstance(error, pynvml.NVMLError_ResetRequired):
+        return "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot"
+    if isinstance(error, pynvml.NVMLError_NoPermission):
+        return "no permission to read it: is /dev/nvidia* accessible, and was this GPU given to this container or job?"
+    if isinstance(error, pynvml.NVMLError_Timeout):
+        return "the driver did not answer in time: try again; if it happens again, see `dmesg` and reset the GPU"
+    if isinstance(error, pynvml.NVMLError_NotFound):
+        return "the driver does not know this UUID, or no longer: see `nvidia-smi -L`"
+    return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"

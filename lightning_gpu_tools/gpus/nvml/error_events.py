@@ -10,8 +10,8 @@ from lightning_gpu_tools.gpus.nvml.calls import tolerate
 
 # The more frequent ones, in the words of https://docs.nvidia.com/deploy/xid-errors/
 _XID_MEANS = {
-    13: "graphics engine exception, most often a bug of the program",
-    31: "memory page fault, most often a bug of the program",
+    13: "graphics engine exception, usually a bug in the program",
+    31: "memory page fault, usually a bug in the program",
     43: "the GPU has stopped processing",
     45: "preemptive cleanup, due to earlier errors",
     48: "double-bit ECC error",
@@ -27,12 +27,14 @@ _XID_MEANS = {
     120: "error of the GPU's system processor (GSP)",
 }
 
-# A GPU that fails may report many at once; a look takes at most so many, the rest waits for the next look.
-_MOST_AT_ONCE = 16
+_OTHER_XID = "see NVIDIA's Xid catalog"
+
+# A GPU that fails may report many at once; what is left waits for the next read.
+_MAX_PER_READ = 16
 
 
 class ErrorEvents:
-    """The Xid events of one GPU since the last look. They need not be permitted, as in some containers."""
+    """The Xid events of one GPU since the last read. In some containers this user may not read them."""
 
     def __init__(self) -> None:
         self._event_set: Any = None
@@ -60,14 +62,12 @@ class ErrorEvents:
     def read(self) -> list[str]:
         """Return what has happened, in words. It does not need the GPU, which may just have been lost."""
         found: list[str] = []
-        while self._event_set is not None and len(found) < _MOST_AT_ONCE:
+        while self._event_set is not None and len(found) < _MAX_PER_READ:
             # No time to wait: a timeout means that there is no event, and so does any other failure.
             event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
             if event is None:
                 break
-            found.append(
-                f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, 'see the Xid catalogue of NVIDIA')})"
-            )
+            found.append(f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, _OTHER_XID)})")
         return found
 
     def close(self) -> None:

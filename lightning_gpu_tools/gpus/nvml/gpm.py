@@ -1,4 +1,4 @@
-"""The GPU performance monitors (GPM) of Hopper and later: means over the time between two looks."""
+"""The GPU performance monitors (GPM) of Hopper and later: means over the time between two reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTERVAL_S = 0.1
 
 
 class PerformanceMonitors:
-    """Two samples of one GPU or MIG instance that take turns, so that no time is left out between two looks.
+    """Two samples of one GPU or MIG instance that take turns, so that no time is left out between two reads.
 
     Attributes:
         pcie_bytes: Sent and received, as far as the monitors counted them.
@@ -33,15 +33,15 @@ class PerformanceMonitors:
 
     @property
     def started(self) -> bool:
-        """Whether this GPU has monitors and they have been looked at."""
+        """Whether this GPU has monitors and they have been read."""
         return bool(self._samples)
 
     def restart(self) -> None:
-        """Begin a new interval with the next look: the counters may have started again."""
+        """Begin a new interval with the next read: the counters may have started again."""
         self._since_s = None
 
     def read(self, handle: Any, now_s: float) -> dict[int, float]:
-        """Return the means since the last look by metric; empty at the first look and where it was too soon.
+        """Return the means since the last read by metric; empty at the first one and where it was too soon.
 
         Raises:
             pynvml.NVMLError: They cannot be read; ``NVMLError_NotSupported`` if the GPU has none.
@@ -57,7 +57,7 @@ class PerformanceMonitors:
             return {}
         self._take(handle, second)
         metrics = _difference(first, second)
-        # The interval of the next look begins where that of this one ends, so that nothing is left out.
+        # The interval of the next read begins where that of this one ends, so that nothing is left out.
         self._samples = [second, first]
         interval_s, self._since_s = now_s - self._since_s, now_s
         for direction, metric in enumerate((PCIE_TX, PCIE_RX)):

@@ -13,9 +13,8 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus.nvml.calls import ask, newest, product_name, utilization_samples
-from lightning_gpu_tools.gpus.nvml.messages import why_unavailable, why_unreadable
-from lightning_gpu_tools.gpus.nvml.session import identify, session
+from lightning_gpu_tools.gpus.nvml.calls import ask, product_name, utilization_samples, why_unreadable
+from lightning_gpu_tools.gpus.nvml.session import identify, session, why_unavailable
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading
 from lightning_gpu_tools.gpus.utilization import mean_percent
 from lightning_gpu_tools.units import printable
@@ -59,7 +58,7 @@ def read_gpus(*, brief: bool = False) -> tuple[GpuReading, ...]:
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(why_unavailable(error)) from error
         found = [_read_gpu(nvml_index, brief=brief and count > 1) for nvml_index in range(count)]
-    # NVML promises no order. A GPU that does not even tell its address keeps the place that NVML gave it.
+    # NVML promises no order. A GPU that does not even report its address keeps the place that NVML gave it.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
     ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
     return tuple(
@@ -164,10 +163,10 @@ def _utilization_percent(handle: Any) -> float | None:
 
 def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     """Return the processes with a compute or a graphics context, by pid."""
-    compute = ask(newest, "nvmlDeviceGetComputeRunningProcesses", handle)
+    compute = ask(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
     if compute is None:
         return None
-    graphics = ask(newest, "nvmlDeviceGetGraphicsRunningProcesses", handle) or []
+    graphics = ask(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or []
     # A process may have both kinds of context.
     by_pid = {process.pid: process for process in [*graphics, *compute]}
     compute_pids = {process.pid for process in compute}
@@ -188,7 +187,7 @@ def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> G
 
 
 def pids_are_ours() -> bool:
-    """Tell whether the driver's process numbers are this process's: it gives those of the host, also in a container.
+    """Return whether the driver's process numbers are this process's: it gives those of the host, also in a container.
 
     https://github.com/NVIDIA/nvidia-docker/issues/1483. Inside another PID namespace the same number is someone else.
     """

@@ -11,9 +11,14 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.gpus.nvml import gpm as _gpm
-from lightning_gpu_tools.gpus.nvml.calls import GONE, NEVER, newest, process_utilization, utilization_samples
+from lightning_gpu_tools.gpus.nvml.calls import (
+    GONE,
+    NEVER,
+    process_utilization,
+    utilization_samples,
+    why_unreadable,
+)
 from lightning_gpu_tools.gpus.nvml.error_events import ErrorEvents
-from lightning_gpu_tools.gpus.nvml.messages import why_unreadable
 from lightning_gpu_tools.gpus.nvml.session import close_driver, open_driver
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.gpus.samples import GpuSample
@@ -37,11 +42,11 @@ _32_BITS = 2**32
 class GpuProbe:
     """Reads one GPU or MIG instance again and again, cheaply, and never raises while doing so.
 
-    A look costs at most 12 calls of the C library: error events (1), utilization samples (2), memory, processes or in
+    A read costs at most 12 calls of the C library: error events (1), utilization samples (2), memory, processes or in
     turn with them the utilization of each (2), power, temperature, all counters (1), GPM (2); one more where the
     driver's sample buffer has run dry. What the hardware, the driver or this user's rights never give is asked for once
     and is ``None`` from then on. What fails otherwise, for example because the GPU is lost, is ``None`` as long as it
-    fails, and told once in ``GpuSample.problems``.
+    fails, and reported once in ``GpuSample.problems``.
 
     Of a MIG instance only memory, processes and GPM are read: power, heat and counters are those of the whole GPU,
     which others use as well. Its utilization is GPM's, which needs Hopper or later.
@@ -62,7 +67,7 @@ class GpuProbe:
         self._is_mig = uuid.startswith("MIG-")
         self._clock = clock
         self._handle: Any = None
-        # Metrics that this GPU does not have, and those whose failure has been told.
+        # Metrics that this GPU does not have, and those whose failure has been reported.
         self._absent: set[object] = set() if gpm else {"GPM"}
         self._failing: set[str] = set()
         self._problems: list[str] = []
@@ -96,7 +101,7 @@ class GpuProbe:
         self._pid = 0
 
     def read(self) -> GpuSample:
-        """Return what happened since the last look; the first look only gives the counters their start."""
+        """Return what happened since the last read; the first one only gives the counters their start."""
         now_s = self._clock()
         self._problems = []
         errors = self._events.read()
@@ -138,7 +143,7 @@ class GpuProbe:
         )
 
     def _held_clock(self, held_s: float) -> float | None:
-        """Return the clock against the highest there is, if something has held it down since the last look."""
+        """Return the clock against the highest there is, if something has held it down since the last read."""
         before_s, self._held_s = self._held_s, held_s
         if before_s is None or held_s <= before_s:
             return None
@@ -174,7 +179,7 @@ class GpuProbe:
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
         if isinstance(error, GONE):
-            metric, self._handle = "GPU", None  # nothing else of it can be read; look for it again the next time
+            metric, self._handle = "GPU", None  # nothing else of it can be read; find it again the next time
         if metric not in self._failing:
             self._failing.add(metric)
             self._problems.append(f"{metric} of {self.uuid} cannot be read: {why_unreadable(error)}.")
@@ -187,13 +192,13 @@ class GpuProbe:
         has_buffer = "utilization samples" not in self._absent
         if has_buffer and answer is None:
             return []
-        is_first_look = self._last_sample_us is None
+        is_first = self._last_sample_us is None
         samples, self._last_sample_us = answer or ([], 0)
-        if samples or is_first_look:
+        if samples or is_first:
             self._last_sample_s = now_s
-            return [] if is_first_look else samples
+            return [] if is_first else samples
         # On some products (GB10) the buffer is not filled while the GPU is idle. Two of the longest sample periods tell
-        # that from a look that was just too early for the next sample.
+        # that from a read that was just too early for the next sample.
         if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
@@ -222,7 +227,7 @@ class GpuProbe:
         before, self._ecc_errors = self._ecc_errors, int(count)
         if before is None or count <= before:
             return []
-        return [f"{int(count) - before} uncorrectable ECC error(s) of the GPU's memory"]
+        return [f"{int(count) - before} uncorrectable ECC error(s) in the GPU's memory"]
 
     def _pcie(self, metrics: dict[int, float], counters: dict[int, float]) -> tuple[int | None, int | None]:
         if _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics:
@@ -251,7 +256,7 @@ class GpuProbe:
                     for process in self._processes
                 )
         else:
-            listed = self._ask("processes", lambda handle: newest("nvmlDeviceGetComputeRunningProcesses", handle))
+            listed = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
             busy = {process.pid: process.utilization_percent for process in self._processes or ()}
             self._processes = (
                 None

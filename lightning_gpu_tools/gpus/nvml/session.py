@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus.nvml.calls import product_name
-from lightning_gpu_tools.gpus.nvml.messages import why_unavailable
 
 
 class Identity(NamedTuple):
@@ -94,3 +94,35 @@ def identify(nvml_index: int, brief: bool = False) -> Identity:
             pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0",  # as nvidia-smi writes it
         )
     return known
+
+
+def why_unavailable(error: pynvml.NVMLError) -> str:
+    """Say why no GPU at all can be asked about, and what to do."""
+    if isinstance(error, pynvml.NVMLError_LibraryNotFound):
+        if sys.platform == "darwin":
+            return "There is no NVIDIA driver for macOS, so there are no GPUs that this package can read."
+        if sys.platform == "win32":
+            return "nvml.dll, a part of the NVIDIA driver, was not found. Is the driver installed?"
+        return (
+            "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver installed, and does "
+            "`nvidia-smi` work? A container must be started with `--gpus all` and NVIDIA_DRIVER_CAPABILITIES that "
+            "include `utility`."
+        )
+    if isinstance(error, pynvml.NVMLError_DriverNotLoaded):
+        return (
+            "The NVIDIA driver is installed but not loaded. Is there an NVIDIA GPU in this machine? Try "
+            "`sudo modprobe nvidia`, and see `dmesg` for why it was not loaded."
+        )
+    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        return (
+            "The loaded NVIDIA driver and its library libnvidia-ml have different versions: the driver was updated "
+            "since the last start. Reboot, or restart the container after an update of the host."
+        )
+    if isinstance(error, pynvml.NVMLError_NoPermission):
+        return (
+            "No permission to talk to the NVIDIA driver. May this user open /dev/nvidiactl and /dev/nvidia0, and were "
+            "the devices given to this container?"
+        )
+    if isinstance(error, pynvml.NVMLError_FunctionNotFound):
+        return "The NVIDIA driver is too old: it lacks a function that nvidia-ml-py needs. Update the driver."
+    return f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"

@@ -1,4 +1,4 @@
-"""What the sampler sees of a GPU from look to look."""
+"""What the sampler sees of a GPU from read to read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe_of(driver):
 def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
     driver.gpus = [gpu(utilization=[(0, 10), (101, 60), (103.5, 90)], sample_period_s=0.25)]
     probe = probe_of()
-    assert probe.read().utilization == ()  # what was before the first look is not of this run
+    assert probe.read().utilization == ()  # what was before the first read is not of this run
     seen = []
     for seconds in (1.0, 0.1, 0.05, 4.0, 0.35):
         driver.advance(seconds)
@@ -40,21 +40,21 @@ def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
     assert [seen[0].percent, seen[-1].percent] == [10, 90]
 
 
-@pytest.mark.parametrize("failing_looks", [{0}, {1}, {0, 1}, {2}])
-def test_a_buffer_that_could_not_be_read_once_gives_every_sample_once_afterwards(driver, probe_of, failing_looks):
+@pytest.mark.parametrize("failing_reads", [{0}, {1}, {0, 1}, {2}])
+def test_a_buffer_read_after_a_failure_gives_every_sample_once(driver, probe_of, failing_reads):
     driver.gpus = [gpu(utilization=50, sample_period_s=0.5)]
     probe = probe_of()
     stamps = []
-    for look in range(4):
+    for turn in range(4):
         with driver.change():
-            driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if look in failing_looks else {}
+            driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if turn in failing_reads else {}
         stamps += [sample.time_s for sample in probe.read().utilization]
         driver.advance(2)
-    first_good_look = min({0, 1, 2} - failing_looks)
-    assert len(stamps) == len(set(stamps)) == 4 * (3 - first_good_look)
+    first_good = min({0, 1, 2} - failing_reads)
+    assert len(stamps) == len(set(stamps)) == 4 * (3 - first_good)
 
 
-def test_a_look_too_early_for_a_sample_invents_none(driver, probe_of):
+def test_a_read_too_early_for_a_sample_invents_none(driver, probe_of):
     driver.gpus = [gpu(utilization=50, sample_period_s=1.0)]
     probe = probe_of()
     probe.read()
@@ -147,7 +147,7 @@ def test_gpm_gives_means_over_the_whole_interval(driver, probe_of):
     assert (sample.sm_occupancy_percent, sample.tensor_active_percent, sample.dram_active_percent) == (40, 30, 20)
     driver.advance(2)
     later = probe.read()
-    assert later.sm_active_percent == 0  # since the last look, not since the first
+    assert later.sm_active_percent == 0  # since the last read, not since the first
     assert later.pcie_tx_bytes - sample.pcie_tx_bytes == pytest.approx(200 * 2**20, abs=20)
 
 
@@ -170,7 +170,7 @@ def test_gpm_can_be_left_alone(driver, probe_of):
     assert not any("Gpm" in call.function for call in driver.calls())
 
 
-def test_a_mig_instance_has_utilization_by_gpm_and_nothing_of_its_neighbours(driver, probe_of):
+def test_a_mig_instance_has_nothing_of_its_neighbors(driver, probe_of):
     driver.gpus = [gpu(mig=[mig(gpm={1: 70, 2: 35}), mig(gpm={1: 5, 2: 1})], gpm={})]
     probe = probe_of(driver.gpus[0].mig[0].uuid)
     probe.read()
@@ -183,7 +183,7 @@ def test_a_mig_instance_has_utilization_by_gpm_and_nothing_of_its_neighbours(dri
     assert sample.problems == ()
 
 
-def test_a_look_takes_few_calls(driver, probe_of):
+def test_a_read_takes_few_calls(driver, probe_of):
     driver.gpus = [gpu(utilization=50, gpm={2: 50}, processes=[process(1)]), gpu(mig=[mig(gpm={1: 1})], gpm={})]
     for uuid in (driver.gpus[0].uuid, driver.gpus[1].mig[0].uuid):
         probe = probe_of(uuid)
@@ -199,20 +199,20 @@ def test_a_look_takes_few_calls(driver, probe_of):
 def test_errors_of_the_gpu_are_named_once_when_they_happen(driver, probe_of):
     driver.gpus = [gpu(xid_events=[(50, 13), (101, 31), (101.5, 999)]), gpu(xid_events=[(101, 79)])]
     probe = probe_of()
-    assert probe.read().errors == ()  # what was before the first look is not of this run
+    assert probe.read().errors == ()  # what was before the first read is not of this run
     driver.advance(2)
     first, second = probe.read().errors
     assert first.startswith("Xid 31 (memory page fault")
-    assert second.startswith("Xid 999 (see the Xid catalogue")
+    assert second.startswith("Xid 999 (see NVIDIA's Xid catalog")
     driver.advance(1)
     assert probe.read().errors == ()
     with driver.change():
         driver.gpus[0].ecc_errors = 2
-    assert probe.read().errors == ("2 uncorrectable ECC error(s) of the GPU's memory",)
+    assert probe.read().errors == ("2 uncorrectable ECC error(s) in the GPU's memory",)
     assert probe.read().errors == ()
 
 
-def test_a_gpu_that_falls_off_the_bus_still_tells_its_last_error(driver, probe_of):
+def test_a_lost_gpu_still_reports_its_last_error(driver, probe_of):
     driver.gpus = [gpu(xid_events=[(101, 79), (103, 31)])]
     probe = probe_of()
     probe.read()
@@ -227,10 +227,10 @@ def test_a_gpu_that_falls_off_the_bus_still_tells_its_last_error(driver, probe_o
     driver.advance(1)
     assert probe.read().errors == ()  # found again, so events are collected again
     driver.advance(1)
-    assert probe.read().errors == ("Xid 31 (memory page fault, most often a bug of the program)",)
+    assert probe.read().errors == ("Xid 31 (memory page fault, usually a bug in the program)",)
 
 
-def test_events_that_are_not_permitted_are_asked_for_once_and_leave_nothing_open(driver, probe_of):
+def test_forbidden_events_are_asked_for_once(driver, probe_of):
     driver.gpus = [gpu(errors={"nvmlDeviceRegisterEvents": "NO_PERMISSION"}, ecc_errors=None)]
     with probe_of() as probe:
         for _ in range(3):
@@ -337,7 +337,7 @@ def test_a_failing_counter_hurts_no_other(driver, probe_of):
     assert probe.read().problems == ()
 
 
-def test_a_gpu_lost_in_mid_run_is_told_once_and_read_again_when_it_is_back(driver, probe_of):
+def test_a_gpu_lost_in_mid_run_is_reported_once(driver, probe_of):
     driver.gpus = [gpu(gpm={2: 50})]
     probe = probe_of()
     probe.read()

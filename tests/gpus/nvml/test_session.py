@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pynvml
 import pytest
 from fake_driver import gpu
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import messages
+from lightning_gpu_tools.gpus.nvml.session import why_unavailable
 
 
 def unavailable(driver, **state) -> str:
@@ -31,16 +33,16 @@ def unavailable(driver, **state) -> str:
     ],
     ids=lambda value: None if isinstance(value, list) else next(iter(value.values())),
 )
-def test_without_a_driver_the_message_says_why_and_what_to_do(driver, state, says):
+def test_without_a_driver_the_message_names_the_remedy(driver, state, says):
     message = unavailable(driver, **state)
     assert all(part in message for part in says), message
 
 
 @pytest.mark.parametrize(("platform", "says"), [("darwin", "macOS"), ("win32", "nvml.dll")])
 def test_other_systems_get_a_message_of_their_own(driver, monkeypatch, platform, says):
-    monkeypatch.setattr(messages.sys, "platform", platform)
+    monkeypatch.setattr(sys, "platform", platform)
     error = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    assert says in messages.why_unavailable(error)
+    assert says in why_unavailable(error)
 
 
 def test_a_driver_that_fails_later_is_unavailable_too(driver):
@@ -62,7 +64,6 @@ def test_a_forked_child_reads_in_a_session_of_its_parent(driver, run_python):
     code = """
 import os
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import messages
 with nvml.session():
     nvml.read_gpus()
     if (child := os.fork()) == 0:
@@ -80,7 +81,6 @@ def test_a_forked_child_does_not_close_what_its_parent_opened(driver, run_python
     code = """
 import os
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import messages
 with nvml.session():
     child = os.fork()
 if child == 0:

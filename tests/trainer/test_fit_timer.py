@@ -1,4 +1,4 @@
-"""The phases of real trainings, timed by a clock that moves only when the test's code spends time."""
+"""Where the time of real trainings is booked, by a clock that moves only when the test's code spends time."""
 
 import threading
 from pathlib import Path
@@ -26,7 +26,7 @@ from trainings import (
 from lightning_gpu_tools.trainer import compat, fit_timer
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.session import Session
-from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.training.step_clock import StepClock
 
 
 class Watch(Callback):
@@ -217,62 +217,6 @@ def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandC
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
 
 
-def test_steady_steps_leave_out_warm_up_and_first_batches(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
-    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(50, time.spend, 1.0)))
-    blocks = watch.clock.blocks
-    # 100 steps less 20 of warm-up, less the first of the second epoch, less the one that nothing comes after.
-    assert sum(block.steps for block in blocks) == (100 - WARM_UP_STEPS - 1 - 1) // 10 * 10
-    assert {(b.wall_s - b.paused_s, b.data_loading_s, b.training_step_s) for b in blocks} == {(30.0, 10.0, 20.0)}
-
-
-def test_validation_inside_a_step_is_a_pause_of_it(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], val_check_interval=10, num_sanity_val_steps=0)
-    trainer.fit(Model(time.spend, step_s=1.0, validation_s=5.0), loader(Samples(52)), loader(Samples(1)))
-    assert [(b.steps, b.wall_s, b.paused_s) for b in watch.clock.blocks] == [(10, 15.0, 5.0)] * 3
-
-
-def test_own_work_within_a_fetch_is_no_wait_for_data(time: HandClock, tmp_path: Path) -> None:
-    def load(seconds: float) -> None:
-        time.spend(seconds)
-        watch.clock.as_own_work(time.spend, 5.0, part="Search")
-
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch])
-    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(10, load, 3.0)))
-    booked = dict(watch.clock.seconds)
-    assert booked["monitoring/Search"] == 10 * 5.0
-    assert booked["data_loading"] + booked["epoch_start"] == 10 * 3.0
-    assert watch.clock.last_fetch_s == 3.0
-    load(3.0)
-    assert watch.clock.seconds == booked  # training is over
-
-
-def test_steady_steps_begin_anew_after_a_change_and_the_phases_go_on(time: HandClock, tmp_path: Path) -> None:
-    class Change(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 60:
-                watch.clock.begin_anew()
-
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch, Change()])
-    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(100, time.spend, 1.0)))
-    # Of the 40 steps after it 20 are warm-up, and nothing comes after the last one.
-    assert [(block.steps, block.wall_s) for block in watch.clock.blocks] == [(10, 30.0)]
-    assert watch.clock.seconds["training_step"] == 200.0
-
-
-def test_memory_is_bounded_and_nothing_is_lost(time: HandClock, tmp_path: Path) -> None:
-    steps = WARM_UP_STEPS + 2 * 128 * 10 + 1
-    watch = Watch(time)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(steps)))
-    assert len(watch.clock.blocks) <= 128
-    assert sum(block.steps for block in watch.clock.blocks) == 2 * 128 * 10
-    assert sum(block.wall_s for block in watch.clock.blocks) == 2 * 128 * 10
-
-
 def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time: HandClock, tmp_path: Path) -> None:
     watch = Watch(time)
     trainer = quiet_trainer(tmp_path, callbacks=[watch, Raise(at_step=5)])
@@ -388,15 +332,6 @@ def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandCl
     assert wrapped(trainer, attached) == []
 
 
-def test_what_lightning_no_longer_has_is_named_and_the_rest_is_timed(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch])
-    trainer.fit_loop.epoch_loop.val_loop.run = None  # type: ignore[assignment, method-assign]
-    trainer.fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
-    assert watch.timer.unseen == ["_EvaluationLoop.run"]
-    assert watch.clock.seconds == {"epoch_start": 1.0, "data_loading": 3.0, "training_step": 8.0}
-
-
 def test_a_training_step_of_another_name_is_named_too(
     time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,11 +410,3 @@ def test_what_a_datamodule_does_to_a_batch_is_booked_by_its_name(time: HandClock
     trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
     trainer.fit(Model(time.spend), Augmenting())
     assert watch.clock.seconds == {"callback/Augmenting.on_after_batch_transfer": 6 * 0.5, "validation": 4 * 0.5}
-
-
-def test_measuring_its_own_cost_books_nothing(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(50, time.spend, 1.0)))
-    before = (watch.clock.seconds, list(watch.clock.blocks), watch.clock.steps)
-    assert watch.clock.cost_s() > 0
-    assert (watch.clock.seconds, list(watch.clock.blocks), watch.clock.steps) == before

@@ -1,0 +1,265 @@
+"""load_weights for models and files of other kinds: sharded, tied, on the meta device, without shape, from a URL."""
+
+import copy
+import functools
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from wrapped_models import TiedTransformer, compiled, contents, fill
+
+from lightning_gpu_tools import (
+    CheckpointMismatchError,
+    UnsafeCheckpointError,
+    load_from_checkpoint,
+    load_weights,
+)
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.filterwarnings("ignore")
+def test_what_fsdp_and_ddp_wrap_loads_into_the_bare_net_and_back(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+
+    def sharded(inner: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(inner, device_id=torch.device("cpu"), use_orig_params=True)
+
+    bare = net()
+    torch.save(bare.state_dict(), tmp_path / "bare.pt")
+    for wrap in (
+        nn.parallel.DistributedDataParallel,
+        lambda inner: compiled(nn.parallel.DistributedDataParallel(inner)),
+        lambda inner: nn.parallel.DistributedDataParallel(checkpoint_wrapper(inner)),
+        sharded,
+        lambda inner: compiled(sharded(checkpoint_wrapper(inner))),
+    ):
+        target = wrap(net())
+        load_weights(target, tmp_path / "bare.pt")
+        torch.save(target.state_dict(), tmp_path / "wrapped.pt")
+        # The names that named_parameters() shows, which hooks hide from state_dict().
+        live = {name: value.detach().clone() for name, value in target.named_parameters()}
+        torch.save(live, tmp_path / "live.pt")
+        for name in ("wrapped.pt", "live.pt"):
+            back = net()
+            load_weights(back, tmp_path / name)
+            assert contents(back) == contents(bare)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("meta", [True, False])
+def test_sharded_parameters_and_plain_files_load_into_each_other(meta: bool, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def partly_sharded() -> nn.Module:
+        with torch.device("meta" if meta else "cpu"):
+            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(net[1], mesh=init_device_mesh("cpu", (1,)))
+        return net
+
+    source, sharded, again = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), partly_sharded(), partly_sharded()
+    back = copy.deepcopy(source)
+    fill(back, 1)
+    torch.save(source.state_dict(), tmp_path / "plain.pt")
+    load_weights(sharded, tmp_path / "plain.pt")
+    torch.save(nn.DataParallel(sharded).state_dict(), tmp_path / "sharded.pt")
+    for target in (back, again):
+        load_weights(target, tmp_path / "sharded.pt")
+    assert contents(back) == contents(source)
+    assert [p.full_tensor().tolist() for p in again[1].parameters()] == contents(source[1])
+    assert torch.equal(again(torch.ones(1, 2)), source(torch.ones(1, 2)))
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from lightning_gpu_tools import load_weights
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+net, back = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+load_weights(net, f"{folder}/plain.pt")
+torch.save(net.state_dict(), f"{folder}/{rank}.pt")
+load_weights(back, f"{folder}/{rank}.pt")
+whole = torch.load(f"{folder}/plain.pt")
+assert all(torch.equal(value, whole[key]) for key, value in back.state_dict().items())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_load_their_parts_and_one_alone_is_told_that_it_has_one(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).state_dict(), tmp_path / "plain.pt")
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda rank: run_python("-c", PROGRAM, str(rank), str(tmp_path)), range(2)))
+    assert [answer.returncode for answer in answers] == [0, 0], answers[0].stderr
+    alone = "import sys, torch; from lightning_gpu_tools import load_weights\n"
+    alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
+    answer = run_python("-c", alone, str(tmp_path / "0.pt"))
+    assert "Torch cannot copy 0.weight (a part of a strided tensor instead of a strided tensor)" in answer.stderr
+
+
+def test_tied_weights_load_from_a_file_that_has_one_of_them(tmp_path: Path) -> None:
+    source, target = TiedTransformer(), TiedTransformer()
+    weights = source.state_dict()
+    del weights["head.weight"]
+    torch.save(weights, tmp_path / "a.pt")
+    load_weights(nn.DataParallel(target), tmp_path / "a.pt")
+    assert torch.equal(target.embed.weight, source.embed.weight)
+    assert target.head.weight is target.embed.weight
+
+
+def test_a_model_on_the_meta_device_takes_tensors_of_its_own(tmp_path: Path) -> None:
+    source = TiedTransformer()
+    torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
+    with torch.device("meta"):
+        target = TiedTransformer()
+    load_weights(target, tmp_path / "a.pt")
+    assert contents(target) == contents(source)
+    assert target.head.weight is target.embed.weight
+    (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))
+    assert contents(target) == contents(source)
+
+
+def test_only_what_is_on_the_meta_device_is_replaced(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    target = nn.Sequential(nn.Linear(2, 2, device="meta", dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.float64))
+    kept = target[1].weight  # an optimizer may hold it
+    load_weights(target, tmp_path / "a.pt")
+    assert target[1].weight is kept
+    assert [parameter.dtype for parameter in target.parameters()] == [torch.bfloat16] * 2 + [torch.float64] * 2
+    assert torch.equal(target[0].weight, source[0].weight.bfloat16())
+
+
+def test_lazy_modules_get_their_shape_from_the_file(tmp_path: Path) -> None:
+    source = nn.DataParallel(nn.Sequential(nn.Linear(3, 2)))
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    target = nn.Sequential(nn.LazyLinear(2))
+    load_weights(target, tmp_path / "a.pt")
+    assert torch.equal(target[0].weight, source.module[0].weight)
+
+
+def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> None:
+    source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    fill(source, 1)
+    old = {f"module.{key}": value for key, value in source.state_dict().items() if "tracked" not in key}
+    torch.save(old, tmp_path / "a.pt")
+    load_weights(target, tmp_path / "a.pt")
+    assert torch.equal(target.running_var, source.running_var)
+    # In a newer file the same is a fault.
+    torch.save({**old, "module.x.num_batches_tracked": torch.tensor(1)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: num_batches_tracked"):
+        load_weights(target, tmp_path / "a.pt")
+
+
+def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:
+    from torchmetrics import CatMetric
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = CatMetric()
+            self.metric.persistent(True)
+            self.history = torch.zeros(3)
+
+        def get_extra_state(self) -> dict[str, torch.Tensor]:
+            return {"history": self.history}
+
+        def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+            self.history = state["history"]
+
+    source = Net()
+    source.metric.update(torch.arange(4.0))
+    source.history += 5
+    path = tmp_path / "a.pt"
+    torch.save(nn.DataParallel(source).state_dict(), path)
+    target = Net()
+    target.metric.update(torch.zeros(1))
+    load_weights(target, path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert target.history.tolist() == [5, 5, 5]
+    assert target.metric.compute().tolist() == [0, 1, 2, 3]
+
+
+def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> None:
+    from safetensors.torch import save_model
+
+    source, target = TiedTransformer(), TiedTransformer()
+    save_model(source, str(tmp_path / "a.safetensors"))  # it stores only one of the two tied names
+    load_weights(compiled(target), tmp_path / "a.safetensors")
+    assert contents(target) == contents(source)
+
+
+def test_a_safetensors_name_on_a_torch_file_does_not_mislead(tmp_path: Path) -> None:
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    (tmp_path / "a.pt").rename(tmp_path / "a.safetensors")
+    load_weights(target, tmp_path / "a.safetensors")
+    assert torch.equal(source.weight, target.weight)
+
+
+# -- URLs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A web server on this machine that serves ``tmp_path``."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_signed_url_is_longer_than_a_file_name_may_be(url: str, tmp_path: Path) -> None:
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    load_weights(target, f"{url}/a.pt?X-Amz-Signature={'a' * 300}")
+    assert torch.equal(target.weight, source.weight)
+
+
+def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
+    class Exploit:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+            import os
+
+            return os.mkdir, (str(tmp_path / "it ran"),)
+
+    source, target = nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "good.pt")
+    load_weights(target, f"{url}/good.pt")
+    assert torch.equal(target.weight, source.module.weight)
+    torch.save({"state_dict": source.state_dict(), "x": Exploit()}, tmp_path / "bad.pt")
+    for load in (load_weights, lambda model, path: load_from_checkpoint(LightningModule, path)):
+        with pytest.raises(UnsafeCheckpointError, match=rf"{url}/bad\.pt holds more than plain data"):
+            load(target, f"{url}/bad.pt")
+    assert not (tmp_path / "it ran").exists()
+    with pytest.raises(FileNotFoundError, match=rf"no checkpoint at {url}/gone\.pt"):
+        load_weights(target, f"{url}/gone.pt")

@@ -1,0 +1,254 @@
+"""The plugin in real Trainers: files of every kind and place, inner plugins, several processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from plugin_trainings import Lit, make_net, no_tracing, same, trainer, weights  # noqa: F401 - a fixture
+from torch import nn
+
+import lightning_gpu_tools
+from lightning_gpu_tools.errors import (
+    BrokenCheckpointError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
+
+
+@pytest.fixture
+def memory_files() -> Iterator[type[MemoryFileSystem]]:
+    yield MemoryFileSystem
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.fit(Lit())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    data = (tmp_path / "a.ckpt").read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(data[:-500])
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    torch.save({**torch.load(tmp_path / "a.ckpt"), "where": tmp_path}, tmp_path / "path.ckpt")
+    with pytest.raises(BrokenCheckpointError, match="is cut short"):
+        run.test(Lit(), ckpt_path=tmp_path / "cut.ckpt")
+    with pytest.raises(BrokenCheckpointError, match="holds no weights but a list"):
+        run.test(Lit(), ckpt_path=tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint at"):
+        run.test(Lit(), ckpt_path=tmp_path / "gone.ckpt")
+    with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.PosixPath"):
+        run.test(Lit(), ckpt_path=tmp_path / "path.ckpt")
+    run.test(Lit(), ckpt_path=tmp_path / "path.ckpt", weights_only=False, verbose=False)
+
+
+def test_verify_finds_what_loading_alone_does_not(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    source = Lit()
+    run.fit(source)
+    path = tmp_path / "a.ckpt"
+    run.save_checkpoint(path)
+    data = bytearray(path.read_bytes())
+    data[data.index(weights(source)[0].detach().numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    trainer(tmp_path).test(Lit(), ckpt_path=path, verbose=False)
+    for plugin in (PortableCheckpointIO(verify=True), PortableCheckpointIO(TorchCheckpointIO(), verify=True)):
+        with pytest.raises(BrokenCheckpointError, match="checksum of the record data/0"):
+            trainer(tmp_path, plugin).test(Lit(), ckpt_path=path)
+
+
+def test_an_inner_plugin_does_the_files_and_is_torn_down(tmp_path: Path) -> None:
+    class Inner(TorchCheckpointIO):
+        calls: list[str] = []  # noqa: RUF012 - the test's record
+
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            self.calls.append(f"save {storage_options}")
+            super().save_checkpoint(checkpoint, path)
+
+        def remove_checkpoint(self, path: Any) -> None:
+            self.calls.append("remove")
+            super().remove_checkpoint(path)
+
+        def teardown(self) -> None:
+            self.calls.append("teardown")
+
+    run = trainer(tmp_path, PortableCheckpointIO(Inner()))
+    source = Lit("compiled")
+    run.fit(source)
+    path = tmp_path / "a.ckpt"
+    run.save_checkpoint(path, storage_options={"a": 1})
+    assert next(iter(torch.load(path)["state_dict"])) == "net.0.weight"
+    run.test(target := Lit("DataParallel", seed=1), ckpt_path=path, verbose=False)
+    assert same(source, target)
+    run.strategy.remove_checkpoint(path)
+    assert not path.exists()
+    assert Inner.calls == ["teardown", "save {'a': 1}", "teardown", "remove"]
+
+
+def test_a_trainer_without_gpus_loads_what_one_with_gpus_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, path = Lit(), tmp_path / "gpu.ckpt"
+    run = trainer(tmp_path)
+    run.fit(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        run.save_checkpoint(path)
+    target = Lit("DataParallel", seed=1)
+    trainer(tmp_path, epochs=2).fit(target, ckpt_path=path)
+    trainer(tmp_path).test(target, ckpt_path=path, verbose=False)
+    assert same(source, target)
+
+
+def test_storage_options_are_refused_rather_than_ignored(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"storage_options, got \{'a': 1\}"):
+        PortableCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
+
+
+def test_remote_files_are_written_whole_or_not_at_all(
+    memory_files: type[MemoryFileSystem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Lit("compiled")
+    run = trainer(tmp_path, callbacks=[ModelCheckpoint("memory://bucket/run", save_last=True)])
+    run.fit(source)
+    assert sorted(memory_files.store) == ["/bucket/run/epoch=0-step=4.ckpt", "/bucket/run/last.ckpt"]
+    target = Lit("DataParallel", seed=1)
+    trainer(tmp_path).test(target, ckpt_path="memory://bucket/run/last.ckpt", verbose=False)
+    assert same(source, target)
+    with pytest.raises(CheckpointNotFoundError, match=r"memory://bucket/gone\.ckpt"):
+        PortableCheckpointIO().load_checkpoint("memory://bucket/gone.ckpt")
+    memory_files.store["/bucket/cut.ckpt"] = type(memory_files.store["/bucket/run/last.ckpt"])(
+        memory_files(), "/bucket/cut.ckpt", b"PK\x03\x04 and no more"
+    )
+    with pytest.raises(BrokenCheckpointError, match=r"^memory://bucket/cut\.ckpt is cut short"):
+        PortableCheckpointIO().load_checkpoint("memory://bucket/cut.ckpt")
+
+    def breaks_off(self: MemoryFileSystem, source: str, target: str, **options: Any) -> None:
+        self.pipe_file(target, Path(source).read_bytes()[:100])
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", breaks_off)
+        with pytest.raises(OSError, match=r"Connection reset by peer, while uploading.*last\.ckpt"):
+            run.save_checkpoint("memory://bucket/run/last.ckpt")
+    assert sorted(memory_files.store)[-1] == "/bucket/run/last.ckpt"
+    PortableCheckpointIO(verify=True).load_checkpoint("memory://bucket/run/last.ckpt")
+    run.strategy.remove_checkpoint("memory://bucket/run/last.ckpt")
+    assert "/bucket/run/last.ckpt" not in memory_files.store
+
+
+def test_a_failed_save_raises_also_from_the_thread(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    plugin = AsyncCheckpointIO(PortableCheckpointIO())
+    run = trainer(tmp_path, plugin)
+    run.fit(Lit())
+
+    def save_and_wait() -> None:
+        run.save_checkpoint(tmp_path / "file" / "a.ckpt")  # may raise here already
+        plugin.teardown()
+
+    with pytest.raises(OSError, match=r"file/a\.ckpt"):
+        save_and_wait()
+
+
+def test_resuming_survives_that_the_file_is_written_over(tmp_path: Path) -> None:
+    # Optimizers keep the tensors they are given. Were those pages of the file, writing over it would change them.
+    source, path = Lit(), tmp_path / "a.ckpt"
+    run = trainer(tmp_path)
+    run.fit(source)
+    run.save_checkpoint(path)
+    loaded = PortableCheckpointIO().load_checkpoint(path)
+    state = loaded["optimizer_states"][0]["state"][0]["exp_avg"]
+    before = state.clone()
+    with path.open("r+b") as file:
+        file.write(os.urandom(path.stat().st_size))
+    assert torch.equal(state, before)
+
+
+def test_bare_weights_and_safetensors_can_be_tested_too(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    net = make_net()
+    torch.save(net.state_dict(), tmp_path / "bare.pt")
+    torch.save({"model": nn.DataParallel(net).state_dict(), "epoch": 3}, tmp_path / "nested.pt")
+    save_file(net.state_dict(), tmp_path / "a.safetensors")
+    for name in ("bare.pt", "nested.pt", "a.safetensors"):
+        target = Lit("DataParallel", seed=1)
+        trainer(tmp_path).test(target, ckpt_path=tmp_path / name, verbose=False)
+        assert same(net, target), name
+    torch.save({"model": net.state_dict(), "ema": net.state_dict()}, tmp_path / "two.pt")
+    with pytest.raises(BrokenCheckpointError, match=r"several sets of weights: model, ema.*load_weights"):
+        trainer(tmp_path).test(Lit(), ckpt_path=tmp_path / "two.pt")
+
+
+def test_a_plugin_that_writes_nothing_is_refused_as_the_inner_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the other way round: AsyncCheckpointIO\(PortableCheckpointIO\(\)\)"):
+        PortableCheckpointIO(AsyncCheckpointIO())
+    plugin = PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO()))
+    run = trainer(tmp_path, plugin)
+    run.fit(Lit("DataParallel"))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]
+
+
+def test_saving_does_not_change_what_it_is_given(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.fit(Lit("DataParallel"))
+    checkpoint = run._checkpoint_connector.dump_checkpoint()
+    before, keys = dict(checkpoint), list(checkpoint["state_dict"])
+    run.strategy.checkpoint_io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    assert checkpoint == before
+    assert list(checkpoint["state_dict"]) == keys
+    assert keys[0] == "net.module.0.weight"
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
+sys.path.insert(0, {tests!r})
+from plugin_trainings import Lit, same, trainer
+
+torch.compiler.set_stance("force_eager")
+
+if __name__ == "__main__":
+    folder, strategy = Path(sys.argv[1]), sys.argv[2]
+    run = trainer(folder, strategy=strategy, devices=2)
+    model = Lit("compiled" if strategy == "ddp_spawn" else "DataParallel")
+    start = next(model.parameters()).detach().clone()
+    run.fit(model)
+    assert not torch.equal(start, next(model.parameters())), "the trained weights did not come back"
+    if strategy == "ddp":
+        run.save_checkpoint(folder / "two.ckpt")
+        target = Lit("compiled", seed=1)
+        trainer(folder, strategy="ddp", devices=2).test(target, ckpt_path=folder / "two.ckpt", verbose=False)
+        assert same(model, target)
+    print("all is well", flush=True)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_two_processes(strategy: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(tests=str(Path(__file__).parents[1])))
+    source = str(Path(lightning_gpu_tools.__file__).parents[1])
+    child = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), strategy],
+        env={**os.environ, "PYTHONPATH": source, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.count("all is well") == (2 if strategy == "ddp" else 1)
+    if strategy == "ddp":
+        assert next(iter(torch.load(tmp_path / "two.ckpt")["state_dict"])) == "net.0.weight"

@@ -1,0 +1,115 @@
+"""A Lightning or a torch without one of the names that are private or may change: only we miss it, and say so."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.trainer import compat, wrappers
+from lightning_gpu_tools.training import compat as torch_compat
+from lightning_gpu_tools.training.rank_exchange import RankExchange
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gone: str) -> None:
+    """Hide a name from one of our modules alone: Lightning and torch themselves still need it."""
+
+    def blind(owner: object, name: str, *default: object) -> Any:
+        return builtins.getattr(owner, f"no {name}" if name == gone else name, *default)
+
+    monkeypatch.setattr(module, "getattr", blind, raising=False)
+    monkeypatch.setattr(module, "hasattr", lambda *args: blind(*args, None) is not None, raising=False)
+
+
+def train(folder: Path, *callbacks: Callback) -> tuple[Trainer, list[torch.Tensor]]:
+    seed_everything(0)
+    model = Model()
+    trainer = quiet_trainer(folder, callbacks=[*callbacks], log_every_n_steps=5)
+    trainer.fit(model, loader(Samples(30), num_workers=1, shuffle=True), loader(Samples(2)))
+    return trainer, [weight.detach().clone() for weight in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    return train(tmp_path_factory.mktemp("alone"))[1]
+
+
+ITERATOR = "_MultiProcessingDataLoaderIter"
+
+
+@pytest.mark.parametrize(
+    ("module", "gone", "unseen"),
+    [
+        (wrappers, "on_run_end", "_FitLoop.on_run_end"),
+        (wrappers, "on_advance_start", "_FitLoop.on_advance_start"),
+        (wrappers, "on_advance_end", "_FitLoop.on_advance_end"),
+        (wrappers, "epoch_loop", "_FitLoop.epoch_loop"),
+        (wrappers, "val_loop", "_TrainingEpochLoop.val_loop"),
+        (wrappers, "run", "_TrainingEpochLoop.run"),
+        (wrappers, "save_checkpoint", "Trainer.save_checkpoint"),
+        (wrappers, "profile", "PassThroughProfiler.profile"),
+        (compat, "_batches_that_stepped", None),  # the optimizer's step is nearly always the same
+        (compat, "_data_fetcher", "the DataLoader's iterator"),
+        (compat, "_combined_loader", "the DataLoader's iterator"),
+        (compat, "_iterator", "the DataLoader's iterator"),
+        (torch_compat, "_workers", f"{ITERATOR}._workers"),
+        (torch_compat, "_task_info", f"{ITERATOR}._task_info"),
+        (torch_compat, "_data_queue", f"{ITERATOR}._data_queue"),
+    ],
+)
+def test_training_goes_on_alike_and_the_report_names_what_is_unseen(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: list[torch.Tensor],
+    module: ModuleType,
+    gone: str,
+    unseen: str | None,
+) -> None:
+    hide(monkeypatch, module, gone)
+    trainer, trained = train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=1))
+    assert all(map(torch.equal, trained, weights))
+    report = load_report(tmp_path)
+    assert unseen is None or unseen in report.unseen
+    assert report.steps == 30
+    assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
+    assert "run" not in vars(trainer.fit_loop.epoch_loop)  # every wrapper is off
+
+
+def test_a_fit_whose_beginning_cannot_be_seen_has_no_report_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[torch.Tensor]
+) -> None:
+    hide(monkeypatch, wrappers, "on_run_start")
+    with pytest.warns(UserWarning, match=r"has no report: this Lightning has no _FitLoop.on_run_start"):
+        _, trained = train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor())
+    assert all(map(torch.equal, trained, weights))
+
+
+@pytest.mark.parametrize("gone", ["_profiler_enabled", "automatic_optimization"])
+def test_without_what_the_profiler_needs_no_step_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    hide(monkeypatch, torch_compat if gone == "_profiler_enabled" else compat, gone)
+    trainer, _ = train(tmp_path)
+    assert torch_compat.is_profiling() is None or compat.step_runner(trainer) is None
+
+
+def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert RankExchange("seen", rank=0, ranks=2).ranks == 2
+        hide(monkeypatch, torch_compat, "_get_default_store")
+        exchange = RankExchange("unseen", rank=0, ranks=2)
+        exchange.publish(1, own_step=None)
+        assert exchange.ranks == 1
+        assert [facts["rank"] for facts in exchange.read(1, timeout_s=60.0)] == [0]
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,282 @@
+"""load_from_checkpoint beside Lightning's own."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch import __version__ as lightning_version
+from torch import nn
+from wrapped_models import WRAPPINGS, TiedTransformer, contents
+
+from lightning_gpu_tools import (
+    AmbiguousCheckpointError,
+    UnsafeCheckpointError,
+    load_from_checkpoint,
+    load_weights,
+)
+from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
+
+
+class Lit(LightningModule):
+    def __init__(self, width: int = 2, wrap: str = "plain") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = WRAPPINGS[wrap](nn.Linear(width, width))
+        self.trace: list[str] = []
+
+    def configure_model(self) -> None:
+        self.trace.append("configure_model")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trace.append(f"on_load_checkpoint {sorted(checkpoint['state_dict'])}")
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        self.trace.append("load_state_dict")
+        return super().load_state_dict(*arguments, **options)
+
+
+class OneArgument(LightningModule):
+    def __init__(self, settings: dict[str, Any], other: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters(settings)
+        self.settings, self.other = dict(settings), other
+        self.net = nn.Linear(settings["width"], 1)
+
+
+class AnyArguments(LightningModule):
+    def __init__(self, width: int = 2, **rest: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.rest = rest
+        self.net = nn.Linear(width, 1)
+
+
+def save_lit(model: LightningModule, path: Path) -> Path:
+    checkpoint: dict[str, Any] = {
+        "pytorch-lightning_version": lightning_version,
+        "epoch": 0,
+        "global_step": 0,
+        "loops": {},
+        "state_dict": model.state_dict(),
+        "hyper_parameters": dict(model.hparams),
+    }
+    if model._hparams_name:
+        checkpoint["hparams_name"] = model._hparams_name
+    model.on_save_checkpoint(checkpoint)
+    write_checkpoint(checkpoint, path)
+    return path
+
+
+def test_hyperparameters_and_hooks_are_lightnings(tmp_path: Path) -> None:
+    path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
+    mine, theirs = load_from_checkpoint(Lit, path), Lit.load_from_checkpoint(path)
+    assert mine.trace == theirs.trace
+    assert dict(mine.hparams) == dict(theirs.hparams) == {"width": 3, "wrap": "plain"}
+    assert torch.equal(mine.net.weight, theirs.net.weight)
+
+
+@pytest.mark.parametrize("wrap", ["DataParallel", "compile", "compile(DataParallel)"])
+def test_a_class_loads_what_another_wrapping_of_it_saved(wrap: str, tmp_path: Path) -> None:
+    source = Lit(width=3, wrap=wrap)
+    path = save_lit(source, tmp_path / "a.ckpt")
+    plain = load_from_checkpoint(Lit, path, wrap="plain")
+    assert torch.equal(plain.net.weight, next(source.parameters()))
+    assert plain.trace[1] == "on_load_checkpoint ['net.bias', 'net.weight']"
+    back = load_from_checkpoint(Lit, save_lit(plain, tmp_path / "b.ckpt"), wrap=wrap)
+    assert torch.equal(next(back.parameters()), plain.net.weight)
+
+
+def test_arguments_reach_the_class_as_in_lightning(tmp_path: Path) -> None:
+    path = save_lit(OneArgument({"width": 3, "depth": 1}), tmp_path / "one.ckpt")
+    for load in (functools.partial(load_from_checkpoint, OneArgument), OneArgument.load_from_checkpoint):
+        model = load(path, depth=5, other=7)
+        assert (model.settings["width"], model.settings["depth"], model.other) == (3, 5, 7)
+    path = save_lit(AnyArguments(width=4, a=1), tmp_path / "any.ckpt")
+    for load in (functools.partial(load_from_checkpoint, AnyArguments), AnyArguments.load_from_checkpoint):
+        assert load(path, b=2).rest == {"a": 1, "b": 2}
+    path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
+    (tmp_path / "h.yaml").write_text("width: 3\nwrap: DataParallel\n")
+    assert isinstance(load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.yaml").net, nn.DataParallel)
+    with pytest.raises(ValueError, match=r"must end in \.yaml, \.yml or \.csv, got '.*h\.toml'"):
+        load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.toml")
+
+
+def test_bare_weights_and_another_root_load_into_a_class(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    torch.save(nn.DataParallel(net).state_dict(), tmp_path / "a.pt")
+    assert torch.equal(load_from_checkpoint(Lit, tmp_path / "a.pt").net.weight, net.weight)
+    torch.save({"state_dict": nn.Linear(2, 2).state_dict(), "ema": net.state_dict()}, tmp_path / "ema.pt")
+    assert torch.equal(load_from_checkpoint(Lit, tmp_path / "ema.pt", root="ema").net.weight, net.weight)
+    torch.save({"teacher": net.state_dict(), "student": nn.Linear(2, 2).state_dict()}, tmp_path / "b.pt")
+    assert torch.equal(load_from_checkpoint(Lit, tmp_path / "b.pt", root="teacher").net.weight, net.weight)
+    with pytest.raises(AmbiguousCheckpointError):
+        load_from_checkpoint(Lit, tmp_path / "b.pt")
+
+
+def test_what_a_model_keeps_of_a_checkpoint_is_not_the_files(tmp_path: Path) -> None:
+    class Weighted(LightningModule):
+        def __init__(self, class_weights: torch.Tensor) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.class_weights = class_weights
+            self.net = nn.Linear(2, 2)
+
+    path = save_lit(Weighted(torch.tensor([1.0, 2.0])), tmp_path / "a.ckpt")
+    model = load_from_checkpoint(Weighted, path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert model.class_weights.tolist() == [1, 2]
+
+
+def test_a_hook_may_be_what_makes_the_weights_fit(tmp_path: Path) -> None:
+    class Grows(Lit):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.extra = nn.Linear(*checkpoint["state_dict"]["extra.weight"].shape[::-1])
+
+    source = Lit()
+    source.extra = nn.Linear(5, 1)
+    model = load_from_checkpoint(Grows, save_lit(source, tmp_path / "a.ckpt"))
+    assert torch.equal(model.extra.weight, source.extra.weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_hook_that_resizes_does_so_as_in_lightning(strict: bool, tmp_path: Path) -> None:
+    class Grows(Lit):
+        def __init__(self, width: int = 2) -> None:
+            super().__init__(width)
+            self.fixed = nn.Linear(1, 1)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            for key, value in checkpoint["state_dict"].items():
+                own = self.state_dict()[key].clone()
+                own[tuple(slice(size) for size in value.shape)] = value
+                checkpoint["state_dict"][key] = own
+
+    path = save_lit(Grows(), tmp_path / "a.ckpt")
+    torch.manual_seed(1)
+    theirs = Grows.load_from_checkpoint(path, width=3, strict=strict)
+    torch.manual_seed(1)
+    mine = load_from_checkpoint(Grows, path, width=3, strict=strict)
+    assert torch.equal(mine.net.weight, theirs.net.weight)
+
+
+def test_weights_that_a_filtered_state_dict_hides_are_loaded_as_in_lightning(tmp_path: Path) -> None:
+    class Filtered(Lit):
+        strict_loading = False  # type: ignore[assignment]
+
+        def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+            weights = super().state_dict(*arguments, **options)
+            return {key: value for key, value in weights.items() if "weight" not in key}
+
+    source = Lit()
+    path = save_lit(source, tmp_path / "a.ckpt")
+    assert torch.equal(load_from_checkpoint(Filtered, path).net.weight, source.net.weight)
+    report = load_weights(Filtered(), path, strict=False)
+    assert (set(report.loaded), report.missing, report.unexpected) == ({"net.bias", "net.weight"}, (), ())
+
+
+def test_overrides_without_torchs_optional_arguments_work(tmp_path: Path) -> None:
+    class Short(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = TiedTransformer()
+
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return dict(super().state_dict())
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+            super().load_state_dict(state_dict, strict)
+
+    source = Short()
+    path = save_lit(source, tmp_path / "a.ckpt")
+    assert contents(load_from_checkpoint(Short, path)) == contents(source)
+    weights = source.state_dict()
+    del weights["net.head.weight"]  # the tie shows although the override hands out copies of the parameters
+    torch.save(weights, tmp_path / "a.pt")
+    target = Short()
+    assert "net.head.weight" in load_weights(target, tmp_path / "a.pt").loaded
+    assert contents(target) == contents(source)
+
+
+def test_a_module_without_parameters_is_built(tmp_path: Path) -> None:
+    class Bare(LightningModule):
+        def __init__(self, k: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = save_lit(Bare(5), tmp_path / "a.ckpt")
+    assert load_from_checkpoint(Bare, path).hparams == Bare.load_from_checkpoint(path).hparams == {"k": 5}
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """Stands for OmegaConf's DictConfig."""
+
+
+def test_hyperparameters_come_back_in_the_class_that_they_had(tmp_path: Path) -> None:
+    content = torch.load(save_lit(OneArgument({"width": 3}), tmp_path / "a.ckpt"))
+
+    class Typed(OneArgument):
+        def __init__(self, settings: Any) -> None:
+            super().__init__(settings)
+            self.kind = type(settings)
+
+    for kind in (Config, "Namespace"):
+        write_checkpoint({**content, "hparams_type": kind}, tmp_path / "b.ckpt")
+        with torch.serialization.safe_globals([Config]):
+            mine, theirs = (load(tmp_path / "b.ckpt") for load in (
+                functools.partial(load_from_checkpoint, Typed), Typed.load_from_checkpoint))  # fmt: skip
+        assert mine.kind is theirs.kind
+        assert (mine.kind is Config) == (kind is Config)
+
+
+def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:2")
+        path = save_lit(Lit(), tmp_path / "a.ckpt")
+    assert load_from_checkpoint(Lit, path).device.type == "cpu"
+    assert load_from_checkpoint(Lit, path, map_location={"cuda:2": "cpu"}).device.type == "cpu"
+    with pytest.raises(RuntimeError, match="CUDA"):  # the caller's wish, not the file's fault
+        load_from_checkpoint(Lit, path, map_location="cuda:0")
+
+
+def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path) -> None:
+    source = Lit()
+    path = save_lit(source, tmp_path / "a.ckpt")
+    content = torch.load(path)
+    for hparams, words in (
+        ({"_instantiator": "os.system"}, "wants 'os.system' to build"),
+        (
+            {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "subprocess.Popen"},
+            "wants the class 'subprocess.Popen'",
+        ),
+    ):
+        write_checkpoint({**content, "hyper_parameters": hparams}, path)
+        with pytest.raises(UnsafeCheckpointError, match=words):
+            load_from_checkpoint(Lit, path)
+
+
+def test_what_the_command_line_of_lightning_saved_is_built_as_there(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    path = save_lit(Lit(), tmp_path / "a.ckpt")
+    content = torch.load(path)
+    content["hyper_parameters"] = {
+        "_instantiator": "lightning.pytorch.cli.instantiate_module",
+        "width": 2,
+        "wrap": "DataParallel",
+    }
+    write_checkpoint(content, path)
+    assert isinstance(load_from_checkpoint(Lit, path).net, nn.DataParallel)
+
+
+def test_the_example_runs(run_python: Callable[..., Any], tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "load_checkpoint_anywhere.py"
+    answer = run_python(str(example), cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert 'loaded 4 weights; removed "net." from 4 keys, added "_orig_mod." to 4 keys' in answer.stdout
+    assert 'fit: "student" and "teacher"' in answer.stdout
+    assert "is cut short" in answer.stdout
+    assert list(tmp_path.iterdir()) == []
