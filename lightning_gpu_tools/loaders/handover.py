@@ -206,7 +206,7 @@ class _Epoch:
         self._batches: Batches | None = None
         self._rest: _Rest | None = None
         self._contents: int | str | None = None  # of the dataset, when workers that live on were started
-        self._asked_s = self._got_s = self._asked_cpu_s = self._got_cpu_s = 0.0
+        self._asked = self._got = 0.0, 0.0  # when, and after how many CPU seconds; without what the watch takes
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         original = switch.original
         # torch draws a seed for each new iterator; persistent workers keep theirs.
@@ -259,26 +259,16 @@ class _Epoch:
         return getattr(batches.iterator, name)
 
     def __next__(self) -> Any:
-        if self._switch.log is None:
-            self._got_s = 0.0
-            return self._next()
-        asked_s, asked_cpu_s = time.perf_counter(), time.process_time()
-        if self._got_s:
-            self._switch.log.append(
-                Step(
-                    wait_s=self._got_s - self._asked_s,
-                    wait_cpu_s=self._got_cpu_s - self._asked_cpu_s,
-                    step_s=asked_s - self._got_s,
-                    step_cpu_s=asked_cpu_s - self._got_cpu_s,
-                )
-            )
-        first = not self._asked_s
-        if first:  # it waits for the workers to start: that is no step like the others
+        log, first = self._switch.log, not self._asked[0]
+        if log is not None and self._got[0]:
+            now_s, now_cpu_s = time.perf_counter(), time.process_time()
+            (asked_s, asked_cpu_s), (got_s, got_cpu_s) = self._asked, self._got
+            log.append(Step(got_s - asked_s, got_cpu_s - asked_cpu_s, now_s - got_s, now_cpu_s - got_cpu_s))
+        if first:
             self._switch.begin_watch()
         batch = self._next()
-        self._asked_s, self._asked_cpu_s = asked_s, asked_cpu_s
-        if not first:
-            self._got_s, self._got_cpu_s = time.perf_counter(), time.process_time()
+        if first or log is None:  # the first fetch waits for the workers to start: that is no step like the others
+            self._got = 0.0, 0.0
         return batch
 
     def _next(self) -> Any:
@@ -326,7 +316,9 @@ class _Epoch:
         watched = switch._watched and not settings.num_workers and not switch._drew and self.source.has_more()
         before = random_states() if watched else None  # what the sampler draws for this batch is drawn before
         with self._randomness():
+            self._asked = time.perf_counter(), time.process_time()
             batch = next(self._batches)
+            self._got = time.perf_counter(), time.process_time()
         if before is not None:
             switch._drew |= not same_states(before, random_states())
         self._rest.under_way.popleft()

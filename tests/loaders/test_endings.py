@@ -28,8 +28,8 @@ Run = Callable[..., "CompletedProcess[str]"]
 ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
 
 
-# How long torch waits here for one worker whose iterator was dropped in a reference cycle. It is 5 s, which a busy machine
-# may take for the rest, too.
+# How long torch waits here for one worker whose iterator was dropped in a reference cycle. It is 5 s, which a machine
+# that is busy may take for the rest, too.
 STALL_S = 60.0
 
 

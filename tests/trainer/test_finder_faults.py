@@ -119,7 +119,7 @@ def test_settings_that_turn_out_slower_are_taken_back(tmp_path: Path, monkeypatc
     assert "they were slower" in finder.result.reason
 
 
-@pytest.mark.parametrize("broken", ["search", "step_cost", "rank_exchange", "switchable", "restore", "is_slower"])
+@pytest.mark.parametrize("broken", ["search", "step_cost", "read_host_budget", "switchable", "restore", "is_slower"])
 def test_a_fault_of_the_finder_never_reaches_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

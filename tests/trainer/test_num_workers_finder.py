@@ -77,7 +77,7 @@ def shuffled(dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     count = 40 + 20 * len(options)
-    tuned = train(tmp_path, [found := finder()], shuffled(Slow(count), **options))
+    tuned = train(tmp_path, [found := finder(budget_s=4.0)], shuffled(Slow(count), **options))
     as_usual = train(tmp_path, [], shuffled(Samples(count), **options), step_s=0.0)
     result = found.result
     assert result is not None
@@ -85,7 +85,7 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
     assert result.settings is not None
     assert result.settings.num_workers >= 2
     assert "batches/s against" in result.reason
-    assert result.seconds < 2.5
+    assert result.seconds < 4.5
     assert tuned[0].workers[-1] == result.settings.num_workers
     assert tuned[0].batches == as_usual[0].batches
     assert tuned[0].states == as_usual[0].states
@@ -123,7 +123,7 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
 
 
 def test_a_loader_that_feeds_the_step_is_left_as_it_is(tmp_path: Path) -> None:
-    watch, _ = train(tmp_path, [found := finder()], shuffled(Samples(30)), 0.02, max_epochs=1)
+    watch, _ = train(tmp_path, [found := finder()], shuffled(Samples(30)), 0.05, max_epochs=1)
     assert found.result is not None
     assert found.result.settings == found.result.original
     assert "no settings can make it 5 % faster" in found.result.reason

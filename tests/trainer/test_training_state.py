@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping
@@ -122,7 +122,6 @@ ENTRIES = ("loops", "optimizer_states", "lr_schedulers", "callbacks")
 ODD = ({}, [], "text", 3, 1.5, [{}], torch.ones(7), torch.tensor(1.0))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     draw=st.data(),
     optimizer=st.sampled_from([*OPTIMIZERS]),
