@@ -14,7 +14,7 @@ import fake_driver
 import hypothesis
 import pytest
 
-# The same examples in every run, so that a failure is one of the change; --hypothesis-profile=thorough looks for others.
+# The same examples in every run, so that a failure is due to the change; --hypothesis-profile=thorough finds others.
 # How long an example takes says nothing on a machine that is shared.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_HYPOTHESIS)
