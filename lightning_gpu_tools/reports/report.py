@@ -109,7 +109,8 @@ class Report:
             training thread, as measured in warm caches, and its own work there; ``None`` if it was not measured.
         monitor_thread_us_per_step: CPU time of its background thread per step, likewise; ``None`` without GPUs.
         confirmation: The measured result of following the previous run's advice, as text; ``None`` without one.
-        unseen: What could not be timed with this version of Lightning; it counts toward the phase around it.
+        unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
+            around it.
         spans: The phases over time, in at most 401 parts.
         ranks: The speed of each rank that reported; empty with one rank.
         memory_growth: Memory that grew steadily.

@@ -42,7 +42,7 @@ def render_text(report: Report) -> str:
         lines += _time_tree(report)
     if report.unseen:
         unseen = ", ".join(map(printable, report.unseen))
-        lines.append(_wrapped(f"Not timed, because this version of Lightning lacks it: {unseen}."))
+        lines.append(_wrapped(f"Not measured, because this version of Lightning or torch lacks it: {unseen}."))
     if report.monitor_us_per_step is not None:
         line = f"Measuring added at least {report.monitor_us_per_step:.0f} us per step"
         if report.monitor_thread_us_per_step is not None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,28 +95,24 @@ class IdleSums:
 
     def __init__(self) -> None:
         self._samples = 0
-        self._host_s: dict[str, float] = {}
-        self._idle_s: dict[str, float] = {}
-        self._seen: dict[str, int] = {}
+        self._host_s: defaultdict[str, float] = defaultdict(float)
+        self._idle_s: defaultdict[str, float] = defaultdict(float)
+        self._seen: Counter[str] = Counter()
 
     def add(self, gap: Gap) -> None:
         """Add a gap."""
         self._samples += 1
         for phase, seconds in gap.spent:
-            self._host_s[phase] = self._host_s.get(phase, 0.0) + seconds
-            self._seen[phase] = self._seen.get(phase, 0) + 1
-        _add(self._idle_s, idle_by_phase(gap))
+            self._host_s[phase] += seconds
+            self._seen[phase] += 1
+        for phase, seconds in idle_by_phase(gap).items():
+            self._idle_s[phase] += seconds
 
     def facts(self) -> GpuIdle:
         """Return the sums."""
         return GpuIdle(
             samples=self._samples, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen)
         )
-
-
-def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
-    for phase, seconds in more.items():
-        sums[phase] = sums.get(phase, 0.0) + seconds
 
 
 class _Event(Protocol):

@@ -199,15 +199,6 @@ def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock,
     assert "validation" not in watch.clock.seconds
 
 
-@pytest.mark.parametrize("callbacks_first", [True, False])
-def test_the_order_of_callbacks_changes_nothing(time: HandClock, tmp_path: Path, callbacks_first: bool) -> None:
-    watch = Watch(time)
-    callbacks = [Slow(time), watch] if callbacks_first else [watch, Slow(time)]
-    quiet_trainer(tmp_path, callbacks=callbacks).fit(Model(time.spend, step_s=1.0), loader(Samples(5)))
-    assert watch.clock.seconds["callback/Slow"] == 5 * 0.125
-    assert watch.clock.seconds["training_step"] == 5.0
-
-
 def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandClock, tmp_path: Path) -> None:
     watch = Watch(time)
     trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)

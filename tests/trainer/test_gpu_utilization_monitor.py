@@ -1,10 +1,12 @@
 """The monitor in real trainings: over a fake driver, without a driver, and when things go wrong in the middle."""
 
 import copy
+import dataclasses
 import io
 import json
 import os
 import pickle
+import re
 import tempfile
 import time
 from multiprocessing.reduction import ForkingPickler
@@ -19,6 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer, sampler_threads
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.gpus.metrics import METRICS
+from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.run_recorder import RunRecorder
@@ -336,6 +340,18 @@ def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(tmp_path:
     with pytest.warns(UserWarning, match="The report could not be written"):
         trainer.fit(Model(), loader(Samples(3)))
     assert trainer.global_step == 3
+
+
+def test_the_docstring_lists_the_metrics_that_are_logged() -> None:
+    listed: set[str] = set()
+    for cell in re.findall(r"^    ((?:``[^`]+``(?:, )?)+) ", str(GPUUtilizationMonitor.__doc__), re.MULTILINE):
+        for name in re.findall(r"``(.*?)``", cell):
+            before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
+            listed |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
+    logged = {metric.logged for metric in METRICS if metric.logged}
+    assert listed - {"gpu/<i>/..."} == logged | {field.name for field in dataclasses.fields(Sharing)} | {
+        "energy_joules"
+    }
 
 
 def test_it_pickles(tmp_path: Path) -> None:
