@@ -133,7 +133,7 @@ MEASURED: dict[str, tuple[str, RunMeasurements]] = {
         gpu_run(
             {"data_loading": 30, "training_step": 10},
             25.0,
-            loading=LoadingFacts(looks=50, storage_wait_share=0.6),
+            loading=LoadingFacts(samples=50, storage_wait_share=0.6),
             worker_cpu_s_per_batch=0.02,
         ),
     ),

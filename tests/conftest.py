@@ -14,9 +14,12 @@ import fake_driver
 import hypothesis
 import pytest
 
+# The same examples in every run, so that a failure is one of the change; --hypothesis-profile=thorough looks for others.
 # How long an example takes says nothing on a machine that is shared.
-hypothesis.settings.register_profile("tests", deadline=None)
-hypothesis.settings.load_profile("tests")
+_HYPOTHESIS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_HYPOTHESIS)
+hypothesis.settings.register_profile("thorough", max_examples=2000, **_HYPOTHESIS)
+hypothesis.settings.load_profile("ci")
 
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests that press it need it.

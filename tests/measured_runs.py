@@ -43,7 +43,7 @@ def gpu_run(phase_ms: dict[str, float], utilization: float | None = 30.0, **opti
 def looks(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
     """Return sampled steps: for each phase the host's milliseconds per step, and how many of them the GPU was idle."""
     return GpuIdle(
-        looks=count,
+        samples=count,
         host_s={phase: count * host / 1e3 for phase, (host, _) in ms.items()},
         idle_s={phase: count * idle / 1e3 for phase, (_, idle) in ms.items()},
         seen=dict.fromkeys(ms, count),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import csv
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -143,3 +146,13 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
 
 def sampler_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name]
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gone: str) -> None:
+    """Hide a name from one of our modules alone: Lightning and torch themselves still need it."""
+
+    def blind(owner: object, name: str, *default: object) -> Any:
+        return builtins.getattr(owner, f"no {name}" if name == gone else name, *default)
+
+    monkeypatch.setattr(module, "getattr", blind, raising=False)
+    monkeypatch.setattr(module, "hasattr", lambda *args: blind(*args, None) is not None, raising=False)

@@ -10,7 +10,7 @@ from lightning_gpu_tools.gpus.readings import GpuProcess
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """What the processes on a GPU use, as far as the driver tells; ``None`` = unknown, never 0.
+    """What the processes on a GPU use, as far as the driver reports it; ``None`` = unknown, never 0.
 
     Attributes:
         own_memory_bytes: Memory of this job's processes.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 
 _Parsed = TypeVar("_Parsed")
-
 # Names of the jobs whose claims this process and its children count as their own, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
@@ -108,8 +107,8 @@ class Ledger:
         """Return the live claims, the oldest first.
 
         Args:
-            process_ids: Processes that the driver lists on the GPUs. Of a claim of memory, those
-                of its job are returned with it.
+            process_ids: Processes that the driver lists on the GPUs. A claim of memory is returned with those of its
+                job.
         """
         jobs: dict[tuple[object, ...], list[_ClaimRecord]] = {}
         for record in self._claim_records:

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, CudaAlreadyInitializedError, NotEnoughGpusError
@@ -94,9 +93,7 @@ class GpuSelection:
     def __enter__(self) -> GpuSelection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -187,7 +184,7 @@ class Attempt:
         request: Request,
         ledger: claims.Ledger,
         problem: ClaimsError | None,
-        read_gpus: Callable[..., tuple[GpuReading, ...]],
+        read_gpus: Callable[[bool], tuple[GpuReading, ...]],
         *,
         ahead: Sequence[GpuWaiter] = (),
         group: str | None = None,
@@ -208,7 +205,7 @@ class Attempt:
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
         """All GPUs of the machine, not read before somebody asks for them."""
-        return self._read_gpus(brief=self._brief)
+        return self._read_gpus(self._brief)
 
     @property
     def visible(self) -> tuple[GpuReading, ...]:
@@ -339,20 +336,20 @@ def pick(
         among: UUIDs to pick from, instead of those that ``CUDA_VISIBLE_DEVICES`` shows.
         uuids_only: Whether nothing but the UUIDs is wanted. Then no more is read than the decision takes.
     """
+    from lightning_gpu_tools.gpus import nvml
+
     give_up_s = None if request.wait_s is None else time.monotonic() + request.wait_s
     announce_s = -math.inf
     place = None  # in the queue
     with contextlib.ExitStack() as until_the_end:
 
-        @functools.cache
-        def open_driver() -> Callable[..., tuple[GpuReading, ...]]:
-            from lightning_gpu_tools.gpus import nvml
-
-            until_the_end.enter_context(nvml.session())
-            return nvml.read_gpus
+        def read_gpus(brief: bool) -> tuple[GpuReading, ...]:
+            until_the_end.enter_context(nvml.session())  # does nothing where it is open already
+            return nvml.read_gpus(brief=brief)
 
         if not claims.own_jobs():  # else all may be settled without the driver
-            open_driver()  # before the lock is taken: without persistence mode it takes seconds
+            # Before the lock is taken: without persistence mode it takes seconds.
+            until_the_end.enter_context(nvml.session())
         while True:
             writes = request.claim or group is not None or give_up_s is not None
             with _ledger(writes) as (ledger, problem):
@@ -360,7 +357,7 @@ def pick(
                     request,
                     ledger,
                     problem,
-                    lambda brief: open_driver()(brief=brief),
+                    read_gpus,
                     ahead=_ahead_of(place, ledger) if give_up_s is not None else (),
                     group=group,
                     among=among,

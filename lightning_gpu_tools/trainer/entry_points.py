@@ -27,7 +27,7 @@ def callbacks_factory() -> list[Callback]:
     if is_disabled():
         return []
     callbacks: list[Callback] = []
-    # A plugin can only exist where its module was imported, so looking is enough and nothing is imported for nothing.
+    # A plugin can only exist where its module was imported, so this asks whether it was.
     checkpoint_io = sys.modules.get("lightning_gpu_tools.trainer.checkpoint_plugin")
     if checkpoint_io is not None:
         callbacks += checkpoint_io.introductions()

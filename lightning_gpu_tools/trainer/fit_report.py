@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
@@ -28,8 +27,10 @@ from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable_path
 
 
-def describe(session: Session, diagnosis: Diagnosis, trainer: Trainer, outcome: str) -> Report:
+def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
     """Return the report of a fit that has ended, with what the other ranks published last."""
+    diagnosis = session.diagnosis()
+    assert diagnosis is not None
     clock, watch = session.clock, session.gpus
     steady_s = tuple(block.step_s for block in clock.blocks)
     step_s = median(steady_s) if steady_s else None

@@ -20,7 +20,6 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
-from lightning_gpu_tools.trainer.never_stop_training import guarded
 from lightning_gpu_tools.trainer.wrappers import StandIn, Wrappers, after, before
 from lightning_gpu_tools.training.phases import (
     CALLBACK,
@@ -68,18 +67,29 @@ class FitTimer:
         trainer: Whose fit.
         clock: What is driven.
         enter: Is called with the phase when validation begins and when training goes on.
+
+    Attributes:
+        fault: The error that has ended the timing; ``None`` if all is well.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
         self.clock = clock
+        self.fault: Exception | None = None
         self._trainer = trainer
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._fetch = ""
         self._wrappers = Wrappers()
         self._wrap = self._wrappers.put
-        self._wrap(trainer, "fit_loop.on_run_start", before(partial(guarded, self._start)))
-        self._wrap(trainer, "fit_loop.on_run_end", after(partial(guarded, self._end)))
+        self._wrap(trainer, "fit_loop.on_run_start", before(partial(self._safely, self._start)))
+        self._wrap(trainer, "fit_loop.on_run_end", after(partial(self._safely, self._end)))
+
+    def _safely(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the Trainer calls this, and whatever it is, it is not its error
+            self.fault = error
+            self.stop()
 
     def stop(self) -> None:
         """Stop the clock and take every wrapper off; nothing happens the second time."""

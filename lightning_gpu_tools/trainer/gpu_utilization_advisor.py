@@ -31,7 +31,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     GPU all of this works, too, and speaks of the training step instead of the GPU.
 
     On a GPU only the time counts for which the GPU stood idle: a wait that overlaps its work costs nothing. Two CUDA
-    events around one step in eight tell when it ran dry; nothing ever waits for them. If the GPU idles most inside the
+    events around one step in eight show when it ran dry; nothing ever waits for them. If the GPU idles most inside the
     step, three steps run once under torch.profiler, and one more to find the source lines that wait for the GPU's
     results; that takes some seconds of one run. A GPU that others use, too, gets no advice but to take another one.
 
@@ -114,7 +114,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         if diagnosis is None or diagnosis.verdict == "too_short":
             self._next_judgment = later
             return
-        if self._profiler is None and diagnosis.verdict == "low" and wants_profile(measured) and _can_profile(trainer):
+        if self._profiler is None and diagnosis.verdict == "low" and wants_profile(measured) and can_profile(trainer):
             self._next_judgment += 2 * PROFILED_STEPS  # then judge with what it has found
             self._profiler = StepProfiler(
                 compat.step_runner(trainer),
@@ -141,7 +141,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         super()._give_up()
 
 
-def _can_profile(trainer: Trainer) -> bool:
+def can_profile(trainer: Trainer) -> bool:
     """Return whether a step can be profiled and nobody else uses the profiler, of which a process has one."""
     users_own = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
     return is_profiling() is False and not users_own and compat.step_runner(trainer) is not None

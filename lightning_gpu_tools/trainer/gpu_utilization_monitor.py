@@ -40,7 +40,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
     ``{sm_active,sm_occupancy}_percent``         %                     Hopper and later
     ``{tensor_active,dram_active}_percent``      %                     Hopper and later
     ``{own,others}_memory_bytes``                bytes                 of this job's, of all other listed processes
-    ``{own,others}_utilization_percent``         % of the time         likewise, where the driver reports it
+    ``{own,others}_utilization_percent``         % of the time         as above, where the driver reports it
     ============================================ ===================== ==============================================
 
     At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, and where
@@ -112,14 +112,13 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     @override
     def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
-        diagnosis = session.diagnosis()
-        if diagnosis is None or not self.report:  # training has not begun
+        if session.recorder is None or not self.report:  # without a recorder training has not begun
             return
         if not session.clock.ran:
             missing = ", ".join(session.unseen)
             rank_zero_warn(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
         elif trainer.is_global_zero:
-            publish(describe(session, diagnosis, trainer, outcome), self._folder)
+            publish(describe(session, trainer, outcome), self._folder)
 
     @override
     def _give_up(self) -> None:

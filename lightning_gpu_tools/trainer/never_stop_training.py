@@ -1,9 +1,10 @@
-"""Keeps a fault of what only measures from ending the training that it measures."""
+"""Keeps an error of what only measures from ending the training that it measures."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -16,28 +17,18 @@ class _Measuring(Protocol):
 
 
 def never_stops_training(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook of a callback with faults in it turned into a warning; nothing more is measured in this fit."""
+    """Return the hook of a callback with errors in it turned into a warning; nothing more is measured in this fit."""
 
     @functools.wraps(hook)
     def safe(self: _Measuring, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         try:
             hook(self, trainer, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training has nothing to do with it
-            guarded(self._give_up)
-            _warn(type(self).__name__, error)
+            with suppress(Exception):  # what is broken may break here, too
+                self._give_up()
+            rank_zero_warn(
+                f"{type(self).__name__} is off for the rest of this fit, without a report of it, because of an error "
+                f"in it: {error!r}"
+            )
 
     return safe
-
-
-def guarded(action: Callable[[], object]) -> None:
-    """Do something outside of a hook, with a fault in it turned into a warning."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - likewise
-        _warn("lightning_gpu_tools", error)
-
-
-def _warn(who: str, error: Exception) -> None:
-    rank_zero_warn(
-        f"{who} is off for the rest of this fit, without a report of it, because of an error in it: {error!r}"
-    )

@@ -49,7 +49,7 @@ class RunRecorder:
         gpus: Samples the GPUs; ``None`` without any.
 
     Attributes:
-        profile: A few steps under the profiler; ``None`` until somebody sets it.
+        profile: A few steps under the profiler; ``None`` until an advisor sets it.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, exchange: RankExchange, gpus: GpuWatch | None) -> None:
@@ -89,7 +89,7 @@ class RunRecorder:
             self._follow_loader()
 
     def _follow_loader(self) -> None:
-        """Judge the loader by its present settings alone, if somebody has changed them (``NumWorkersFinder``)."""
+        """Judge the loader by its current settings alone after ``NumWorkersFinder`` has changed them."""
         settings = train_loader_settings(self._trainer)
         if settings is not None and settings != self._loader:
             self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)

@@ -77,7 +77,7 @@ class Session:
     def of(cls, trainer: Trainer) -> Session:
         """Return the session of the Trainer's fit that is about to begin, the same one for everybody who asks."""
         session = _sessions.get(trainer)
-        if session is not None and session.clock.ran:  # of an earlier fit, whose end somebody did not live to see
+        if session is not None and session.clock.ran:  # of an earlier fit whose end was not announced
             session._close()
             session = None
         if session is None:
@@ -104,13 +104,15 @@ class Session:
 
     def begin(self) -> RunRecorder:
         """Begin to measure what is known only when training starts: the loader, the GPUs, the ranks."""
+        if self._timer.fault is not None:
+            raise self._timer.fault
         if self.recorder is None:
             trainer = self._trainer
             self.started_s = time.time()
             self.memory = MemoryHistory(trainer.strategy.root_device)
             self._exchange = self.board("measured")
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
-            if trainer.local_rank == 0:  # one process of a node is enough to sample its GPUs
+            if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
             self.recorder = RunRecorder(trainer, self.clock, self._exchange, self.gpus)
         return self.recorder
@@ -202,13 +204,16 @@ class Session:
         self.publish(next_turn=True)
         if self._monitored is None or not trainer.is_global_zero or trainer.num_nodes < 2:
             return
-        for facts in self._exchange.read(self._turn, TIMEOUT_S):
+        for facts in self._wait_for_ranks(self._exchange, TIMEOUT_S):
             if facts["rank"] != trainer.global_rank:
                 self._warn_once(facts.get("troubles", []))
                 self._log_metrics(facts.get("metrics", {}), compat.logged_step(trainer) - 1)
-        if self._exchange.missed:
-            silent = f"Ranks {self._exchange.missed} reported nothing within {TIMEOUT_S:.0f} s; they are left out."
-            self._warn_once([silent])
+
+    def _wait_for_ranks(self, exchange: RankExchange, timeout_s: float) -> list[dict[str, Any]]:
+        published = exchange.read(self._turn, timeout_s)
+        if exchange.missed:
+            self._warn_once([f"Ranks {exchange.missed} reported nothing within {TIMEOUT_S:.0f} s; they are left out."])
+        return published
 
     def publish(self, *, next_turn: bool, at_end: bool = False) -> None:
         """Publish how fast this rank is, and from other nodes than the first also what their GPUs did.
@@ -240,7 +245,7 @@ class Session:
         if self.recorder is not None and self._exchange is not None and self.clock.ran:
             self.publish(next_turn=True, at_end=True)
             if self._trainer.is_global_zero:
-                self._exchange.read(self._turn, timeout_s)
+                self._wait_for_ranks(self._exchange, timeout_s)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
         """Return each GPU of this node over the whole fit, polled once more."""

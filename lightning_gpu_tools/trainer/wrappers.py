@@ -38,7 +38,7 @@ class _Wrapped(StandIn):
 
 
 class Wrappers:
-    """The wrappers that somebody has put on.
+    """The wrappers that were put on.
 
     Attributes:
         missing: What was to be wrapped and is not there, as ``Class.method``.

@@ -37,7 +37,7 @@ def worker_pids(iterator: object) -> list[int] | None:
 
 
 def ready_share(iterator: object) -> float | None:
-    """Return how many of the ordered batches lie ready out of turn. Without it no slow worker is told from slow ones.
+    """Return how many of the ordered batches lie ready out of turn. Without it one slow worker looks like slow loading.
 
     torch keeps a batch that comes before its turn beside the number of its worker.
     """
@@ -55,7 +55,7 @@ def is_batch_ready(iterator: object) -> bool | None:
 
 
 def is_profiling() -> bool | None:
-    """Return whether somebody uses the profiler, of which a process has one. Without it no step is profiled."""
+    """Return whether the profiler is in use, of which a process has one. Without it no step is profiled."""
     enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
     return None if enabled is None else bool(enabled())
 

@@ -94,14 +94,14 @@ class IdleSums:
     """Adds up gaps."""
 
     def __init__(self) -> None:
-        self._looks = 0
+        self._samples = 0
         self._host_s: dict[str, float] = {}
         self._idle_s: dict[str, float] = {}
         self._seen: dict[str, int] = {}
 
     def add(self, gap: Gap) -> None:
         """Add a gap."""
-        self._looks += 1
+        self._samples += 1
         for phase, seconds in gap.spent:
             self._host_s[phase] = self._host_s.get(phase, 0.0) + seconds
             self._seen[phase] = self._seen.get(phase, 0) + 1
@@ -109,7 +109,9 @@ class IdleSums:
 
     def facts(self) -> GpuIdle:
         """Return the sums."""
-        return GpuIdle(looks=self._looks, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen))
+        return GpuIdle(
+            samples=self._samples, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen)
+        )
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other, without a collective: nobody waits long for a rank that is gone."""
+"""Facts that the ranks of a job exchange without a collective: nobody waits long for a rank that is gone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankExchange:
 
         Args:
             turn: Wait for ranks that have not come to this turn yet...
-            timeout_s: ...but at most this long, and never again for a rank that was waited for in vain.
+            timeout_s: ...but at most this long, and never again for a rank that did not come.
         """
         until_s = time.monotonic() + timeout_s
         found = {}
@@ -68,7 +68,7 @@ class RankExchange:
 
     @property
     def missed(self) -> list[int]:
-        """Return the ranks that were waited for in vain."""
+        """Return the ranks that did not come in time."""
         return sorted(self._missed)
 
     @property

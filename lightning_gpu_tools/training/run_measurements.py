@@ -15,7 +15,7 @@ TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
 # Our default: how long the GPU stood idle in a phase is taken from the steps sampled by the GPU's own times once this
 # many of them had the phase; before, all of it counts.
-_MIN_LOOKS = 5
+_MIN_SAMPLES = 5
 # Our default: the first blocks count as warm-up while they are slower than the rest by this much; 10 % is how far
 # monitoring tools let two windows of ten steps differ. At most a quarter of all blocks is left out by it.
 _UNSETTLED = 1.10
@@ -84,14 +84,14 @@ class GpuIdle:
     """When the GPU had nothing to do between two training steps, sampled by the GPU's own times.
 
     Attributes:
-        looks: How many gaps between two steps were sampled.
+        samples: How many gaps between two steps were sampled.
         host_s: Seconds that the host spent in these gaps, by phase.
         idle_s: Seconds for which the GPU had run dry in them, by the phase that the host was in; what the GPU itself
             spent on copying the batch counts as ``host_to_device_copy``.
         seen: How many of these gaps each phase was part of.
     """
 
-    looks: int
+    samples: int
     host_s: Mapping[str, float]
     idle_s: Mapping[str, float]
     seen: Mapping[str, int]
@@ -164,7 +164,7 @@ class LoadingFacts:
     """What the loader's workers were seen doing.
 
     Attributes:
-        looks: How many times they were sampled.
+        samples: How many times they were sampled.
         storage_wait_share: Share of the samples of a worker in which it was waiting for a disk (state D).
         ready_out_of_order_share: Of the batches ordered, the share that lay ready when the one that training waited for
             came at last, the mean over such waits.
@@ -173,10 +173,10 @@ class LoadingFacts:
         runnable_share: Share of the time for which a worker computed, or wanted to and no core was free for it.
         delayed_share: Share of the time for which it wanted to and no core was free.
         early_storage_bytes_per_batch: Read from storage, not from the page cache, in the first third of the run.
-        late_storage_bytes_per_batch: Likewise in its last third.
+        late_storage_bytes_per_batch: The same in its last third.
     """
 
-    looks: int = 0
+    samples: int = 0
     storage_wait_share: float | None = None
     ready_out_of_order_share: float | None = None
     long_waits: int = 0
@@ -260,7 +260,7 @@ class RunMeasurements:
 
     @property
     def idle_share(self) -> float:
-        """Fraction of the wall time for which the GPU stood idle outside of validation; 1 if nothing tells."""
+        """Fraction of the wall time for which the GPU stood idle outside of validation; 1 if it is unknown."""
         if self.utilization_percent is None:
             return 1.0
         return (1 - self.utilization_percent / 100) * (1 - self.phase_s.get(VALIDATION, 0.0) / self.wall_s)
@@ -278,16 +278,16 @@ class RunMeasurements:
     def exposed(self, phase: str) -> float:
         """Return for which part of a phase the GPU stood idle; 1 if that was not measured."""
         idle = self.gpu_idle
-        if idle is None or idle.seen.get(phase, 0) < _MIN_LOOKS or idle.host_s.get(phase, 0.0) <= 0:
+        if idle is None or idle.seen.get(phase, 0) < _MIN_SAMPLES or idle.host_s.get(phase, 0.0) <= 0:
             return 1.0
         return min(1.0, idle.idle_s.get(phase, 0.0) / idle.host_s[phase])
 
     def lost_share(self, phase: str) -> float:
         """Return the fraction of the wall time for which the GPU stood idle in a phase, as far as was measured."""
         idle = self.gpu_idle
-        if phase == COPY and idle is not None and idle.looks >= _MIN_LOOKS:
+        if phase == COPY and idle is not None and idle.samples >= _MIN_SAMPLES:
             # The GPU copies while the host may be far ahead, so it is counted by steps, not by the host's time.
-            return idle.idle_s.get(COPY, 0.0) / idle.looks * self.steps / self.wall_s
+            return idle.idle_s.get(COPY, 0.0) / idle.samples * self.steps / self.wall_s
         return self.exposed(phase) * self.phase_s.get(phase, 0.0) / self.wall_s
 
     def idle_by_phase(self) -> dict[str, float]:
@@ -297,7 +297,7 @@ class RunMeasurements:
 
     @property
     def idle_in_step_share(self) -> float | None:
-        """Fraction of the wall time for which the GPU stood idle inside the training step; ``None`` if nothing tells.
+        """Fraction of the wall time for which the GPU stood idle inside the training step; ``None`` if it is unknown.
 
         It is what the phases outside of the step leave of the idle time. Where the GPU's own times were not measured
         the phases count in full, so that this is the least it can be.

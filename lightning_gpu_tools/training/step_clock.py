@@ -171,7 +171,7 @@ class StepClock:
     def gpu_idle(self) -> GpuIdle | None:
         """Return when the GPU stood idle between the sampled steps; ``None`` without a GPU or before the first one."""
         facts = None if self._gpu is None else self._gpu.facts()
-        return facts if facts is not None and facts.looks else None
+        return facts if facts is not None and facts.samples else None
 
     def as_own_work(self, function: Callable[..., object], *args: object, part: str = "") -> None:
         """Call the function, with its time booked on this package, or on a part of it that is named."""

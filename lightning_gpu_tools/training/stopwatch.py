@@ -14,7 +14,7 @@ class PhaseSpan(NamedTuple):
 
     Attributes:
         begin_s: Seconds since the start of the run.
-        end_s: Likewise.
+        end_s: Seconds since the start of the run.
         phase_s: Seconds by phase, without what stands behind a slash; they add up to the span.
     """
 
@@ -144,7 +144,7 @@ def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: i
 
 
 class PhaseTimeline:
-    """What a run was spent on, span by span, in at most so many spans: when they are used up, neighbours become one.
+    """What a run was spent on, span by span, in a bounded number of spans: when they are used up, neighbors become one.
 
     Args:
         max_spans: The most spans to keep.

@@ -6,7 +6,7 @@ import math
 
 
 class Timeline:
-    """A quantity over time in at most so many points: when they are used up, neighbours become one.
+    """A quantity over time in a bounded number of points: when they are used up, neighbors become one.
 
     Args:
         max_points: The most points to keep.

@@ -101,7 +101,7 @@ class WorkerWatch:
         """Return what was seen so far."""
         early, late = self._early_and_late()
         return LoadingFacts(
-            looks=self._polls,
+            samples=self._polls,
             storage_wait_share=self._waiting / self._states if self._states else None,
             ready_out_of_order_share=self._ready_share / self._long_waits if self._long_waits else None,
             long_waits=self._long_waits,

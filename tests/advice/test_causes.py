@@ -314,13 +314,13 @@ def kind(loading: LoadingFacts | None, **options: Any) -> Finding:
 
 
 def test_workers_that_wait_for_storage_are_io_bound() -> None:
-    finding = kind(LoadingFacts(looks=50, storage_wait_share=0.6), worker_cpu_s_per_batch=0.02)
+    finding = kind(LoadingFacts(samples=50, storage_wait_share=0.6), worker_cpu_s_per_batch=0.02)
     assert finding.evidence["kind"] == "io_bound"
     assert "60 %" in finding.advice
     assert "local disk" in finding.advice
-    computing = kind(LoadingFacts(looks=50, storage_wait_share=0.6), worker_cpu_s_per_batch=0.15)
+    computing = kind(LoadingFacts(samples=50, storage_wait_share=0.6), worker_cpu_s_per_batch=0.15)
     assert computing.evidence["kind"] != "io_bound"
-    assert kind(LoadingFacts(looks=50, storage_wait_share=0.1)).evidence["kind"] == "too_few_workers"
+    assert kind(LoadingFacts(samples=50, storage_wait_share=0.1)).evidence["kind"] == "too_few_workers"
 
 
 def test_one_slow_worker_needs_no_more_workers() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
@@ -360,7 +360,6 @@ def refusal(act: Callable[[], object]) -> str:
     return ""
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     source=st.sampled_from([GOOD, LEGACY]),
     edits=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), max_size=4),
@@ -399,7 +398,6 @@ PROGRAMS = st.lists(
 ).map(b"".join)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=PROGRAMS)
 def test_no_pickle_program_surprises(tmp_path_factory: pytest.TempPathFactory, program: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "program.ckpt"

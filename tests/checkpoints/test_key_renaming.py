@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -367,7 +367,6 @@ def contents(net: nn.Module) -> list[object]:
     return [t.tolist() for t in tensors] + [m.note for m in net.modules() if isinstance(m, Named)]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(net=nets, saved_as=wrappings, loaded_as=wrappings)
 def test_any_nesting_loads_into_any_other(
     net: nn.Module,

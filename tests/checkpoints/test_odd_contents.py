@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
@@ -325,7 +325,6 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(entry=st.sampled_from([*lightning_checkpoint(), "hparams_type", "current_model_state"]), value=plain)
 def test_any_plain_data_in_any_entry_is_loaded_or_refused(
     entry: str, value: Any, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -128,7 +128,6 @@ def test_another_shape_below_hooks_that_do_not_change_it_is_left_out_if_not_stri
 KEYS = sorted(Translating(parametrizations.weight_norm, 3, classes=4).state_dict())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     absent=st.sets(st.sampled_from(KEYS), max_size=3),
     resized=st.sets(st.sampled_from(KEYS), max_size=3),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
@@ -166,7 +166,6 @@ TENSORS = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(content=st.dictionaries(st.text(max_size=5), TENSORS, max_size=4), method=st.sampled_from([STORED, DEFLATED]))
 def test_any_weights_survive_an_archive_tool(
     content: dict[str, torch.Tensor], method: int, tmp_path_factory: pytest.TempPathFactory

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -385,7 +385,6 @@ def test_what_an_unsafe_file_needs_is_said_for_the_command_line(tmp_path: Path, 
         assert "This command has no way to allow them. In Python, after that line, convert() in" in err
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_diff_tells_any_two_values_apart(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     from lightning_gpu_tools.checkpoints.compare import compare

@@ -400,12 +400,12 @@ def _processes(device: Any, count: Any, infos: Any, *, graphics: bool) -> None:
         info.computeInstanceId = _NO_INSTANCE if process.gpu_instance is None else 0
 
 
-@_device_function("nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses_v3", mig=True)
+@_device_function("nvmlDeviceGetComputeRunningProcesses_v3", mig=True)
 def _compute_processes(_library: Library, device: Any, count: Any, infos: Any) -> None:
     _processes(device, count, infos, graphics=False)
 
 
-@_device_function("nvmlDeviceGetGraphicsRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses_v3", mig=True)
+@_device_function("nvmlDeviceGetGraphicsRunningProcesses_v3", mig=True)
 def _graphics_processes(_library: Library, device: Any, count: Any, infos: Any) -> None:
     _processes(device, count, infos, graphics=True)
 

@@ -213,7 +213,7 @@ def test_a_week_takes_the_memory_of_a_minute(clock):
     def kept() -> int:
         return len(pickle.dumps((reader._recent, reader._whole, reader._timelines, reader._phases._since)))
 
-    def look(second: int) -> None:
+    def add(second: int) -> None:
         times = [second + sixth / 6 for sixth in range(1, 7)]
         reader._add(
             GpuSample(
@@ -229,10 +229,10 @@ def test_a_week_takes_the_memory_of_a_minute(clock):
             )
         )
 
-    for second in range(0, seconds, 20):  # a look every 20 s is enough of them; what is added is the same
+    for second in range(0, seconds, 60):  # one sample a minute is enough of them; what is added is the same
         if second % 3600 == 0:
             reader._phases.enter("validation" if second % 7200 else "training", float(second))
-        look(second)
+        add(second)
         if second == 24 * 3600:
             after_a_day = kept()
     assert kept() < 1.2 * after_a_day < 2e6

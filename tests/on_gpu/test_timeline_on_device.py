@@ -47,12 +47,12 @@ def train(folder: Path, model: Model, *others: Callback, data_s: float = 0.0) ->
     trainer.fit(model, loader(Samples(STEPS, time.sleep, data_s)))
     idle = watch.clock.gpu_idle()
     assert idle is not None
-    assert idle.looks > STEPS / 20
+    assert idle.samples > STEPS / 20
     return idle, 1e3 * watch.clock.wall_s / STEPS
 
 
 def idle_ms(idle: GpuIdle, phase: str) -> float:
-    return 1e3 * idle.idle_s.get(phase, 0.0) / idle.looks
+    return 1e3 * idle.idle_s.get(phase, 0.0) / idle.samples
 
 
 def test_a_wait_that_the_gpu_feels_is_idle_time(tmp_path: Path) -> None:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from trainings import Model, Samples, loader, quiet_trainer
+from trainings import Model, Samples, hide, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
+from lightning_gpu_tools.trainer.gpu_utilization_advisor import can_profile
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.rank_exchange import RankExchange
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gone: str) -> None:
-    """Hide a name from one of our modules alone: Lightning and torch themselves still need it."""
-
-    def blind(owner: object, name: str, *default: object) -> Any:
-        return builtins.getattr(owner, f"no {name}" if name == gone else name, *default)
-
-    monkeypatch.setattr(module, "getattr", blind, raising=False)
-    monkeypatch.setattr(module, "hasattr", lambda *args: blind(*args, None) is not None, raising=False)
 
 
 def train(folder: Path, *callbacks: Callback) -> tuple[Trainer, list[torch.Tensor]]:
@@ -92,13 +81,13 @@ def test_a_fit_whose_beginning_cannot_be_seen_has_no_report_and_says_why(
     assert all(map(torch.equal, trained, weights))
 
 
-@pytest.mark.parametrize("gone", ["_profiler_enabled", "automatic_optimization"])
-def test_without_what_the_profiler_needs_no_step_is_profiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
-) -> None:
-    hide(monkeypatch, torch_compat if gone == "_profiler_enabled" else compat, gone)
+def test_without_what_the_profiler_needs_no_step_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = train(tmp_path)
-    assert torch_compat.is_profiling() is None or compat.step_runner(trainer) is None
+    assert can_profile(trainer)
+    for module, gone in ((torch_compat, "_profiler_enabled"), (compat, "automatic_optimization")):
+        with monkeypatch.context() as hidden:
+            hide(hidden, module, gone)
+            assert not can_profile(trainer)
 
 
 def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

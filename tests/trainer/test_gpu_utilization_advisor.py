@@ -60,7 +60,8 @@ def test_a_slow_dataset_is_warned_about_once_with_the_settings_now_and_to_be(tmp
 
 
 def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path) -> None:
-    diagnosis, warned = train(tmp_path, short_advisor(), loader(Samples(STEPS)), Model(time.sleep, step_s=0.04))
+    advisor = short_advisor(min_steps=20)
+    diagnosis, warned = train(tmp_path, advisor, loader(Samples(35)), Model(time.sleep, step_s=0.04))
     assert diagnosis.verdict == "healthy"
     assert diagnosis.findings == ()
     assert warned == []
@@ -171,7 +172,7 @@ def test_a_loader_is_judged_by_its_present_settings(tmp_path: Path) -> None:
 
     advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0)
     trainer = quiet_trainer(tmp_path, callbacks=[advisor, Change()])
-    trainer.fit(Model(), loader(Samples(200, time.sleep, 0.01)))
+    trainer.fit(Model(), loader(Samples(120, time.sleep, 0.005)))
     assert advisor.diagnosis is not None
     (finding,) = advisor.diagnosis.findings
     assert finding.evidence["num_workers"] == 3

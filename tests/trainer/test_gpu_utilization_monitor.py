@@ -7,6 +7,7 @@ import os
 import pickle
 import tempfile
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,9 @@ def test_a_log_dir_that_is_somebody_elses_costs_the_file_and_not_the_training() 
         (Session, "log_if_due"),
         (Session, "end_epoch"),
         (Session, "finish"),
+        (Session, "of"),
+        (Session, "diagnosis"),
+        (Session, "release"),
         (RunRecorder, "__init__"),
         (RunRecorder, "after_step"),
         (RunRecorder, "measurements"),
@@ -250,6 +254,18 @@ def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
 
 
+def test_a_fault_of_ours_hides_no_error_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Session, "finish", fail)
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), Raise(at_step=5)]
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks)
+    with pytest.raises(Boom), pytest.warns(UserWarning, match="because of an error in it: PermissionError"):
+        trainer.fit(Model(), loader(Samples(40)))
+    assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
+
+
 def test_a_monitor_that_is_taken_out_reports_at_the_end_and_leaves_no_thread(
     driver: Driver, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,13 +288,23 @@ class Collating(LightningDataModule):
         return torch.stack(samples)
 
     def train_dataloader(self) -> Any:
-        return loader(Samples(8), collate_fn=self.collate, num_workers=1, multiprocessing_context="spawn")
+        return loader(Samples(8), collate_fn=self.collate)
 
 
-def test_workers_are_spawned_with_a_loader_that_refers_to_the_trainer(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()], max_epochs=2)
+class Send(Callback):
+    """Does what the start of a spawned worker does with its loader."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        collate = pickle.loads(ForkingPickler.dumps(trainer.train_dataloader.collate_fn))
+        self.sent = collate([torch.ones(1)] * 2)
+
+
+def test_a_loader_that_refers_to_the_trainer_can_be_sent_to_spawned_workers(tmp_path: Path) -> None:
+    sending = Send()
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), sending]
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path))
     trainer.fit(Model(), datamodule=Collating())
-    assert trainer.global_step == 16
+    assert sending.sent.tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("profiler", [None, "simple"])

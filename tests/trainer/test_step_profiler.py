@@ -9,10 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
-from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, hide, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.training.compat import is_profiling
+from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.run_measurements import ProfiledSteps
 from lightning_gpu_tools.training.step_profiler import StepProfiler
 
@@ -36,7 +36,7 @@ class Profiling(Callback):
         self.wrapped_at: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step == 2 and is_profiling() is False:
+        if trainer.global_step == 2 and torch_compat.is_profiling() is False:
             self.profiler = StepProfiler(
                 compat.step_runner(trainer), pl_module, lambda function, *args: function(*args), self.found.append
             )
@@ -59,6 +59,18 @@ def test_the_line_that_asks_for_a_value_is_found_once(tmp_path: Path) -> None:
     (line,) = facts.sync_lines
     assert line.endswith(f"test_step_profiler.py:{THE_LINE}")
     assert profiling.wrapped_at == [2, 3, 4, 5]  # three steps under the profiler, one followed, and none after
+
+
+@pytest.mark.parametrize("gone", ["TorchDispatchMode", "_local_scalar_dense"])
+def test_without_the_names_that_see_operations_no_line_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    if gone == "TorchDispatchMode":
+        monkeypatch.delattr(f"torch.utils._python_dispatch.{gone}")
+    else:
+        hide(monkeypatch, torch_compat, gone)
+    (facts,) = train(tmp_path, Curious()).found
+    assert (facts.syncs_per_step, facts.sync_lines) == (1, ())
 
 
 def test_a_step_that_asks_for_nothing_is_followed_no_further(tmp_path: Path) -> None:

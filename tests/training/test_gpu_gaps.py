@@ -65,7 +65,7 @@ def test_sums_count_looks_phases_and_idle_time() -> None:
     sums.add(Gap(3.0, 10.0, 10.0, PHASES))
     sums.add(Gap(9.5, 10.5, 10.0, [*PHASES[1:], ("checkpoint", 0.0)]))
     facts = sums.facts()
-    assert facts.looks == 2
+    assert facts.samples == 2
     assert facts.seen["data_loading"] == 2
     assert facts.seen["callback/A"] == 1
     assert facts.host_s["data_loading"] == 6.0

@@ -93,7 +93,7 @@ def test_pinned_copies_that_the_host_does_not_wait_for_are_seen_on_the_gpu(train
 def test_one_step_in_eight_is_looked_at(train: Train) -> None:
     _, _, measured = train()
     assert measured.gpu_idle is not None
-    assert STEPS / 16 < measured.gpu_idle.looks < STEPS / 4
+    assert STEPS / 16 < measured.gpu_idle.samples < STEPS / 4
 
 
 def test_the_trainings_random_numbers_stay_as_they_are(train: Train) -> None:
@@ -118,4 +118,4 @@ def test_an_error_of_cuda_ends_the_looks_and_not_the_training(train: Train, monk
     clock, _, measured = train(Break())
     assert clock.steps == STEPS
     assert measured.gpu_idle is not None
-    assert 0 < measured.gpu_idle.looks < 100
+    assert 0 < measured.gpu_idle.samples < 100

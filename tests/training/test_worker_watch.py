@@ -104,7 +104,7 @@ def test_workers_that_compute_are_told_from_workers_that_sleep(tmp_path: Path, m
 
 def test_without_workers_nothing_is_known_of_them(tmp_path: Path) -> None:
     facts = seen(tmp_path, Samples(20), 0)
-    assert (facts.looks, facts.storage_wait_share, facts.ready_out_of_order_share) == (0, None, None)
+    assert (facts.samples, facts.storage_wait_share, facts.ready_out_of_order_share) == (0, None, None)
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
@@ -145,5 +145,5 @@ def test_workers_in_state_d_wait_for_storage(tmp_path: Path, monkeypatch: pytest
     watching = Watching()
     quiet_trainer(tmp_path / "run", callbacks=[Wait(), watching]).fit(Model(), loader(Samples(20), num_workers=2))
     facts = watching.watch.facts()
-    assert facts.looks == 20
+    assert facts.samples == 20
     assert facts.storage_wait_share == 0.5
