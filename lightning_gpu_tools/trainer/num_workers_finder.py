@@ -175,6 +175,7 @@ class _Fit:
         self._next: Callable[[], None] | None = None
         self._due = STUDY_STEPS
         self._turn = self._ramp_up = 0
+        self._published: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
         # Every loader goes through here, each time it is made.
         self._wrappers = Wrappers()
@@ -253,10 +254,13 @@ class _Fit:
         if exchange.ranks == 1:
             return [facts]
         self._turn += 1
-        exchange.publish(self._turn, **facts)
+        exchange.publish(self._turn, now=facts, before=self._published)
+        self._published = facts
         everyones = exchange.read(self._turn, self._budget_s + _RANKS_TIMEOUT_S)
-        complete = len(everyones) == exchange.ranks and all(one["turn"] == self._turn for one in everyones)
-        return everyones if complete else None
+        # A rank that has read this turn of all may have published the next one already.
+        turns = {self._turn: "now", self._turn + 1: "before"}
+        found: list[dict[str, Any]] = [one[turns[one["turn"]]] for one in everyones if one["turn"] in turns]
+        return found if len(found) == exchange.ranks else None
 
     # The search, and what follows
 
