@@ -4,7 +4,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -43,12 +42,13 @@ assert not imported(["torch", "lightning"])
     assert result.returncode == 0, result.stderr
 
 
-def test_the_callbacks_factory_adds_nothing_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
-    found = [
-        one for one in entry_points(group="lightning.pytorch.callbacks_factory") if one.name == "lightning_gpu_tools"
-    ]
-    assert [one.load()() for one in found] == [[]]
+def test_the_callbacks_factory_adds_nothing_unasked(run_python: Run) -> None:
+    program = (
+        "from importlib.metadata import entry_points; "
+        "found = entry_points(group='lightning.pytorch.callbacks_factory', name='lightning_gpu_tools'); "
+        "print([one.load()() for one in found])"
+    )
+    assert run_python("-c", program, env={"LIGHTNING_GPU_TOOLS": None}).stdout == "[[]]\n"
 
 
 def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -> None:
