@@ -13,7 +13,7 @@ import torch
 # A dataset of a million paths is about 64 MiB of pickle and takes about a second to go through. Our default: the first
 # 16 MiB have to speak for the rest.
 _MAX_BYTES = 16 * 2**20
-# Our default: so many elements of a tensor or an array, spread over it, have to speak for the others.
+# Our default: at most this many elements of a tensor or an array are read, spread over it.
 _ELEMENTS = 4096
 # What a worker process gets as it is, and what says nothing about whether that may be done.
 _SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -44,7 +44,7 @@ def fingerprint(dataset: object) -> int:
 
 
 class _EnoughError(Exception):
-    """The rest is not looked at."""
+    """The rest is not walked through."""
 
 
 class _Checksum:

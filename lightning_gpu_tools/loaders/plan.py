@@ -203,8 +203,8 @@ def _again(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSettings | 
     close = [one for one in combined(trials) if one.measured and _seconds(one) <= _CLOSE * _seconds(best)]
     fewest = min(close, key=lambda one: one.settings.num_workers, default=None)
     for one in reversed(close):
-        visits = sum(_alike(trial.settings, one.settings) for trial in trials)
-        if visits == 1 and (_alike(one.settings, best.settings) or one is fewest):
+        tried = sum(_alike(trial.settings, one.settings) for trial in trials)
+        if tried == 1 and (_alike(one.settings, best.settings) or one is fewest):
             return one.settings
     return None
 

@@ -30,7 +30,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     findings are part of the report of :class:`~lightning_gpu_tools.GPUUtilizationMonitor`, if there is one. Without a
     GPU all of this works, too, and speaks of the training step instead of the GPU.
 
-    On a GPU only the time counts for which the GPU stood idle: a wait that overlaps its work costs nothing. Two CUDA
+    On a GPU only the time counts for which the GPU was idle: a wait that overlaps its work costs nothing. Two CUDA
     events around one step in eight show when it ran dry; nothing ever waits for them. If the GPU idles most inside the
     step, three steps run once under torch.profiler, and one more to find the source lines that wait for the GPU's
     results; that takes some seconds of one run. A GPU that others use, too, gets no advice but to take another one.

@@ -48,18 +48,18 @@ _RANKS_TIMEOUT_S = 10.0
 class NumWorkersFinder(Callback):
     """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory``, and applies them.
 
-    It measures 25 steps with the settings that you gave. If training waits for data, it pauses, usually for 3 to 7 s
-    and at most for ``budget_s``. Meanwhile the few settings that the cost of a batch promises are tried: each in a
-    plain ``DataLoader`` in worker processes, with a stand-in for the training step. They stay within the cores
-    (affinity and cgroup quota), the memory and the ``/dev/shm`` that this machine grants, shared with the other ranks
-    on it. The fewest workers within 3 % of the best are used from the next batch on. If the next hundred steps are
-    slower than those before, the original settings come back.
+    It measures 25 steps with the original settings. If training waits for data, it pauses, usually for 2 to 10 s and at
+    most for ``budget_s``. Meanwhile a few settings that suit the cost of a batch are tried. Each trial is a plain
+    ``DataLoader`` in worker processes, with a stand-in for the training step. They stay within the cores (affinity and
+    cgroup quota), the memory and the ``/dev/shm`` that this machine grants, shared with the other ranks on it. The
+    fewest workers within 3 % of the best load from the next batch on. If the next hundred steps are slower than those
+    before, the original settings come back.
 
     Batches, their order and the random numbers of the training process are those of a training without this callback.
     The one exception: with ``num_workers=0``, random numbers that the dataset itself draws (augmentation) come from the
-    workers afterwards, as with every change of ``num_workers``. The result says so. If anything fails under settings
-    that are not yours (a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with
-    yours. No failure of this callback reaches your training.
+    workers afterwards, as with every change of ``num_workers``. The result says so. If anything fails under other
+    settings (a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with the
+    original ones. No failure of this callback reaches your training.
 
     These loaders keep their settings, with the reason in the result:
 

@@ -47,7 +47,7 @@ class Gap(NamedTuple):
 
 
 def idle_by_phase(gap: Gap) -> dict[str, float]:
-    """Return for how many seconds the GPU stood idle, by what the host did meanwhile.
+    """Return for how many seconds the GPU was idle, by what the host did meanwhile.
 
     Work of the host that the GPU's queue hides counts nothing. What the GPU still does before the next step when the
     host is already in it, or beyond, is the copy of its batch: no kernel runs meanwhile. In validation the GPU has work

@@ -13,7 +13,7 @@ from lightning_gpu_tools.training import phases
 DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
 TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
-# Our default: how long the GPU stood idle in a phase is taken from the steps sampled by the GPU's own times once this
+# Our default: how long the GPU was idle in a phase is taken from the steps sampled by the GPU's own times once this
 # many of them had the phase; before, all of it counts.
 _MIN_SAMPLES = 5
 # Our default: the first blocks count as warm-up while they are slower than the rest by this much; 10 % is how far
@@ -225,7 +225,7 @@ class RunMeasurements:
         busy_cores: How many cores the training process keeps busy while it does not wait for data.
         loading: What the loader's workers were seen doing.
         gpu: What else is known of the GPU.
-        gpu_idle: When the GPU stood idle between steps.
+        gpu_idle: When the GPU was idle between steps.
         profile: A few steps under torch.profiler.
         ranks: How fast each rank is; empty with one.
         precision: The Trainer's, as ``"32-true"``.
@@ -260,7 +260,7 @@ class RunMeasurements:
 
     @property
     def idle_share(self) -> float:
-        """Fraction of the wall time for which the GPU stood idle outside of validation; 1 if it is unknown."""
+        """Fraction of the wall time for which the GPU was idle outside of validation; 1 if it is unknown."""
         if self.utilization_percent is None:
             return 1.0
         return (1 - self.utilization_percent / 100) * (1 - self.phase_s.get(VALIDATION, 0.0) / self.wall_s)
@@ -276,14 +276,14 @@ class RunMeasurements:
         return median(block.step_s for block in self.blocks) if self.blocks else None
 
     def exposed(self, phase: str) -> float:
-        """Return for which part of a phase the GPU stood idle; 1 if that was not measured."""
+        """Return for which part of a phase the GPU was idle; 1 if that was not measured."""
         idle = self.gpu_idle
         if idle is None or idle.seen.get(phase, 0) < _MIN_SAMPLES or idle.host_s.get(phase, 0.0) <= 0:
             return 1.0
         return min(1.0, idle.idle_s.get(phase, 0.0) / idle.host_s[phase])
 
     def lost_share(self, phase: str) -> float:
-        """Return the fraction of the wall time for which the GPU stood idle in a phase, as far as was measured."""
+        """Return the fraction of the wall time for which the GPU was idle in a phase, as far as was measured."""
         idle = self.gpu_idle
         if phase == COPY and idle is not None and idle.samples >= _MIN_SAMPLES:
             # The GPU copies while the host may be far ahead, so it is counted by steps, not by the host's time.
@@ -291,13 +291,13 @@ class RunMeasurements:
         return self.exposed(phase) * self.phase_s.get(phase, 0.0) / self.wall_s
 
     def idle_by_phase(self) -> dict[str, float]:
-        """Return the fraction of the wall time for which the GPU stood idle in each phase outside of the step."""
+        """Return the fraction of the wall time for which the GPU was idle in each phase outside of the step."""
         outside = {*self.phase_s, COPY} - {TRAINING_STEP, VALIDATION}
         return {phase: share for phase in sorted(outside) if (share := self.lost_share(phase)) > 0}
 
     @property
     def idle_in_step_share(self) -> float | None:
-        """Fraction of the wall time for which the GPU stood idle inside the training step; ``None`` if it is unknown.
+        """Fraction of the wall time for which the GPU was idle inside the training step; ``None`` if it is unknown.
 
         It is what the phases outside of the step leave of the idle time. Where the GPU's own times were not measured
         the phases count in full, so that this is the least it can be.

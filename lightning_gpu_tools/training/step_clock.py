@@ -169,7 +169,7 @@ class StepClock:
         return self.seconds
 
     def gpu_idle(self) -> GpuIdle | None:
-        """Return when the GPU stood idle between the sampled steps; ``None`` without a GPU or before the first one."""
+        """Return when the GPU was idle between the sampled steps; ``None`` without a GPU or before the first one."""
         facts = None if self._gpu is None else self._gpu.facts()
         return facts if facts is not None and facts.samples else None
 
