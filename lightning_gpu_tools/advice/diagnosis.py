@@ -140,6 +140,10 @@ def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
 
 def _unexplained(run: RunMeasurements, idle: float) -> Finding:
     advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
+    if run.profile is None and run.on_gpu:
+        advice = (
+            "GPUUtilizationAdvisor(profile=True) profiles three steps and tells syncs, small kernels and copies apart."
+        )
     evidence: dict[str, float | str] = {"idle_percent": 100 * idle}
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)

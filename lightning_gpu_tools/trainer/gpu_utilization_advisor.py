@@ -31,9 +31,9 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     GPU all of this works, too, and speaks of the training step instead of the GPU.
 
     On a GPU only the time counts for which the GPU was idle: a wait that overlaps its work costs nothing. Two CUDA
-    events around one step in eight show when it ran dry; nothing ever waits for them. If the GPU idles most inside the
-    step, three steps run once under torch.profiler, and one more to find the source lines that wait for the GPU's
-    results; that takes some seconds of one run. A GPU that others use, too, gets no advice but to take another one.
+    events around one step in eight show when it ran dry; nothing ever waits for them. What idles inside the step is
+    only told apart with ``profile=True``; the advice says when that would help. A GPU that others use, too, gets no
+    advice but to take another one.
 
     Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
 
@@ -43,6 +43,10 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         min_steps: Steady steps needed to judge, 50 by default; the first 20 steps and the first of each epoch do not
             count.
         min_seconds: Seconds of steady steps needed to judge, 20 by default.
+        profile: Whether to run three steps once under torch.profiler, where the GPU idles most inside the step, and one
+            more to find the source lines that wait for the GPU's results. Off by default: it takes some seconds,
+            clashes with other tools that trace the GPU (Nsight, DCGM), and may slow kernels down for the rest of the
+            run.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -58,6 +62,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
         min_steps: int = MIN_STEPS,
         min_seconds: float = MIN_SECONDS,
+        profile: bool = False,
     ) -> None:
         if not 0 <= min_utilization_percent <= 100:
             raise ValueError(f"min_utilization_percent must be between 0 and 100, got {min_utilization_percent!r}.")
@@ -69,6 +74,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
+        self.profile = profile
         self._profiler: StepProfiler | None = None
         self._diagnosis: Diagnosis | None = None
         self._next_judgment = 0
@@ -114,7 +120,8 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         if diagnosis is None or diagnosis.verdict == "too_short":
             self._next_judgment = later
             return
-        if self._profiler is None and diagnosis.verdict == "low" and wants_profile(measured) and can_profile(trainer):
+        wants = self.profile and diagnosis.verdict == "low" and wants_profile(measured)
+        if wants and self._profiler is None and can_profile(trainer):
             self._next_judgment += 2 * PROFILED_STEPS  # then judge with what it has found
             self._profiler = StepProfiler(
                 compat.step_runner(trainer),

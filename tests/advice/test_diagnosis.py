@@ -174,7 +174,7 @@ def test_the_threshold_decides_what_is_low(threshold: float, verdict: str) -> No
 def test_an_idle_gpu_without_a_cause_is_unexplained() -> None:
     diagnosis = diagnose(run([block(0)] * 10, on_gpu=True, utilization_percent=30.0), min_seconds=0)
     assert [finding.cause for finding in diagnosis.findings] == ["unexplained"]
-    assert "profiler" in diagnosis.next_step
+    assert "profile=True" in diagnosis.next_step
 
 
 def test_unreported_utilization_is_unknown_and_never_idle() -> None:

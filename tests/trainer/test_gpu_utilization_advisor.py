@@ -137,8 +137,15 @@ def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], mes
         GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]
 
 
-def test_a_step_that_waits_for_the_gpu_is_looked_into_and_its_line_named(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("profile", "cause", "warning"),
+    [
+        (True, "device_sync", r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"),
+        (False, "unexplained", r"GPUUtilizationAdvisor\(profile=True\) profiles three steps"),
+    ],
+)
+def test_a_step_that_waits_for_the_gpu_is_profiled_on_request(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: bool, cause: str, warning: str
 ) -> None:
     """The GPU idles 70 % of the time by the driver's word, and not because of anything around the step."""
 
@@ -152,14 +159,14 @@ def test_a_step_that_waits_for_the_gpu_is_looked_into_and_its_line_named(
 
     driver.gpus = [gpu(utilization=30)]
     cpu_as_cuda.install(monkeypatch.setattr)
-    advisor = short_advisor(min_seconds=1.2)
-    with pytest.warns(LowGPUUtilizationWarning, match=r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"):
+    advisor = short_advisor(min_seconds=1.2, profile=profile)
+    with pytest.warns(LowGPUUtilizationWarning, match=warning):
         quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=4).fit(
             Curious(), loader(Samples(STEPS))
         )
     assert advisor.diagnosis is not None
     assert advisor.diagnosis.utilization_percent == 30.0
-    assert advisor.diagnosis.findings[0].cause == "device_sync"
+    assert advisor.diagnosis.findings[0].cause == cause
 
 
 def test_a_loader_is_judged_by_its_present_settings(tmp_path: Path) -> None:
