@@ -1,1 +1,1 @@
-"""Find, try out and set the settings of DataLoaders while they are in use."""
+"""DataLoader settings: trials of other settings, and the hand-over to the best ones."""

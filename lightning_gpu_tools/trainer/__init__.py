@@ -1,1 +1,1 @@
-"""The callbacks, one a file; import them from ``lightning_gpu_tools``."""
+"""All that knows Lightning; import its classes from ``lightning_gpu_tools``."""
