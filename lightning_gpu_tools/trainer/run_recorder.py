@@ -74,7 +74,7 @@ class RunRecorder:
     @property
     def unseen(self) -> list[str]:
         """What could not be seen of the loader's workers with this version of torch or Lightning."""
-        return sorted(self._workers.unseen) if self._loader is not None and self._loader.num_workers else []
+        return sorted(self._workers.unseen or ()) if self._loader is not None and self._loader.num_workers else []
 
     def after_step(self, batch: Any) -> None:
         """Sample the loader's workers if it is time; nearly always this does nothing."""
@@ -93,6 +93,7 @@ class RunRecorder:
         settings = train_loader_settings(self._trainer)
         if settings is not None and settings != self._loader:
             self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
+            self._workers.unseen = None  # the loader before may have had no workers
             self._clock.begin_anew()
 
     def own_step(self) -> dict[str, Any] | None:

@@ -30,11 +30,12 @@ class WorkerWatch:
         iterator: Returns the iterator of the loader that is in use; ``None`` if it cannot be known.
 
     Attributes:
-        unseen: The names of torch's that were asked for and are not there; of a loader without workers all of them.
+        unseen: Those names of torch's that no poll has found since this was ``None``; of a loader without workers that
+            is all of them.
     """
 
     def __init__(self, iterator: Callable[[], object]) -> None:
-        self.unseen: set[str] = set()
+        self.unseen: set[str] | None = None
         self._iterator = iterator
         self._due_s = 0.0
         self._polls = self._states = self._waiting = 0
@@ -70,7 +71,8 @@ class WorkerWatch:
             return
         self._due_s = now_s + _INTERVAL_S
         iterator = self._iterator()
-        self.unseen |= compat.missing_of_iterator(iterator)
+        missing = compat.missing_of_iterator(iterator)
+        self.unseen = missing if self.unseen is None else self.unseen & missing
         pids = compat.worker_pids(iterator) or []
         for pid in pids:
             state = _state(pid)

@@ -20,7 +20,7 @@ from loader_switching import DrawsAlways, frozen_states
 from torch.utils.data import DataLoader, Dataset
 from trainings import Model, Samples, Stream, quiet_trainer
 
-from lightning_gpu_tools import NumWorkersFinder
+from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, load_report
 
 # A batch takes four times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
 # workers are faster than none whatever else the machine does.
@@ -92,11 +92,15 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
     assert all(map(torch.equal, tuned[1], as_usual[1]))
 
 
-def test_settings_that_are_as_good_as_promised_are_confirmed(tmp_path: Path) -> None:
-    train(tmp_path, [found := finder()], shuffled(Slow(100)))
+def test_settings_as_good_as_promised_are_confirmed_and_reported(tmp_path: Path) -> None:
+    train(tmp_path, [found := finder(), GPUUtilizationMonitor()], shuffled(Slow(100)))
     assert found.result is not None
     assert found.result.confirmed
     assert found.result.wait_share is not None
+    report = load_report(tmp_path)
+    assert report.loader is not None
+    assert report.loader.confirmed
+    assert report.unseen == ()  # the loader had no workers to be polled until the search was over
 
 
 def test_without_apply_the_settings_are_only_measured(tmp_path: Path) -> None:
