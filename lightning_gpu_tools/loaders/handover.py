@@ -7,6 +7,7 @@ takes the remaining indices of the same sampler iterator. Later epochs are plain
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import warnings
 import weakref
@@ -110,6 +111,8 @@ class Switch:
         log: Takes the times of each step, if there is one.
         shown_by: The loader whose attributes show the settings in use.
         begun: Whether it was ever iterated.
+        as_own_work: Ends workers in the middle of a fetch; whoever times the fetch can put in a function that counts
+            this apart.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -119,6 +122,7 @@ class Switch:
         self.moved_draws = self.begun = False
         self.log: list[Step] | None = None
         self.shown_by: Callable[[], DataLoader[Any] | None] = lambda: None
+        self.as_own_work: Callable[[Callable[[], object]], object] = lambda end: end()
         self._dataset = loader.dataset
         self._before: int | str | None = None
         self._drew = False
@@ -279,7 +283,7 @@ class _Epoch:
         except StopIteration:
             if self._rest is None or not (self._rest.closed and self.source.has_more()):
                 raise
-            self.release()  # drained
+            self._switch.as_own_work(self.release)  # drained
         except Exception as error:
             if self._settings == self._switch.original:
                 raise
@@ -340,7 +344,7 @@ class _Epoch:
             self.source.give_back(self._rest.under_way)
             self._rest.under_way = deque()
         if self._batches is not None:
-            self._batches.close(0.0)
+            switch.as_own_work(functools.partial(self._batches.close, 0.0))
             self._batches = None
         if switch.fault is None:
             switch.fault = in_one_line(error)

@@ -207,6 +207,7 @@ class _Fit:
         before, after = _switch(made), _switch(new)
         if after is not None:
             after.log = [] if before is None else before.log
+            after.as_own_work = self._as_own_work
             if before is not None and before.chosen is not None:
                 self._change(after, before.chosen)
         if before is not None:
@@ -236,7 +237,10 @@ class _Fit:
         self._steps += 1
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
-            self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
+            self._as_own_work(action)
+
+    def _as_own_work(self, action: Callable[[], object]) -> None:
+        self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
 
     @property
     def _switches(self) -> list[Switch]:

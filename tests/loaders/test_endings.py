@@ -120,6 +120,19 @@ def test_who_drops_an_iteration_ends_its_workers() -> None:
     assert not multiprocessing.active_children()
 
 
+def test_the_end_of_drained_workers_can_be_timed_apart() -> None:
+    made = switchable(DataLoader(Samples(20), num_workers=1))
+    switch = vars(made)["switch"]
+    ended: list[object] = []
+    switch.as_own_work = lambda end: ended.append(end())
+    batches = iter(made)
+    next(batches)
+    switch.use(settings(2))
+    assert len(list(batches)) == 19
+    assert len(ended) == 1
+    restore(made)
+
+
 def test_a_forked_process_does_not_end_its_parents_workers() -> None:
     made = switchable(DataLoader(Samples(10), num_workers=2))
     batches = iter(made)
