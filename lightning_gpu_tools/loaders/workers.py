@@ -6,6 +6,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,8 +19,9 @@ from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 
 # How long workers may take to finish what they load when they are to end. torch gives each of them 5 s.
 GRACE_S = 5.0
-# How long they may then take to end by a signal. Our default: only a process that the kernel holds takes longer.
-_SIGNAL_TIMEOUT_S = 0.5
+# How long they may then take to end by SIGTERM, which they can ignore, and by SIGKILL, which waits only for a core. Our
+# defaults: only a process that the kernel holds takes longer.
+_SIGNAL_TIMEOUTS_S = {BaseProcess.terminate: 0.5, BaseProcess.kill: 5.0}
 
 # A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
 _DYING_S = 0.2
@@ -97,12 +99,13 @@ class Batches:
 
 
 def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
-    for end in (BaseProcess.terminate, BaseProcess.kill):
+    for end, timeout_s in _SIGNAL_TIMEOUTS_S.items():
         alive = [worker for worker in workers if worker.is_alive()]
         for worker in alive:
             end(worker)
+        until_s = time.monotonic() + timeout_s
         for worker in alive:
-            worker.join(_SIGNAL_TIMEOUT_S / len(alive))
+            worker.join(max(0.0, until_s - time.monotonic()))
 
 
 @contextmanager
