@@ -113,7 +113,7 @@ class TrialSetup:
                 times.append(next(batches))
                 self._tick()
             worker_bytes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the workers must not outlive the search
             batches.close(0.0)
             raise
         batches.close(_GRACE_S)
