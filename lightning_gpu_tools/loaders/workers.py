@@ -23,8 +23,10 @@ GRACE_S = 5.0
 # defaults: only a process that the kernel holds takes longer.
 _SIGNAL_TIMEOUTS_S = {BaseProcess.terminate: 0.5, BaseProcess.kill: 5.0}
 
-# A worker that is killed closes its sockets, which this process may be reading from, a moment before it is gone.
-_DYING_S = 0.2
+# A worker that is killed closes its sockets, which this process may be reading from, one after the other, its sentinel
+# among them, and only then has an exit code. Our defaults: microseconds, but for a core that is busy elsewhere.
+_CLOSING_S = 1.0
+_DYING_S = 5.0
 
 _of_parents: list[Batches] = []
 
@@ -164,7 +166,11 @@ class _Deaths:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._fetching = False
         if isinstance(error, (RuntimeError, OSError, EOFError)):  # torch may notice it first, and does not say why
-            multiprocessing.connection.wait([worker.sentinel for worker in self._workers], _DYING_S)
+            closed = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], _CLOSING_S)
+            dying = [worker for worker in self._workers if worker.sentinel in closed]
+            until_s = time.monotonic() + _DYING_S
+            while any(worker.exitcode is None for worker in dying) and time.monotonic() < until_s:
+                time.sleep(0.01)
             self._check()
 
     def _check(self) -> None:
