@@ -117,7 +117,7 @@ def rows(seconds: float, traceml: str | None, only: Sequence[str]) -> list[dict[
         from gpu_cases import cases  # last: from here on torch believes in a simulated GPU
 
         for name, known, run, explained in cases():
-            diagnosis = diagnose(run, min_seconds=0)
+            diagnosis = diagnose(run)
             ran = "as measurements" if explained is None else "on a simulated GPU"
             said = {"said": in_words(diagnosis), "why": diagnosis.why, "explained": explained}
             found.append({"training": name, "ran": ran, "known": known, **said})

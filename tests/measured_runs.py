@@ -1,4 +1,4 @@
-"""Made-up measurements of trainings on a GPU, for tests and benchmarks."""
+"""Made-up measurements of trainings, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,43 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle, LoaderSetting
 
 GIB = 2**30
 LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=True, batch_size=32)
+NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
 
 
-def gpu_run(phase_ms: dict[str, float], utilization: float | None = 30.0, **options: Any) -> RunMeasurements:
+def a_host(cores: float = 64, **options: Any) -> HostBudget:
+    return HostBudget(**{"cores": cores, "memory_available_bytes": 64 * GIB, "shm_free_bytes": 32 * GIB, **options})
+
+
+def a_block(phase_ms: dict[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0) -> StepBlock:
+    """Return steps that take these milliseconds per phase, and of CPU time: all in all, and of them in the loader."""
+    ms = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy", "training_step")}
+    return StepBlock(
+        steps=steps,
+        wall_s=steps * sum(phase_ms.values()) / 1e3,
+        cpu_s=steps * cpu_ms / 1e3,
+        data_loading_cpu_s=steps * load_cpu_ms / 1e3,
+        paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
+        **{f"{phase}_s": steps * value / 1e3 for phase, value in ms.items()},
+    )
+
+
+def gpu_run(
+    phase_ms: dict[str, float],
+    utilization: float | None = 30.0,
+    *,
+    cpu_ms: float = 0.0,
+    load_cpu_ms: float = 0.0,
+    **options: Any,
+) -> RunMeasurements:
     """Return 200 steps on a GPU, each with these milliseconds per phase."""
     steps, step_s = 200, sum(phase_ms.values()) / 1e3
-    block = StepBlock(
-        steps=10,
-        wall_s=10 * step_s,
-        data_loading_s=10 * phase_ms.get("data_loading", 0.0) / 1e3,
-        data_loading_cpu_s=0.0,
-        host_to_device_copy_s=10 * phase_ms.get("host_to_device_copy", 0.0) / 1e3,
-        training_step_s=10 * phase_ms.get("training_step", 0.0) / 1e3,
-        paused_s=10 * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
-    )
     return RunMeasurements(
         **{
             "wall_s": steps * step_s,
             "steps": steps,
             "phase_s": {phase: steps * ms / 1e3 for phase, ms in phase_ms.items()},
-            "blocks": [block] * (steps // 10),
-            "host": HostBudget(cores=64, memory_available_bytes=64 * GIB, shm_free_bytes=32 * GIB),
+            "blocks": [a_block(phase_ms, cpu_ms=cpu_ms, load_cpu_ms=load_cpu_ms)] * (steps // 10),
+            "host": a_host(),
             "on_gpu": True,
             "utilization_percent": utilization,
             "loader": LOADER,
@@ -38,6 +54,11 @@ def gpu_run(phase_ms: dict[str, float], utilization: float | None = 30.0, **opti
             **options,
         }
     )
+
+
+def cpu_run(phase_ms: dict[str, float], **options: Any) -> RunMeasurements:
+    """Return 200 steps on the CPU, without workers."""
+    return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
 
 
 def looks(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:

@@ -19,7 +19,7 @@ from lightning_gpu_tools.advice.findings import Cause, Verdict
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_known_cause_is_named_first(name: str) -> None:
     known, run = MEASURED[name]
-    assert in_words(diagnose(run, min_seconds=0)) == known
+    assert in_words(diagnose(run)) == known
 
 
 def test_every_cause_and_every_verdict_has_a_case() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from lightning_gpu_tools.advice.data_loading import data_loading
 from lightning_gpu_tools.advice.findings import (
-    MIN_SECONDS,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
@@ -42,29 +41,26 @@ def diagnose(
     *,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
-    min_seconds: float = MIN_SECONDS,
 ) -> Diagnosis:
     """Return the verdict and the findings.
 
     Args:
         run: The measurements.
         min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
-        min_steps: Steady steps needed to judge.
-        min_seconds: Seconds of steady steps needed to judge.
+        min_steps: Steady steps needed to judge; 50 by default.
     """
     steady = sum(block.steps for block in run.blocks)
-    steady_s = sum(block.wall_s for block in run.blocks)
-    if steady >= max(1, min_steps) and steady_s >= min_seconds:
+    if steady >= max(1, min_steps):
         verdict, findings = _judge(run, min_utilization_percent)
     else:
-        findings = _epoch_starts(run) if run.steps >= min_steps and run.wall_s >= min_seconds else ()
+        findings = _epoch_starts(run) if run.steps >= min_steps else ()
         verdict = "low" if findings else "too_short"
     if verdict == "too_short":
         return Diagnosis(
             verdict=verdict,
-            why=f"Measured {steady} steady steps in {format_duration(steady_s)}; at least {min_steps} steps and "
-            f"{format_duration(min_seconds)} are needed. The first steps of the run and of each epoch do not count.",
-            next_step="Train longer, or lower min_steps and min_seconds of GPUUtilizationAdvisor.",
+            why=f"Measured {steady} steady steps; at least {min_steps} are needed. The first steps of the run and of "
+            "each epoch do not count.",
+            next_step="Train longer, or lower min_steps of GPUUtilizationAdvisor.",
             utilization_percent=run.utilization_percent,
         )
     return Diagnosis(
@@ -233,6 +229,5 @@ def _next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
     first = findings[0]
     if verdict == "shared_gpu":
         return first.advice
-    speedup = float(first.evidence.get("predicted_speedup", first.ceiling))
-    advice = f"{first.advice} Speedup: up to {speedup:.3g}x."
+    advice = f"{first.advice} Speedup: up to {first.ceiling:.3g}x."
     return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice

@@ -37,7 +37,7 @@ MIN_CEILING_LOWER = 1.02
 MIN_COST_S_PER_STEP = 0.001
 # The threshold of SageMaker's LowGPUUtilization rule.
 MIN_UTILIZATION_PERCENT = 70.0
-# Our defaults: at least this many steady steps, and seconds of them, before a verdict.
+# Our defaults: at least this many steady steps before a verdict, and this many seconds of them before a warning.
 MIN_STEPS = 50
 MIN_SECONDS = 20.0
 # Our default: a GPU that runs a kernel for this much of the time looks well used.

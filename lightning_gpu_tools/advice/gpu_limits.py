@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, ceiling, counted
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from typing import Literal
+
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Cause, Finding, ceiling, counted
+from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
 
 # Our default: thermal throttling for less than 5 % of the time costs too little to report.
 _MIN_THERMAL_PERCENT = 5.0
@@ -18,42 +20,32 @@ _MIN_OTHERS_BYTES = 2**30
 
 def held_down(run: RunMeasurements) -> list[Finding]:
     """Return what throttles the clocks: remarks, because that leaves no GPU idle."""
-    gpu = run.gpu
-    if gpu is None:
-        return []
-    utilization, clock_percent = run.utilization_percent or 0.0, gpu.held_clock_percent
+    gpu, found = run.gpu or GpuFacts(), []
     hot_percent, capped_percent = gpu.thermal_throttled_percent or 0.0, gpu.power_capped_percent or 0.0
-    # A kernel takes longer in proportion to the clock. Without a clock, count all that throttling may have cost.
-    slowed = utilization / 100 * (1 - (clock_percent or 0.0) / 100)
-    clock: dict[str, float | str] = {} if clock_percent is None else {"held_clock_percent": clock_percent}
-    found = []
     if hot_percent > _MIN_THERMAL_PERCENT:
-        found.append(
-            counted(
-                "thermal_throttling",
-                hot_percent / 100 * slowed,
-                evidence={"thermal_throttled_percent": hot_percent, **clock},
-                advice=f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Clear the air flow, or have "
-                "the fans and the neighboring GPU checked. A lower power limit (nvidia-smi -pl) steadies the clocks.",
-                basis="heuristic" if clock_percent is None else "measured",
-            )
+        advice = (
+            f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Clear the air flow, or have the fans and "
+            "the neighboring GPU checked. A lower power limit (nvidia-smi -pl) steadies the clocks."
         )
-    if (
-        capped_percent > _MIN_POWER_PERCENT
-        and clock_percent is not None
-        and clock_percent < _MAX_CLOCK_PERCENT
-        and utilization >= BUSY_PERCENT
-    ):
-        found.append(
-            counted(
-                "power_cap",
-                capped_percent / 100 * slowed,
-                evidence={"power_capped_percent": capped_percent, **clock},
-                advice=f"The power limit throttled the clocks for {capped_percent:.0f} % of the time. Compare "
-                "power.limit with power.max_limit (nvidia-smi -q -d POWER) and ask the administrator to raise it.",
-            )
+        found.append(_throttled(run, "thermal_throttling", {"thermal_throttled_percent": hot_percent}, advice))
+    is_slow = (gpu.held_clock_percent or 100.0) < _MAX_CLOCK_PERCENT
+    if capped_percent > _MIN_POWER_PERCENT and is_slow and (run.utilization_percent or 0.0) >= BUSY_PERCENT:
+        advice = (
+            f"The power limit throttled the clocks for {capped_percent:.0f} % of the time. Compare power.limit with "
+            "power.max_limit (nvidia-smi -q -d POWER) and ask the administrator to raise it."
         )
+        found.append(_throttled(run, "power_cap", {"power_capped_percent": capped_percent}, advice))
     return found
+
+
+def _throttled(run: RunMeasurements, cause: Cause, throttled_percent: dict[str, float], advice: str) -> Finding:
+    clock_percent = None if run.gpu is None else run.gpu.held_clock_percent
+    (percent,) = throttled_percent.values()
+    # A kernel takes longer in proportion to the clock. Without a clock, count all that throttling may have cost.
+    slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
+    clock = {} if clock_percent is None else {"held_clock_percent": clock_percent}
+    basis: Literal["heuristic", "measured"] = "heuristic" if clock_percent is None else "measured"
+    return counted(cause, percent / 100 * slowed, {**throttled_percent, **clock}, advice, basis)
 
 
 def shared_gpu(run: RunMeasurements) -> Finding | None:

@@ -82,11 +82,16 @@ def plan_loader(
         step_cores: How many cores the training process keeps busy during its step: on a GPU about one, on the CPU
             as many as PyTorch has threads.
     """
-    # Loading a batch and training on it must be paid for in CPU time, whoever does it.
-    cores = host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)
-    core_s = 0.0 if cost.cpu_s is None else (cost.cpu_s + step_cores * step_s) * host.local_ranks / cores
+    # Loading a batch and training on it must be paid for in CPU time, whoever does it. What the workers take beyond the
+    # cores that the step leaves free delays the step: its threads wait for each other, so one worker delays it by all
+    # of that time, and only workers on every core share the delay. A step measured beside workers has it already.
+    cores = (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
+    excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
+    core_s = step_s + excess_s / cores
     workers_needed = _workers_for(step_s, cost)
-    workers = _workers_for(max(step_s, core_s), cost)
+    workers = _workers_for(core_s, cost)
+    if not current.num_workers:
+        workers = max(workers, math.ceil(excess_s / ((1 + TOLERANCE) * core_s - step_s)))
     limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     prefetch_factor = max(least_prefetch, _prefetch_factor(cost))
@@ -97,8 +102,9 @@ def plan_loader(
         if most < workers:
             workers, limited_by = int(most), cast("Literal['shm', 'memory']", resource)
     most_workers = min(limits.values())
-    alone_s = max(cost.wall_s + step_s, core_s)
-    predicted_s = max(step_s, core_s, cost.wall_s / workers) if workers else alone_s
+    alone_s = cost.wall_s + step_s
+    busy_workers = cores if current.num_workers else min(workers, cores)
+    predicted_s = max(step_s + excess_s / busy_workers, cost.wall_s / workers) if workers else alone_s
     if alone_s <= (1 + TOLERANCE) * predicted_s:
         workers, predicted_s = 0, alone_s
     settings = LoaderSettings(

@@ -15,7 +15,7 @@ RUN_STEP = "run_training_batch"
 
 
 def fetch_action(trainer: Trainer) -> str:
-    """Return what Lightning calls the fetch of a batch. Without it the wait for data is taken from around it."""
+    """Return what Lightning calls the fetch of a batch. Without it neither waits nor steps are counted."""
     return f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
 

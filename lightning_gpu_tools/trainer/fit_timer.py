@@ -61,7 +61,7 @@ class FitTimer:
     """Drives a step clock from a Trainer's fit; make it in ``Callback.setup``. It comes off when the fit ends.
 
     What a future Lightning has under another name cannot be timed: it stays part of the phase around it and is named in
-    ``unseen``. If that is the fetch of a batch, the wait for data is taken from what is around it.
+    ``unseen``.
 
     Args:
         trainer: Whose fit.
@@ -78,7 +78,6 @@ class FitTimer:
         self._trainer = trainer
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-        self._fetch = ""
         self._wrappers = Wrappers()
         self._wrap = self._wrappers.put
         self._wrap(trainer, "fit_loop.on_run_start", before(partial(self._safely, self._start)))
@@ -99,8 +98,13 @@ class FitTimer:
     @property
     def unseen(self) -> list[str]:
         """What could not be timed."""
-        never_came = [compat.RUN_STEP] if self.clock.steps and not self.clock.knows(TRAINING_STEP) else []
-        return [*self._wrappers.missing, *never_came]
+        fetches, has_stepped = self.clock.steps, TRAINING_STEP in self.clock.seconds
+        missing = list(self._wrappers.missing)
+        if fetches > 1 and not has_stepped:
+            missing.append(compat.RUN_STEP)
+        if has_stepped and not fetches:
+            missing.append(compat.fetch_action(self._trainer))
+        return missing
 
     def _is_trial(self) -> bool:
         """Return whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
@@ -154,12 +158,13 @@ class FitTimer:
         return timed_here
 
     def _time_actions(self) -> None:
-        profiler, contexts = self._trainer.profiler, _Contexts(self._context)  # type: ignore[attr-defined]
+        trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
+        contexts = _Contexts(lambda action: action_context(action, trainer, self.clock))
         if type(profiler) is PassThroughProfiler:
             self._wrap(profiler, "profile", lambda profile: _Profile(profiler, contexts))
         else:
             self._wrap(profiler, "profile", lambda profile: _around(profile, contexts))
-        fetch = self._fetch = compat.fetch_action(self._trainer)
+        fetch = compat.fetch_action(self._trainer)
         begin_fetch, end_fetch = self.clock.begin_fetch, self.clock.end_fetch
 
         # The parameters are called as in Lightning, so that they can be given by name.
@@ -181,26 +186,6 @@ class FitTimer:
 
         self._wrap(profiler, "start", starting)
         self._wrap(profiler, "stop", stopping)
-
-    def _context(self, action: str) -> _Context:
-        """Return what times one of the Trainer's actions; asked once for each."""
-        if action.endswith(".on_train_batch_end") and not self.clock.steps:  # no fetch came before the first step's end
-            self._time_fetch_from_around()
-        return action_context(action, self._trainer, self.clock)
-
-    def _time_fetch_from_around(self) -> None:
-        # From where a step begins to where its batch is prepared for the device: the Trainer's own work counts in, and
-        # a loader whose batches the model fetches by itself (dataloader_iter) is not seen. The first step has gone by.
-        clock = self.clock
-        self._wrappers.miss(self._fetch)
-        clock.miss_first_fetch()
-
-        def end_open_fetch() -> None:
-            if clock.fetching:  # not in validation
-                clock.end_fetch()
-
-        self._wrap(self._trainer, "fit_loop.epoch_loop.advance", before(clock.begin_fetch))
-        self._wrap(self._trainer, "precision_plugin.convert_input", before(end_open_fetch))
 
 
 class _Contexts(dict[str, _Context]):

@@ -42,7 +42,8 @@ class GPUUtilizationAdvisor(MeasuringCallback):
             of SageMaker Debugger's LowGPUUtilization rule.
         min_steps: Steady steps needed to judge, 50 by default; the first 20 steps and the first of each epoch do not
             count.
-        min_seconds: Seconds of steady steps needed to judge, 20 by default.
+        min_seconds: Seconds of steady steps needed to warn during training, 20 by default. At its end the steps that
+            there are decide.
         profile: Whether to run three steps once under torch.profiler, where the GPU idles most inside the step, and one
             more to find the source lines that wait for the GPU's results. Off by default: it takes some seconds,
             clashes with other tools that trace the GPU (Nsight, DCGM), and may slow kernels down for the rest of the
@@ -94,7 +95,6 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         session.thresholds = {
             "min_utilization_percent": self.min_utilization_percent,
             "min_steps": self.min_steps,
-            "min_seconds": self.min_seconds,
         }
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -20,9 +20,9 @@ from lightning_gpu_tools.loaders.settings import batch_bytes
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import local_ranks, train_loader_settings, trains_on_gpu
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
-from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, EPOCH_START, LOGGING, base_phase
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, base_phase
 from lightning_gpu_tools.training.rank_exchange import RankExchange
-from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements, StepBlock
+from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
@@ -129,8 +129,7 @@ class RunRecorder:
         """Return everything measured so far."""
         clock, trainer, gpus = self._clock, self._trainer, self._gpus
         children_s = children_cpu_s()
-        own_s = time.process_time() - self._own_cpu_s
-        used_s = own_s + children_s - self._children_cpu_s
+        used_s = time.process_time() - self._own_cpu_s + children_s - self._children_cpu_s
         elapsed_s = time.perf_counter() - self._began_s
         host = read_host_budget(local_ranks=self._local_ranks)
         used_or_idle = (self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s) / elapsed_s
@@ -151,7 +150,6 @@ class RunRecorder:
             if workers
             else None,
             batch_bytes=self._batch_bytes,
-            busy_cores=busy_cores(own_s, elapsed_s, clock.seconds, clock.blocks),
             loading=self._workers.facts(),
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
@@ -177,22 +175,6 @@ class RunRecorder:
             others_memory_bytes=_most(sharing, "others_memory_bytes"),
             others_utilization_percent=_most(sharing, "others_utilization_percent"),
         )
-
-
-def busy_cores(cpu_s: float, elapsed_s: float, phase_s: Mapping[str, float], blocks: Sequence[StepBlock]) -> float:
-    """Return how many cores a process keeps busy while it does not wait for data.
-
-    Args:
-        cpu_s: CPU time of all its threads.
-        elapsed_s: Wall time in which it was spent.
-        phase_s: Part of the wall time spent on each phase.
-        blocks: Steady steps, of which it is known how much of a wait for data is the process's own loading.
-    """
-    waited_s = phase_s.get(DATA_LOADING, 0.0) + phase_s.get(EPOCH_START, 0.0)
-    steady_s = sum(block.data_loading_s for block in blocks)
-    loading_share = sum(block.data_loading_cpu_s for block in blocks) / steady_s if steady_s > 0 else 0.0
-    working_s = elapsed_s - waited_s
-    return max(0.0, cpu_s - loading_share * waited_s) / working_s if working_s > 0 else 1.0
 
 
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:

@@ -32,6 +32,7 @@ class StepBlock:
         data_loading_s: Part of it in which the training thread waited for a batch.
         data_loading_cpu_s: CPU time the training thread itself spent in that wait, as seen in every tenth step; near
             zero where worker processes load.
+        cpu_s: CPU time of all threads of the training process; 0 if it was not measured.
         host_to_device_copy_s: Part of it spent handing the batch to the device.
         training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
         paused_s: Part of it spent in validation and checkpoints.
@@ -43,6 +44,7 @@ class StepBlock:
     wall_s: float = 0.0
     data_loading_s: float = 0.0
     data_loading_cpu_s: float = 0.0
+    cpu_s: float = 0.0
     host_to_device_copy_s: float = 0.0
     training_step_s: float = 0.0
     paused_s: float = 0.0
@@ -222,7 +224,6 @@ class RunMeasurements:
         loader: Settings of the training DataLoader; ``None`` if it is not a ``torch.utils.data.DataLoader``.
         worker_cpu_s_per_batch: CPU time of the loader's workers for one batch; ``None`` without workers.
         batch_bytes: Size of one batch; ``None`` if unknown.
-        busy_cores: How many cores the training process keeps busy while it does not wait for data.
         loading: What the loader's workers were seen doing.
         gpu: What else is known of the GPU.
         gpu_idle: When the GPU was idle between steps.
@@ -247,7 +248,6 @@ class RunMeasurements:
     loader: LoaderSettings | None = None
     worker_cpu_s_per_batch: float | None = None
     batch_bytes: int | None = None
-    busy_cores: float = 1.0
     loading: LoadingFacts | None = None
     gpu: GpuFacts | None = None
     gpu_idle: GpuIdle | None = None
@@ -274,6 +274,13 @@ class RunMeasurements:
     def steady_step_s(self) -> float | None:
         """Median time of a steady step; ``None`` without any."""
         return median(block.step_s for block in self.blocks) if self.blocks else None
+
+    @property
+    def busy_cores(self) -> float:
+        """How many cores the training process keeps busy while it does not wait for data; 1 if it was not measured."""
+        cpu_s = sum(block.cpu_s - block.data_loading_cpu_s for block in self.blocks)
+        working_s = sum(block.wall_s - block.data_loading_s for block in self.blocks)
+        return cpu_s / working_s if cpu_s > 0 and working_s > 0 else 1.0
 
     def exposed(self, phase: str) -> float:
         """Return for which part of a phase the GPU was idle; 1 if that was not measured."""

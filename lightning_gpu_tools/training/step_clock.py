@@ -6,7 +6,6 @@ the wall time by construction. What happens outside of everything that is timed 
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -120,10 +119,6 @@ class StepClock:
         """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
         return (self._clock() if self.running else self._stopped_s) - self._started_s
 
-    def knows(self, phase: str) -> bool:
-        """Return whether anything books time on this phase."""
-        return self._watch.knows(phase)
-
     def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
         """Return a reusable context whose time is booked on a phase; see :meth:`Stopwatch.booked`."""
         return self._watch.booked(phase, action, except_in)
@@ -196,11 +191,8 @@ class StepClock:
 
         That is measured in a loop of nothing else, with warm caches; between the kernels of a training it costs more.
         """
-        watch = Stopwatch(UNEXPLAINED)
-        pair_s = seconds_per_call(watch.timed(TRAINER, int)) - seconds_per_call(int)
-        scratch = copy.copy(self)
-        scratch._watch, scratch._clock, scratch.timeline, scratch.blocks = watch, time.perf_counter, PhaseTimeline(), []
-        scratch._data_loading, scratch._epoch_start = watch.account(DATA_LOADING), watch.account(EPOCH_START)
+        scratch = StepClock()
+        pair_s = seconds_per_call(scratch.timed(TRAINER, int)) - seconds_per_call(int)
 
         def one_step() -> None:
             scratch.begin_fetch()
@@ -213,15 +205,6 @@ class StepClock:
         self.epochs += 1
         self._first_of_epoch = True
         self._next_sum = 0
-
-    def miss_first_fetch(self) -> None:
-        """Count a first step whose fetch nobody has announced."""
-        self.steps, self._first_of_epoch = 1, False
-
-    @property
-    def fetching(self) -> bool:
-        """Whether a fetch has begun and not ended."""
-        return self._watch.current in (self._data_loading, self._epoch_start)
 
     # The next two run in every step, so they do themselves what `Stopwatch.switch` does.
 
@@ -279,6 +262,7 @@ class StepClock:
         return StepBlock(
             steps=self.steps,
             wall_s=now_s,
+            cpu_s=time.process_time(),
             data_loading_s=seconds.get(DATA_LOADING, 0.0),
             host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
             training_step_s=seconds.get(TRAINING_STEP, 0.0),

@@ -66,10 +66,6 @@ class Stopwatch:
         """Return the account of a phase."""
         return self._accounts.setdefault(phase, Account(phase))
 
-    def knows(self, phase: str) -> bool:
-        """Return whether anything has an account of this phase."""
-        return phase in self._accounts
-
     def start(self) -> None:
         """Begin: what is booked starts here."""
         self.since_s = self._clock()

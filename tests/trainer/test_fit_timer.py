@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from trainings import (
     Boom,
@@ -323,14 +322,21 @@ def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandCl
     assert wrapped(trainer, attached) == []
 
 
-def test_a_training_step_of_another_name_is_named_too(
-    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gone", "unseen", "booked"),
+    [
+        ("RUN_STEP", "renamed", {"data_loading": 3.0, "epoch_start": 1.0, "trainer": 8.0}),
+        ("fetch_action", "renamed", {"training_step": 8.0, "trainer": 4.0}),
+    ],
+)
+def test_an_action_of_another_name_is_named_as_unseen(
+    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, unseen: str, booked: dict[str, float]
 ) -> None:
-    monkeypatch.setattr(compat, "RUN_STEP", "an earlier name")
+    monkeypatch.setattr(compat, gone, unseen if gone == "RUN_STEP" else lambda trainer: unseen)
     watch = Watch(time)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=2.0), loader(Samples(4)))
-    assert watch.timer.unseen == ["an earlier name"]
-    assert watch.clock.seconds == {"trainer": 8.0}
+    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
+    assert watch.timer.unseen == [unseen]
+    assert watch.clock.seconds == booked
 
 
 class Hooked(Model):
@@ -349,27 +355,6 @@ def test_a_hook_of_the_model_is_booked_by_its_name(time: HandClock, tmp_path: Pa
     assert watch.clock.seconds["callback/Hooked.on_after_backward"] == 8 * 0.125
     assert watch.clock.seconds["training_step"] == 8.0
     assert not {"on_train_batch_start", "on_after_backward"} & vars(model).keys()
-
-
-def test_where_the_fetch_has_another_name_the_public_hooks_tell_the_wait(
-    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A future Lightning that calls the fetch something else."""
-    monkeypatch.setattr(_TrainingEpochLoop, "_on_before_fetch", lambda loop: loop.trainer.profiler.start("renamed"))
-    monkeypatch.setattr(_TrainingEpochLoop, "_on_after_fetch", lambda loop: loop.trainer.profiler.stop("renamed"))
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2, val_check_interval=5, num_sanity_val_steps=0)
-    trainer.fit(
-        Model(time.spend, step_s=2.0, validation_s=1.0), loader(Samples(50, time.spend, 3.0)), loader(Samples(2))
-    )
-    assert watch.timer.unseen == ["[_TrainingEpochLoop].train_dataloader_next"]
-    assert watch.clock.steps == 100
-    assert watch.clock.seconds["data_loading"] == 98 * 3.0
-    assert watch.clock.seconds["epoch_start"] == 3.0
-    assert watch.clock.seconds["trainer"] == 3.0  # by the end of the first step it is known that its fetch went unseen
-    assert watch.clock.seconds["training_step"] == 100 * 2.0
-    assert watch.clock.seconds["validation"] == 20 * 2 * 1.0
-    assert {(b.wall_s - b.paused_s, b.data_loading_s) for b in watch.clock.blocks} == {(50.0, 30.0)}
 
 
 def test_handing_a_batch_to_validation_is_validation(time: HandClock, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_slow_dataset_is_warned_about_once_with_the_settings_now_and_to_be(tmp
     assert finding.cause == "data_loading"
     assert finding.evidence["kind"] == "too_few_workers"
     assert 0.5 < finding.share < 1
-    assert finding.ceiling == pytest.approx(1 / (1 - finding.share))
+    assert 1.05 < finding.ceiling < 1 / (1 - finding.share)
     assert 4 <= finding.evidence["wait_ms_per_step"] < 12
     (message,) = warned
     for words in ("(now 0)", "num_workers=", "prefetch_factor=2", "persistent_workers=True", "pin_memory=False"):
@@ -82,7 +82,7 @@ def test_a_short_run_is_not_judged(tmp_path: Path) -> None:
     slow = loader(Samples(20, time.sleep, 0.004))
     diagnosis, warned = train(tmp_path, GPUUtilizationAdvisor(), slow, Model())
     assert diagnosis.verdict == "too_short"
-    assert "at least 50 steps" in diagnosis.why
+    assert "at least 50 are needed" in diagnosis.why
     assert warned == []
 
 

@@ -38,7 +38,7 @@ def test_a_pageable_copy_behind_gpu_work_costs_only_what_the_gpu_copies(train: T
     clock, _, measured = train(copy_s=0.0002, pageable=True)
     assert clock.seconds["host_to_device_copy"] / clock.wall_s > 0.85
     assert idle_percent(measured).get("host_to_device_copy", 0.0) < 2
-    assert diagnose(measured, min_seconds=0).verdict == "healthy"
+    assert diagnose(measured).verdict == "healthy"
 
 
 def test_a_wait_for_data_behind_gpu_work_costs_nothing(train: Train) -> None:
@@ -54,9 +54,9 @@ def test_a_wait_for_data_that_the_gpu_feels_is_measured_as_such(train: Train) ->
     idle = idle_percent(measured)
     assert idle.keys() == {"data_loading"}
     assert idle["data_loading"] == pytest.approx(100 - measured.utilization_percent, abs=1)
-    finding = diagnose(measured, min_seconds=0).findings[0]
+    finding = diagnose(measured).findings[0]
     assert finding.cause == "data_loading"
-    assert finding.ceiling == pytest.approx(1.5, abs=0.03)
+    assert finding.ceiling == pytest.approx(1.47, abs=0.03)  # 1.5, less what it takes to receive a batch
 
 
 def test_idle_time_between_kernels_is_inside_the_step(train: Train) -> None:
@@ -69,7 +69,7 @@ def test_a_slow_callback_behind_a_sync_is_called_by_its_name(train: Train) -> No
     _, _, measured = train(Spending(print, "on_train_batch_end", 0.015), item=True)
     idle = idle_percent(measured)
     assert idle["callback/Spending"] == pytest.approx(100 * 15 / 36, abs=1.5)
-    finding = diagnose(measured, min_seconds=0).findings[0]
+    finding = diagnose(measured).findings[0]
     assert (finding.cause, finding.evidence["name"]) == ("callback", "Spending")
 
 
@@ -87,7 +87,7 @@ def test_pinned_copies_that_the_host_does_not_wait_for_are_seen_on_the_gpu(train
     clock, _, measured = train(copy_s=0.010)
     assert clock.seconds["host_to_device_copy"] / clock.wall_s < 0.1  # now and then the queue is full there
     assert idle_percent(measured)["host_to_device_copy"] == pytest.approx(100 / 3, abs=1)
-    assert diagnose(measured, min_seconds=0).findings[0].cause == "host_to_device_copy"
+    assert diagnose(measured).findings[0].cause == "host_to_device_copy"
 
 
 def test_one_step_in_eight_is_looked_at(train: Train) -> None:
