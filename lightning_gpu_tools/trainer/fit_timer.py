@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_gpu_tools.gpus.sampler import Phase
@@ -80,8 +81,9 @@ class FitTimer:
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._wrappers = Wrappers()
         self._wrap = self._wrappers.put
-        self._wrap(trainer, "fit_loop.on_run_start", before(partial(self._safely, self._start)))
-        self._wrap(trainer, "fit_loop.on_run_end", after(partial(self._safely, self._end)))
+        start, end = partial(self._safely, self._start), partial(self._safely, self._end)
+        self._wrap(trainer, "fit_loop.on_run_start", lambda function: before(start)(self._timed_in_fit(function)))
+        self._wrap(trainer, "fit_loop.on_run_end", lambda function: after(end)(self._timed_in_fit(function)))
 
     def _safely(self, action: Callable[[], None]) -> None:
         try:
@@ -124,11 +126,10 @@ class FitTimer:
         if self.clock.running or self._is_trial():
             return
         trainer, clock = self._trainer, self.clock
-        clock.start()
         self._time("fit_loop.on_advance_start", EPOCH_START)
         self._time("fit_loop.epoch_loop.on_run_start", EPOCH_START)
         self._wrap(trainer, "fit_loop.epoch_loop.on_run_start", before(clock.begin_epoch))
-        self._time("fit_loop.epoch_loop.run", TRAINER)
+        self._time("fit_loop.advance", TRAINER)
         self._time("fit_loop.on_advance_end", TRAINER)
         if trains_on_gpu(trainer):
             around_step = clock.measure_gpu()
@@ -140,13 +141,25 @@ class FitTimer:
         self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", before(partial(self._enter, "validation")))
         self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", after(partial(self._enter, "training")))
         self._time("save_checkpoint", CHECKPOINT)
+        self._time("strategy.remove_checkpoint", CHECKPOINT)
         self._time_actions()
         for logger in trainer.loggers:
             for method in ("log_metrics", "save"):  # which no action covers
                 self._wrap(logger, method, partial(self._timed_here, f"{LOGGING}/{type(logger).__name__}"))
+        clock.start()
 
     def _time(self, method: str, phase: str) -> None:
         self._wrap(self._trainer, method, partial(self.clock.timed, phase))
+
+    def _timed_in_fit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what the Trainer does at the beginning or the end, timed only while a clock runs: not in a trial."""
+        booked = self.clock.booked(TRAINER)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with booked if self.clock.running else nullcontext():
+                return function(*args, **kwargs)
+
+        return timed
 
     def _timed_here(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a logger does, timed only in this thread: some loggers write from one of their own."""
@@ -265,6 +278,8 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
         overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
         # LambdaCallback has its hooks on the instance.
         if (overridden or hook in vars(callback)) and action == f"[Callback]{callback.state_key}.{hook}":
+            if isinstance(callback, Checkpoint):
+                return CHECKPOINT  # also what it does besides writing: it removes files and looks for their names
             if not is_ours(callback):
                 return f"{CALLBACK}/{type(callback).__name__}"
             # Ours does nearly always nothing there; what it does now and then is booked by `StepClock.as_own_work`.

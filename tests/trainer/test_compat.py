@@ -42,7 +42,7 @@ ITERATOR = "_MultiProcessingDataLoaderIter"
         (wrappers, "on_advance_end", "_FitLoop.on_advance_end"),
         (wrappers, "epoch_loop", "_FitLoop.epoch_loop"),
         (wrappers, "val_loop", "_TrainingEpochLoop.val_loop"),
-        (wrappers, "run", "_TrainingEpochLoop.run"),
+        (wrappers, "advance", "_FitLoop.advance"),
         (wrappers, "save_checkpoint", "Trainer.save_checkpoint"),
         (wrappers, "profile", "PassThroughProfiler.profile"),
         (compat, "_batches_that_stepped", None),  # the optimizer's step is nearly always the same

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from trainings import (
     Boom,
@@ -198,6 +199,34 @@ def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock,
     assert "validation" not in watch.clock.seconds
 
 
+def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, tmp_path: Path) -> None:
+    class SlowDisk(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            time.spend(1.0)
+            super().save_checkpoint(*args, **kwargs)
+
+        def remove_checkpoint(self, path: Any) -> None:
+            time.spend(3.0)
+            super().remove_checkpoint(path)
+
+    class SlowNames(ModelCheckpoint):
+        def on_train_batch_end(self, *args: Any) -> None:
+            time.spend(0.5)
+            super().on_train_batch_end(*args)
+
+    class Cleaner(Callback):
+        def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+            trainer.strategy.remove_checkpoint(trainer.checkpoint_callback.best_model_path)
+
+    watch = Watch(time)
+    every_step = SlowNames(tmp_path, every_n_train_steps=1)
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[watch, Cleaner(), every_step], plugins=[SlowDisk()], enable_checkpointing=True
+    )
+    trainer.fit(Model(), loader(Samples(6)))
+    assert watch.clock.seconds == {"checkpoint": 6 * (0.5 + 1.0) + (5 + 1) * 3.0}
+
+
 def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandClock, tmp_path: Path) -> None:
     watch = Watch(time)
     trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
@@ -277,30 +306,6 @@ def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own
     assert first is also_first
     assert second is also_second
     assert (first.steps, second.steps) == (3, 4)
-
-
-def test_a_trial_in_the_middle_of_a_fit_is_part_of_what_made_it(time: HandClock, tmp_path: Path) -> None:
-    """As in the recipe of Lightning's documentation, which looks for a learning rate at some epochs."""
-
-    class FineTune(LearningRateFinder):
-        def on_fit_start(self, *args: Any) -> None:
-            """Not at the beginning."""
-
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            if trainer.current_epoch == 1:
-                self.lr_find(trainer, pl_module)
-
-    class Tuned(Model):
-        lr = 0.1
-
-    watch, model = Watch(time), Tuned(time.spend, step_s=1.0)
-    trainer = quiet_trainer(
-        tmp_path, callbacks=[FineTune(num_training_steps=4, update_attr=False), watch], max_epochs=3
-    )
-    trainer.fit(model, loader(Samples(10)))
-    assert watch.clock.wall_s == time() - 1000.0 == sum(watch.clock.seconds.values())
-    assert watch.clock.wall_s >= 30.0
-    assert wrapped(trainer, watch) == []
 
 
 def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandClock, tmp_path: Path) -> None:

@@ -1,0 +1,287 @@
+"""Fits of many kinds: the report explains where nearly all of the time went."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from trainings import Boom, Model, Raise, Samples, Stream, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
+from lightning_gpu_tools.trainer import session
+from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.training.step_clock import StepClock
+
+STEPS = 40
+
+
+def burn(seconds: float) -> None:
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time by what this thread computes: other processes take none of it, however busy the machine is."""
+    monkeypatch.setattr(session, "StepClock", lambda: StepClock(time.thread_time))
+
+
+class Watch(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.clock = Session.of(trainer).clock
+
+
+class Tunable(Model):
+    """A model that tuners can change, on loaders of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size, self.lr = 1, 1e-6
+
+    def train_dataloader(self) -> Any:
+        return loader(Samples(STEPS), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(Samples(4))
+
+
+class Manual(Model):
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        loss = self.layer(batch).square().mean() / 1e4
+        self.manual_backward(loss)
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Fetching(Model):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        batch, *_ = next(dataloader_iter)
+        return self.layer(batch).square().mean() / 1e4
+
+
+class TwoLoaders(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batches = batch.values() if isinstance(batch, dict) else batch
+        return super().training_step(torch.cat([one for one in batches if one is not None]), batch_idx)
+
+
+class Scheduled(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+
+
+class Bf16(Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch.bfloat16(), batch_idx)
+
+
+class Skipping(Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+class Hooked(Model):
+    def on_train_epoch_end(self) -> None:
+        burn(0.01)
+
+    def on_train_start(self) -> None:
+        burn(0.01)
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        burn(0.005)  # as one that reads an index
+        return loader(Samples(STEPS))
+
+    def val_dataloader(self) -> Any:
+        return loader(Samples(4))
+
+
+class FineTune(LearningRateFinder):
+    """As in the recipe of Lightning's documentation: looks for a learning rate at some epochs."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        """Not at the beginning."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class Interrupt(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 20:
+            raise KeyboardInterrupt
+
+
+class Stop(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 20
+
+
+Fit = tuple[LightningModule, dict[str, Any], dict[str, Any]]
+
+
+def fit(
+    model: Callable[[], LightningModule] = Model,
+    data: Callable[[], Any] = lambda: {"train_dataloaders": loader(Samples(STEPS))},
+    callbacks: Sequence[Callable[[], Callback]] = (),
+    *,
+    val: int = 0,
+    log: bool = False,
+    **options: Any,
+) -> Callable[[Path], Fit]:
+    """Return what makes a model, what it is fitted on, and the options of its Trainer."""
+
+    def make(folder: Path) -> Fit:
+        made = [one() for one in callbacks]
+        saves = {"enable_checkpointing": True} if any(isinstance(one, Checkpoint) for one in made) else {}
+        logs = {"logger": CSVLogger(folder)} if log else {}
+        loaders = {"val_dataloaders": loader(Samples(val))} if val else {}
+        return model(), {**data(), **loaders}, {"callbacks": made, **saves, **logs, **options}
+
+    return make
+
+
+def on(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"train_dataloaders": make()}
+
+
+def every_step(**options: Any) -> Callable[[], Callback]:
+    return lambda: ModelCheckpoint(every_n_train_steps=1, **options)
+
+
+BARE = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+KINDS = {
+    "plain": fit(),
+    "ten steps": fit(max_steps=10),
+    "three epochs": fit(max_epochs=3),
+    "validation": fit(val=4),
+    "validation in mid-epoch": fit(val=4, val_check_interval=10, num_sanity_val_steps=0),
+    "validation every second epoch": fit(val=4, max_epochs=4, check_val_every_n_epoch=2, limit_train_batches=10),
+    "no validation": fit(val=4, limit_val_batches=0),
+    "no sanity check": fit(val=4, num_sanity_val_steps=0),
+    "barebones": fit(barebones=True, **dict.fromkeys(BARE)),
+    "fast_dev_run": fit(val=4, fast_dev_run=True),
+    "overfit_batches": fit(val=4, overfit_batches=2, max_epochs=10),
+    "max_time": fit(max_epochs=-1, max_time={"seconds": 0.3}),
+    "limit_train_batches": fit(limit_train_batches=0.5, max_epochs=3),
+    "accumulated gradients": fit(accumulate_grad_batches=4),
+    "clipped gradients": fit(gradient_clip_val=0.5),
+    "bf16": fit(Bf16, precision="bf16-true"),
+    "deterministic": fit(deterministic=True),
+    "detect_anomaly": fit(detect_anomaly=True),
+    "inference_mode off": fit(val=4, inference_mode=False),
+    "profiler": fit(profiler="simple"),
+    "reloading": fit(Model, lambda: {"datamodule": Data()}, max_epochs=3, reload_dataloaders_every_n_epochs=1),
+    "datamodule": fit(Model, lambda: {"datamodule": Data()}),
+    "logger": fit(log=True, log_every_n_steps=1),
+    "logger now and then": fit(log=True, log_every_n_steps=10, max_epochs=2),
+    "progress bar": fit(enable_progress_bar=True, callbacks=[TQDMProgressBar]),
+    "rich progress bar": fit(enable_progress_bar=True, callbacks=[RichProgressBar]),
+    "model summary": fit(enable_model_summary=True),
+    "checkpoint at every step": fit(callbacks=[every_step()]),
+    "every checkpoint kept": fit(callbacks=[every_step(save_top_k=-1)]),
+    "checkpoint each epoch": fit(val=4, max_epochs=3, callbacks=[lambda: ModelCheckpoint(monitor="val_loss")]),
+    "early stopping": fit(val=4, max_epochs=3, callbacks=[lambda: EarlyStopping("val_loss")]),
+    "weight averaging": fit(max_epochs=3, callbacks=[lambda: StochasticWeightAveraging(1e-3)]),
+    "timer": fit(callbacks=[lambda: Timer({"seconds": 1})]),
+    "gradient accumulation scheduler": fit(max_epochs=3, callbacks=[lambda: GradientAccumulationScheduler({1: 2})]),
+    "learning rate monitor": fit(Scheduled, log=True, callbacks=[LearningRateMonitor]),
+    "scheduler": fit(Scheduled, max_epochs=3),
+    "manual optimization": fit(Manual),
+    "dataloader_iter": fit(Fetching),
+    "skipped steps": fit(Skipping),
+    "hooks": fit(Hooked, max_epochs=3),
+    "workers": fit(data=on(lambda: loader(Samples(STEPS), num_workers=2))),
+    "persistent workers": fit(
+        data=on(lambda: loader(Samples(STEPS), num_workers=1, persistent_workers=True)), max_epochs=3
+    ),
+    "slow loader": fit(data=on(lambda: loader(Samples(STEPS, burn, 0.001)))),
+    "unknown length": fit(data=on(lambda: loader(Stream(Samples(STEPS)))), max_epochs=2),
+    "a dict of loaders": fit(TwoLoaders, on(lambda: {"a": loader(Samples(STEPS)), "b": loader(Samples(8))})),
+    "combined loaders": fit(
+        TwoLoaders, on(lambda: CombinedLoader([loader(Samples(STEPS)), loader(Samples(8))], "max_size"))
+    ),
+    "no torch loader": fit(data=on(lambda: Stream(Samples(STEPS)))),
+    "stopped": fit(callbacks=[Stop]),
+    "exception": fit(callbacks=[lambda: Raise(at_step=20)]),
+    "exception with a checkpoint": fit(callbacks=[lambda: OnExceptionCheckpoint("."), lambda: Raise(at_step=20)]),
+    "Ctrl-C": fit(callbacks=[Interrupt]),
+    "learning rate finder": fit(Tunable, dict, callbacks=[lambda: LearningRateFinder(num_training_steps=7)]),
+    "learning rate finder in mid-fit": fit(
+        Tunable, dict, callbacks=[lambda: FineTune(num_training_steps=4, update_attr=False)], max_epochs=3
+    ),
+    "batch size finder": fit(
+        Tunable, dict, callbacks=[lambda: BatchSizeFinder(steps_per_trial=3, init_val=2, max_trials=2)]
+    ),
+    "loader search": fit(
+        data=on(lambda: loader(Samples(200, burn, 0.001))), callbacks=[lambda: NumWorkersFinder(budget_s=0.5)]
+    ),
+}
+
+
+def train(make: Callable[[Path], Fit], folder: Path, **more: Any) -> tuple[StepClock, Trainer]:
+    model, loaders, options = make(folder)
+    watch = Watch()
+    callbacks = [GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor(min_steps=5, min_seconds=0), watch]
+    trainer = quiet_trainer(folder, **{**options, "callbacks": [*callbacks, *options["callbacks"]]})
+    with contextlib.suppress(Boom, KeyboardInterrupt, SystemExit):
+        trainer.fit(model, **loaders, **more)
+    return watch.clock, trainer
+
+
+def explained(clock: StepClock) -> float:
+    assert clock.wall_s == pytest.approx(sum(clock.seconds.values()))
+    return 1 - clock.seconds.get("unexplained", 0.0) / clock.wall_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_explains_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    clock, _ = train(KINDS[kind], tmp_path)
+    assert clock.steps > 0
+    assert explained(clock) >= 0.95
+
+
+def test_each_of_several_fits_of_one_trainer_is_explained(tmp_path: Path) -> None:
+    clock, trainer = train(fit(callbacks=[every_step()]), tmp_path)
+    watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]
+    model = trainer.lightning_module
+    trainer.validate(model, loader(Samples(4)), verbose=False)
+    assert watch.clock is clock  # only fits are timed
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader(Samples(STEPS)))
+    assert (watch.clock.steps, clock.steps) == (STEPS, STEPS)
+    assert explained(watch.clock) >= 0.95
+    resumed, _ = train(fit(max_epochs=3), tmp_path, ckpt_path=trainer.checkpoint_callback.best_model_path)
+    assert resumed.steps == STEPS
+    assert explained(resumed) >= 0.95
