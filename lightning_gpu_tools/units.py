@@ -82,6 +82,8 @@ def format_duration(duration_s: float) -> str:
         return f"{duration_s * 1e3:.3g} ms"
     if duration_s < 100:
         return f"{duration_s:.3g} s"
+    if duration_s < 599.5:
+        return f"{round(duration_s) // 60} min {round(duration_s) % 60:02d} s"
     minutes = round(duration_s / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 

@@ -70,6 +70,7 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
         (0.0042, "4.2 ms"),
         (0.9997, "1 s"),
         (38.0, "38 s"),
+        (112.9, "1 min 53 s"),
         (600.0, "10 min"),
         (7500.0, "2 h 05 min"),
     ],

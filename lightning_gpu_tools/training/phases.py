@@ -40,9 +40,10 @@ class Phase(NamedTuple):
 PHASES = {
     phase.name: phase
     for phase in (
-        Phase(CALLBACK, "callbacks", "#CC79A7", "between", "in a hook of a callback"),
+        Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between",
+              "in a hook of a callback, the model or the DataModule"),
         Phase(LOGGING, "loggers", "#F0E442", "between", "in a logger"),
-        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "writing a checkpoint"),
+        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
         Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
