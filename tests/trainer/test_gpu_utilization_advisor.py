@@ -1,6 +1,5 @@
 """The advisor in real trainings on the CPU, where the loader, a callback or nothing is slow."""
 
-import pickle
 import time
 import warnings
 from pathlib import Path
@@ -107,20 +106,6 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
     assert advisor.diagnosis is None
     quiet_trainer(tmp_path, callbacks=[Ask(), advisor]).fit(Model(), loader(Samples(5)))
     assert [diagnosis.verdict for diagnosis in seen if diagnosis] == ["too_short"] * 5
-
-
-def test_the_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
-    advisor = short_advisor()
-    quiet_trainer(tmp_path, callbacks=[advisor]).fit(Model(), loader(Samples(STEPS, time.sleep, 0.002)))
-    assert advisor.diagnosis is None
-
-
-def test_it_pickles_and_trains_afterwards(tmp_path: Path) -> None:
-    advisor = pickle.loads(pickle.dumps(short_advisor(min_steps=7)))
-    assert advisor.min_steps == 7
-    quiet_trainer(tmp_path, callbacks=[advisor], fast_dev_run=True).fit(Model(), loader(Samples(5)))
-    assert advisor.diagnosis.verdict == "too_short"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 import copy
 import dataclasses
 import io
-import json
 import os
 import pickle
 import re
-import tempfile
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -15,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import Driver, gpu
+from fake_driver import Driver, gpu, process
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer, sampler_threads
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.metrics import METRICS
 from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.reports.report import load_report
@@ -43,7 +44,11 @@ def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **opt
 
 
 def test_every_gpu_of_the_node_is_logged_in_the_units_of_its_name(driver: Driver, tmp_path: Path) -> None:
-    driver.gpus = [gpu(utilization=80, memory_total="80GiB", memory_free="30GiB", power_watts=310), gpu(utilization=7)]
+    driver.gpus = [
+        gpu(utilization=80, memory_total="80GiB", memory_free="30GiB", power_watts=310),
+        gpu(utilization=7),
+        gpu(utilization=None, power_watts=None),
+    ]
     folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all"))
     metrics = logged(folder)
     assert metrics["gpu/0/utilization_percent/mean"].keys() == {19, 39}  # where Lightning logs "loss", too
@@ -57,14 +62,9 @@ def test_every_gpu_of_the_node_is_logged_in_the_units_of_its_name(driver: Driver
     assert metrics["gpu/0/temperature_celsius"][19] > 0
     first, second = metrics["gpu/0/energy_joules"].values()
     assert 0 < first < second
+    assert "gpu/2/memory_used_bytes" in metrics
+    assert not [name for name in metrics if name.startswith(("gpu/2/utilization", "gpu/2/power"))]  # not reported
     assert sampler_threads() == []
-
-
-def test_what_the_hardware_does_not_report_is_absent(driver: Driver, tmp_path: Path) -> None:
-    driver.gpus = [gpu(utilization=None, power_watts=None)]
-    metrics = logged(train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all")))
-    assert "gpu/0/memory_used_bytes" in metrics
-    assert not [name for name in metrics if "utilization" in name or "power" in name]
 
 
 def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -156,26 +156,6 @@ def test_the_advisors_findings_are_in_the_report_wherever_it_stands(tmp_path: Pa
     assert load_report(tmp_path).diagnosis.verdict != "too_short"  # as it is by the monitor's own threshold
 
 
-def test_two_fits_of_one_trainer_have_a_report_each(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    trainer.fit(Model(), loader(Samples(3)))
-    assert load_report(tmp_path).steps == 3
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Model(), loader(Samples(5)))
-    assert load_report(tmp_path).steps == 5
-
-
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}, {"logger": False}])
-def test_it_works_in_every_kind_of_trainer(driver: Driver, tmp_path: Path, options: dict[str, bool]) -> None:
-    driver.gpus = [gpu()]
-    if "barebones" in options:
-        options = {**options, "logger": None, "enable_checkpointing": None, "enable_progress_bar": None}
-        options["enable_model_summary"] = None
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(devices="all")], **options)
-    trainer.fit(Model(), loader(Samples(3)))
-    assert load_report(tmp_path).outcome == "completed"
-
-
 def test_only_fit_is_watched(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     trainer.validate(Model(), loader(Samples(3)), verbose=False)
@@ -185,9 +165,11 @@ def test_only_fit_is_watched(tmp_path: Path) -> None:
 def test_the_switch_turns_it_off(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     driver.gpus = [gpu()]
-    folder = train(tmp_path, GPUUtilizationMonitor(devices="all"))
+    advisor = GPUUtilizationAdvisor(min_steps=1, min_seconds=0)
+    folder = train(tmp_path, GPUUtilizationMonitor(devices="all"), advisor)
     assert not [name for name in logged(folder) if name.startswith("gpu/")]
     assert not (folder / "gpu_report.json").exists()
+    assert advisor.diagnosis is None
     assert driver.calls() == []
 
 
@@ -207,19 +189,6 @@ def test_a_log_dir_that_cannot_be_made_is_told_before_training_and_the_report_is
     assert told == [True]
     assert str(tmp_path / "file" / "runs") in str([str(warning.message) for warning in warned])
     assert "Verdict: TOO SHORT" in capfd.readouterr().out
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="dropping root's rights needs root")
-def test_a_log_dir_that_is_somebody_elses_costs_the_file_and_not_the_training() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
-        os.chmod(folder, 0o755)
-        os.seteuid(65534)
-        try:
-            with pytest.warns(UserWarning, match=r"not written to .*Permission denied"):
-                quiet_trainer(Path(folder), callbacks=[GPUUtilizationMonitor()]).fit(Model(), loader(Samples(3)))
-        finally:
-            os.seteuid(0)
-        assert list(Path(folder).iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -328,20 +297,6 @@ def test_a_trainer_can_be_copied_in_mid_fit(tmp_path: Path, profiler: str | None
     assert copying.copy.save_checkpoint.__self__ is copying.copy
 
 
-def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    class Remove(Callback):
-        def on_train_end(self, *args: Any) -> None:
-            folder.rmdir()
-            folder.write_text("in the way")
-
-    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), Remove()])
-    with pytest.warns(UserWarning, match="The report could not be written"):
-        trainer.fit(Model(), loader(Samples(3)))
-    assert trainer.global_step == 3
-
-
 def test_the_docstring_lists_the_metrics_that_are_logged() -> None:
     listed: set[str] = set()
     for cell in re.findall(r"^    ((?:``[^`]+``(?:, )?)+) ", str(GPUUtilizationMonitor.__doc__), re.MULTILINE):
@@ -352,11 +307,6 @@ def test_the_docstring_lists_the_metrics_that_are_logged() -> None:
     assert listed - {"gpu/<i>/..."} == logged | {field.name for field in dataclasses.fields(Sharing)} | {
         "energy_joules"
     }
-
-
-def test_it_pickles(tmp_path: Path) -> None:
-    monitor = pickle.loads(pickle.dumps(GPUUtilizationMonitor(interval_s=0.5, devices="all", report=False)))
-    assert (monitor.interval_s, monitor.devices, monitor.report) == (0.5, "all", False)
 
 
 @pytest.mark.parametrize(
@@ -372,13 +322,6 @@ def test_bad_arguments_are_refused_with_the_value(options: dict[str, Any], messa
         GPUUtilizationMonitor(**options)
 
 
-def test_the_json_is_standard_json_with_a_schema_version(tmp_path: Path) -> None:
-    folder = train(tmp_path, GPUUtilizationMonitor())
-    text = (folder / "gpu_report.json").read_text()
-    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert data["schema_version"] == 1
-
-
 def test_a_terminal_without_box_drawing_gets_the_rest_and_the_file_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,3 +331,127 @@ def test_a_terminal_without_box_drawing_gets_the_rest_and_the_file_all(
     assert load_report(folder).steps == 3
     terminal.flush()
     assert b"?? training step" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+# --- beside what else happens in a Trainer ---------------------------------------------------------------------------
+
+
+def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_path: Path) -> None:
+    driver.gpus = [gpu(utilization=[(0, 90)], sample_period_s=0.02)]
+
+    class IdleInValidation(Callback):
+        def on_validation_start(self, *args: Any) -> None:
+            self.be(0)
+
+        def on_validation_end(self, *args: Any) -> None:
+            self.be(90)
+
+        def be(self, percent: int) -> None:
+            with driver.change():
+                driver.gpus[0].utilization.append((time.time(), percent))
+
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(
+        tmp_path,
+        logger=logger,
+        log_every_n_steps=40,
+        val_check_interval=20,
+        num_sanity_val_steps=0,
+        callbacks=[GPUUtilizationMonitor(interval_s=0.05, devices="all"), IdleInValidation()],
+    )
+    model = Model(time.sleep, step_s=0.01, validation_s=0.4)
+    trainer.fit(model, loader(Samples(40)), loader(Samples(1)))
+    (percent,) = logged(Path(logger.log_dir))["gpu/0/utilization_percent/mean"].values()
+    assert percent > 80
+    (summary,) = load_report(logger.log_dir).gpus
+    assert summary.validation_utilization_percent_mean is not None
+    assert summary.validation_utilization_percent_mean < 30
+
+
+def test_trial_runs_of_tuners_are_in_no_metric_and_in_no_report(driver: Driver, tmp_path: Path) -> None:
+    driver.gpus = [gpu(utilization=50)]
+
+    class Tunable(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size, self.lr = 1, 1e-6
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader(Samples(40), batch_size=self.batch_size)
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return loader(Samples(1))
+
+    tuners: list[Callback] = [
+        BatchSizeFinder(steps_per_trial=3, init_val=2, max_trials=2),
+        LearningRateFinder(num_training_steps=7),
+    ]
+    logger = CSVLogger(tmp_path)
+    monitor = GPUUtilizationMonitor(interval_s=0.05, devices="all")
+    trainer = quiet_trainer(tmp_path, logger=logger, log_every_n_steps=1, callbacks=[monitor, *tuners], max_steps=5)
+    trainer.fit(Tunable())
+    report = load_report(logger.log_dir)
+    assert report.steps == 5
+    assert report.settings["batch_size"] == 4
+    assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
+    assert report.phase_s["training_step"] > 0
+    assert set(logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"]) <= set(range(5))
+    assert sampler_threads() == []
+
+
+def test_the_progress_bar_shows_it_if_asked_and_is_itself_again_afterwards(driver: Driver, tmp_path: Path) -> None:
+    driver.gpus = [gpu(utilization=80), gpu(utilization=40)]
+    shown: list[object] = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *args)
+            shown.append(self.get_metrics(trainer, pl_module).get("gpu_busy"))
+
+    bar = Bar()
+    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", prog_bar=True, report=False)
+    trainer = quiet_trainer(tmp_path, callbacks=[bar, monitor], enable_progress_bar=True)
+    trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
+    seen = [percent for percent in shown if percent is not None]
+    assert set(seen) <= {"60%", "80%", "40%"}  # one GPU is known a moment before the other
+    assert seen[-1] == "60%"
+    assert "gpu_busy" not in bar.get_metrics(trainer, trainer.lightning_module)
+    assert "get_metrics" not in vars(bar)
+
+
+@pytest.mark.parametrize("same_namespace", [True, False])
+def test_others_on_the_same_gpu_are_told_from_this_job_where_the_driver_uses_our_process_numbers(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_namespace: bool
+) -> None:
+    # Whether this test runs in a container of its own is not ours to choose.
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: same_namespace)
+    expected = {"own_memory_bytes": 3 * 2**30, "others_memory_bytes": 5 * 2**30} if same_namespace else {}
+    driver.gpus = [gpu(processes=[process(os.getpid(), "3GiB", sm=60), process(1, "5GiB", sm=20)])]
+    logger = CSVLogger(tmp_path)
+    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all")
+    trainer = quiet_trainer(tmp_path, logger=logger, log_every_n_steps=20, callbacks=[monitor])
+    trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(20)))
+    metrics = logged(Path(logger.log_dir))
+    found = {name: metrics.get(f"gpu/0/{name}", {}).get(19) for name in ("own_memory_bytes", "others_memory_bytes")}
+    assert found == {"own_memory_bytes": None, "others_memory_bytes": None, **expected}
+    assert load_report(logger.log_dir).gpus[0].others_memory_bytes_max == expected.get("others_memory_bytes")
+
+
+def test_the_training_thread_never_asks_the_driver_and_errors_are_named(driver: Driver, tmp_path: Path) -> None:
+    with driver.change():
+        driver.start_s = time.time()
+    driver.gpus = [gpu(gpm={2: 50}, xid_events=[(second / 10, 31) for second in range(1, 3000)])]
+    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", gpm=False)
+    trainer = quiet_trainer(tmp_path, callbacks=[monitor], log_every_n_steps=10)
+    with pytest.warns(UserWarning, match=r"GPU 0 reports: Xid 31 \(memory page fault"):
+        trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
+    calls = driver.calls()
+    assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler"}
+    assert not [call for call in calls if "Gpm" in call.function]
+    functions = [call.function for call in calls]
+    assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
+    report = load_report(tmp_path)
+    assert report.gpus[0].errors
+    assert report.monitor_us_per_step is not None
+    assert 0 < report.monitor_us_per_step < 5000
+    assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)
