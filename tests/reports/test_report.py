@@ -74,7 +74,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
     for words in (
         "node 1 GPU 3 NVIDIA H200: 34 % busy",
         "other jobs up to 5.00 GiB",
-        "300 W (0.2 kWh)",
+        "300 W, 200.0 Wh",
         "throttled 12 % of the time",
         "ERRORS: Xid 31 (memory page fault)",
         "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
