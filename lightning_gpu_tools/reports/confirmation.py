@@ -49,10 +49,15 @@ class Confirmation:
         return f"{result}, not confirmed: it is within the noise of the runs."
 
 
+def is_of_one_run(folder: Path) -> bool:
+    """Return whether the next run has another folder, as Lightning's loggers name them."""
+    return folder.name.startswith("version_")
+
+
 def earlier_report(folder: str | Path) -> Report | None:
     """Return the report of the previous run: in the same folder, or in the newest other version of the logger."""
     here = Path(folder)
-    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if here.name.startswith("version_")]
+    others = list(here.parent.glob(f"version_*/{FILE_NAME}")) if is_of_one_run(here) else []
     newest = max((file for file in others if file.exists()), key=os.path.getmtime, default=None)
     file = here / FILE_NAME if (here / FILE_NAME).exists() else newest
     try:

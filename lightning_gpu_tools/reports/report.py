@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -24,6 +25,7 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
 FILE_NAME = "gpu_report.json"
+PREVIOUS_NAME = "gpu_report.previous.json"
 # The largest possible report has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
@@ -234,10 +236,15 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:
     """Write ``gpu_report.json`` into ``folder``, completely or not at all, and return its path.
 
+    A former report there is kept as ``gpu_report.previous.json``.
+
     Raises:
         OSError: The folder is not writable.
     """
     target = Path(folder) / FILE_NAME
     with replacing(str(target)) as file:
         file.write(to_json(report).encode())
+        file.flush()  # a full disk shows here, before the former report has another name
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(target, target.with_name(PREVIOUS_NAME))
     return target
