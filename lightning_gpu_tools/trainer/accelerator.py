@@ -10,7 +10,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
 from lightning_gpu_tools.selection import placement
-from lightning_gpu_tools.selection.request import Request, documented
+from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
 
 
 @documented
@@ -48,14 +48,9 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        self._options: dict[str, Any] = {
-            "min_free": min_free,
-            "max_utilization": max_utilization,
-            "exclusive": exclusive,
-            "wait": wait,
-            "claim": claim,
-        }
-        request = Request.parse(**self._options)
+        request = Request(
+            min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
+        )
         # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
         # to be where the class can see them: each accelerator is the only one of a class of its own.
         cls = type(self)
@@ -63,7 +58,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         self.__class__ = type(cls.__name__, (cls,), names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(FreeMemoryCUDAAccelerator, **self._options), ()  # its own class has no name
+        options = {name: getattr(self._request, name) for name in OPTIONS}
+        return functools.partial(FreeMemoryCUDAAccelerator, **options), ()  # its own class has no name
 
     @classmethod
     @override

@@ -72,7 +72,7 @@ class _FreeMemory(_Base):
         **kwargs: Any,
     ) -> None:
         self._refuse_unknown(kwargs)
-        self._request = Request.parse(
+        self._request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
         self._bind_numa = bind_numa
