@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
+from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.selection import placement
+from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
+from lightning_gpu_tools.selection.visibility import parse_visible_devices
 
 
 @documented
@@ -88,3 +92,21 @@ def cuda_uuids() -> list[str]:
     """Return the UUIDs of the devices that CUDA shows this process."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"GPU-{one.uuid}" for one in properties]
+
+
+def why_no_cuda() -> str:
+    """Return a sentence that says why PyTorch can use no GPU here and what to do; empty if it can."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"This PyTorch ({torch.__version__}) was built without CUDA; see https://pytorch.org/get-started."
+    try:
+        gpus = list_gpus()
+    except NvmlUnavailableError as error:
+        return str(error)
+    if not gpus:
+        return "The NVIDIA driver lists no GPU."
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is not None and not parse_visible_devices(mask):
+        return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU."
+    return "CUDA does not start, although the driver lists GPUs: see `python -c 'import torch; torch.cuda.init()'`."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import pickle
@@ -36,7 +35,7 @@ from lightning_gpu_tools import (
 )
 from lightning_gpu_tools.selection import request
 from lightning_gpu_tools.selection.request import Request
-from lightning_gpu_tools.trainer import strategies
+from lightning_gpu_tools.trainer.entry_points import register_strategies
 
 BY_NAME = {
     "free_memory": FreeMemoryStrategy,
@@ -148,12 +147,8 @@ def test_ddp_on_the_cpu_is_plain_ddp(driver: Driver) -> None:
 
 
 def test_names_can_be_registered_again() -> None:
-    before = dict(vars(strategies))
-    again = importlib.reload(strategies)
-    assert StrategyRegistry["ddp_free_memory"]["strategy"] is again.FreeMemoryDDPStrategy
-    vars(strategies).update(before)  # the other tests know the classes of the first time
-    for name, strategy in BY_NAME.items():
-        StrategyRegistry.register(name, strategy, override=True)
+    register_strategies()
+    assert type(StrategyRegistry.get("ddp_free_memory")) is FreeMemoryDDPStrategy
 
 
 def test_a_picked_strategy_can_be_sent_to_spawned_processes(cuda: Driver) -> None:
