@@ -10,7 +10,7 @@ import pytest
 import trainings
 from lightning.pytorch import Callback, Trainer
 
-from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO, PortableCheckpointHooks
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
