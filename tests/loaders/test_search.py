@@ -125,7 +125,7 @@ class Stuck:
         (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL (most likely memory ran out)"),
         (DataLoader(Holding(threading.Lock())), "cannot pickle '_thread.lock' object"),
         (DataLoader(Holding(multiprocessing.Event())), "worker processes cannot have copies of its dataset"),
-        (DataLoader(Samples(5), sampler=Stuck()), "its sampler cannot be copied (TypeError"),
+        (DataLoader(Samples(5), sampler=Stuck()), "its sampler gives no batches to try (TypeError"),
         (DataLoader(Samples(0), sampler=[]), "it has no batches"),
     ],
 )
