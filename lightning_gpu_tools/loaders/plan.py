@@ -234,7 +234,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     """
     best, original = _best(trials), trial_of(trials, case.original)
     failures = [trial.failed for trial in trials if trial.failed is not None]
-    if best is None or original is None:
+    if best is None or original is None or not any(one.measured for one in combined(trials)):
         why = f": {failures[0]}" if failures else " in the time there was"
         return case.original, f"Nothing could be tried{why}."
     good = [one for one in combined(trials) if _seconds(one) <= (1 + TOLERANCE) * _seconds(best)]

@@ -12,11 +12,10 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -35,7 +34,7 @@ _MAX_SAMPLING_S = 1.0
 # The cost of a batch is the mean over at least 4 of them; 24 show a slow one in ten. Part of the budget for it.
 _PROBED, _MIN_PROBED, _PROBE_SHARE = 24, 4, 0.1
 # A trial measures at least 24 batches in 0.4 s, and goes on until its mean is known to 2 %. One that is certainly
-# slower than the best ends after 8. The kernel counts a worker's CPU time in 10 ms, which is little in 0.4 s.
+# slower than the best ends after 8.
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION, _FIRST_BATCHES = 24, 0.4, 0.02, 8
 _TRIAL_SHARE = 0.12  # of the budget, at most; a search makes about eight trials
 _HOPELESS = 1.1
@@ -78,10 +77,11 @@ class Trials:
         """How much of the budget is left, without what it takes to end workers that hang."""
         return self._ends_s - time.perf_counter() - min(_RESERVE_S, _RESERVE_SHARE * self._budget_s)
 
-    def _open(self, settings: LoaderSettings) -> Batches:
+    def _open(self, settings: LoaderSettings, **options: Any) -> Batches:
         settings = replace(settings, persistent_workers=False, pin_memory=False)
         timeout = max(_MIN_TIMEOUT_S, min(self.left_s, self._loader.timeout or self.left_s))
-        return Batches(plain_loader(self._loader, settings, self._indices, generator=self._seeds, timeout=timeout))
+        options |= {"generator": self._seeds, "timeout": timeout}
+        return Batches(plain_loader(self._loader, settings, self._indices, **options))
 
     def probe(self) -> tuple[LoadCost, float]:
         """Return what a batch costs one worker, and how many seconds that took to start.
@@ -90,32 +90,27 @@ class Trials:
             Exception: Whatever the dataset raises in a worker.
         """
         began_s, grace_s = time.perf_counter(), 0.0
-        times: list[float] = []
-        size = 0
-        one = LoaderSettings(num_workers=1, prefetch_factor=2, persistent_workers=False, pin_memory=False)
-        batches = self._open(one)
+        # The worker gets all indices at once, so that it never waits for this process.
+        one = LoaderSettings(num_workers=1, prefetch_factor=_PROBED + 2, persistent_workers=False, pin_memory=False)
+        batches = self._open(one, collate_fn=_ReadyAt(self._loader.collate_fn))
         try:
-            next(batches)  # with what an item does only once in a process
-            now_s = time.perf_counter()
-            start_s, ends_s = now_s - began_s, now_s + _PROBE_SHARE * self._budget_s
-            pid = batches.workers[0].pid or 0
-            cpu_s = -_cpu_s(pid)
-            while len(times) < _MIN_PROBED or (now_s < ends_s and (len(times) < _PROBED or sum(times) < _MIN_SECONDS)):
-                size = max(size, batch_bytes(next(batches)))
-                before_s, now_s = now_s, time.perf_counter()
-                times.append(now_s - before_s)
-            cpu_s += _cpu_s(pid)
-            worker_bytes = private_memory_bytes([pid])
+            next(batches)  # with what an item does only once in a process, and the queue behind it
+            start_s = time.perf_counter() - began_s
+            ends_s = time.perf_counter() + _PROBE_SHARE * self._budget_s
+            ready = [next(batches)]
+            while len(ready) <= _PROBED and (len(ready) <= _MIN_PROBED or time.perf_counter() < ends_s):
+                ready.append(next(batches))
+            worker_bytes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
             grace_s = _GRACE_S
         finally:  # also after Ctrl-C: the worker must not outlive the search
             batches.close(grace_s)
-        times.sort()
-        typical_s = statistics.median(times)
+        wall_s = sorted(later[0] - one[0] for one, later in itertools.pairwise(ready))
+        typical_s = statistics.median(wall_s)
         cost = LoadCost(
-            wall_s=statistics.mean(times),
-            cpu_s=cpu_s / len(times),
-            batch_bytes=size or None,
-            spread=times[-1 - len(times) // 20] / typical_s if typical_s > 0 else None,
+            wall_s=statistics.mean(wall_s),
+            cpu_s=(ready[-1][1] - ready[0][1]) / len(wall_s),
+            batch_bytes=max(size for _, _, size in ready) or None,
+            spread=wall_s[-1 - len(wall_s) // 20] / typical_s if typical_s > 0 else None,
             worker_bytes=worker_bytes,
         )
         return cost, max(0.0, start_s - cost.wall_s)
@@ -184,9 +179,15 @@ class Trials:
         return count >= _MIN_BATCHES and seconds >= _MIN_SECONDS and error_s <= _PRECISION * mean_s
 
 
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+class _ReadyAt:
+    """Takes the place of a collate function: not the batch comes, but when it was ready, the CPU seconds, its size."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> tuple[float, float, int]:
+        size = batch_bytes(self._collate(samples))
+        return time.perf_counter(), time.process_time(), size
 
 
 def in_one_line(error: Exception) -> str:

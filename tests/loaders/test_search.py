@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loader_switching import frozen_states
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 from trainings import Samples, Stream
 
 from lightning_gpu_tools import LoaderResult, find_loader_settings
@@ -71,22 +71,6 @@ def test_batches_are_those_that_the_sampler_puts_together() -> None:
     result = find_loader_settings(loader, 0.005, budget_s=1.5)
     assert not any(trial.failed for trial in result.trials)
     assert "batches/s" in result.reason
-
-
-def test_a_worker_init_fn_finds_its_dataset() -> None:
-    def prepare(worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        info.dataset.scale = len(info.dataset)  # type: ignore[attr-defined]
-
-    class Scaled(Samples):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return super().__getitem__(index) * self.scale
-
-    loader = DataLoader(Scaled(60, time.sleep, 0.005), num_workers=1, worker_init_fn=prepare)
-    result = find_loader_settings(loader, 0.005, budget_s=1.5)
-    assert not any(trial.failed for trial in result.trials)
-    assert len(result.trials) > 1
 
 
 class Broken(Samples):
