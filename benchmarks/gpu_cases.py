@@ -13,11 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import fake_driver
-from measured_runs import GIB, LOADER, gpu_run, looks
+from measured_runs import GIB, gpu_run, looks
 from simulated_gpu import train_on_simulated_gpu
 from trainings import Spending
 
@@ -29,7 +30,6 @@ from lightning_gpu_tools.training.run_measurements import (
     RunMeasurements,
 )
 
-PINNED, PAGEABLE = LOADER, dataclasses.replace(LOADER, pin_memory=False)
 HOPPER = GpuFacts(
     compute_capability=(9, 0),
     memory_total_bytes=80 * GIB,
@@ -67,97 +67,95 @@ SIMULATED: dict[str, tuple[str, Callable[[], list[Spending]], dict[str, float | 
 }
 
 STEP = {"training_step": 50.0}
-MEASURED: dict[str, tuple[str, RunMeasurements]] = {
-    ".item() in every step": (
-        "device_sync",
-        gpu_run(
-            STEP,
-            50.0,
-            profile=dataclasses.replace(
-                PROFILE, syncs_per_step=1.0, sync_lines=("train.py:42",), idle_s={"sync": 0.07, "launch": 0.005}
-            ),
-        ),
-    ),
-    "many small kernels": (
-        "launch_bound",
-        gpu_run(STEP, 40.0, profile=dataclasses.replace(PROFILE, kernel_median_us=6.0, idle_s={"launch": 0.09})),
-    ),
-    "a model too small for a GPU": ("launch_bound", gpu_run({"training_step": 1.5, "trainer": 0.7}, 12.0)),
-    "a small batch": ("small_batch", gpu_run(STEP, 95.0, gpu=dataclasses.replace(HOPPER, sm_active_percent=25.0))),
-    "fp32 beside tensor cores": (
-        "low_precision",
-        gpu_run(STEP, 97.0, gpu=dataclasses.replace(HOPPER, tensor_active_percent=0.0)),
-    ),
-    "communication that nothing hides": (
-        "communication",
-        gpu_run(
-            STEP,
-            95.0,
-            gpu=dataclasses.replace(HOPPER, sm_active_percent=25.0),
-            profile=dataclasses.replace(PROFILE, exposed_communication_s=0.06),
-        ),
-    ),
-    "a slow rank under a busy GPU": (
-        "straggler forward",
-        gpu_run(
-            STEP,
-            99.0,
-            ranks=tuple(
-                RankStep(rank=i, node=0, own_s=own_s, phase_s={"forward": own_s})
-                for i, own_s in enumerate((0.01, 0.01, 0.01, 0.03))
-            ),
-        ),
-    ),
-    "heat": (
-        "thermal_throttling",
-        gpu_run(STEP, 99.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
-    ),
-    "a low power limit": (
-        "power_cap",
-        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=70.0)),
-    ),
-    "the power limit at full load": (
-        "healthy",
-        gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0)),
-    ),
-    "someone else's job": (
-        "shared_gpu",
-        gpu_run(
-            {"data_loading": 50, "training_step": 50},
-            30.0,
-            gpu=GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB),
-        ),
-    ),
-    "slow storage": (
-        "data_loading io_bound",
-        gpu_run(
-            {"data_loading": 30, "training_step": 10},
-            25.0,
-            loading=LoadingFacts(samples=50, storage_wait_share=0.6),
-            worker_cpu_s_per_batch=0.02,
-        ),
-    ),
-    "a busy GPU": ("healthy", gpu_run({"data_loading": 30, "training_step": 20}, 93.0, gpu=HOPPER)),
-    "a GPU that reports nothing": ("unknown", gpu_run(STEP, None)),
-    "a checkpoint that no look fell on": (
-        "checkpoint",
-        gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=looks(training_step=(0.0, 0.0))),
-    ),
-}
+WAITS = {"data_loading": 30.0, "training_step": 10.0}
+
+
+class Measured(NamedTuple):
+    """Measurements, what must be said of them, and where it matters the share of the first finding, and its words."""
+
+    known: str
+    run: RunMeasurements
+    share: float | None = None
+    words: str = ""
+
+
+def profiled(**changes: Any) -> dict[str, Any]:
+    return {"profile": dataclasses.replace(PROFILE, **changes)}
+
+
+def on_hopper(**changes: Any) -> dict[str, Any]:
+    return {"gpu": dataclasses.replace(HOPPER, **changes)}
+
+
+def ranks(*phase_s: dict[str, float]) -> dict[str, Any]:
+    """Return ranks, two on each node, whose own work on a step takes so long."""
+    return {
+        "ranks": tuple(RankStep(rank=i, node=i // 2, own_s=sum(s.values()), phase_s=s) for i, s in enumerate(phase_s))
+    }
 
 
 def cold_cache() -> RunMeasurements:
     """Return a run whose first half reads from storage and whose second half from the page cache."""
-    run = gpu_run(
-        {"data_loading": 30, "training_step": 10},
-        25.0,
-        loading=LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5),
-    )
+    loading = LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5)
+    run = gpu_run(WAITS, 25.0, loading=loading)
     warm = [dataclasses.replace(one, data_loading_s=0.05, wall_s=0.15) for one in run.blocks[:9]]
     return dataclasses.replace(run, blocks=[*run.blocks[:11], *warm])
 
 
-MEASURED["a cold page cache"] = ("data_loading cold_cache", cold_cache())
+_SYNC = profiled(syncs_per_step=2.0, sync_lines=("train.py:42",), idle_s={"sync": 0.09, "launch": 0.01})
+_OTHERS = GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)
+_ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
+MEASURED = {
+    ".item() in every step": Measured("device_sync", gpu_run(STEP, 50.0, **_SYNC), 0.45, "train.py:42"),
+    "many small kernels": Measured(
+        "launch_bound", gpu_run(STEP, 40.0, **profiled(kernel_median_us=6.0, idle_s={"launch": 0.1})), 0.6,
+        "torch.compile",
+    ),
+    "a model too small for a GPU": Measured(
+        "launch_bound", gpu_run({"training_step": 1.5, "callback/A": 0.2, "logging/B": 0.2, "trainer": 0.7}, 12.0),
+        words="too small for this GPU",
+    ),
+    # 4 GiB for 32 samples: beside 2 GiB of weights, 62 GiB of 80 hold 496.
+    "a small batch": Measured(
+        "small_batch", gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0)), 0.70, "batch_size=256 (now 32"
+    ),
+    "fp32 beside tensor cores": Measured(
+        "low_precision", gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)), words="bf16-mixed"
+    ),
+    "communication that nothing hides": Measured(
+        "communication",
+        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), **profiled(exposed_communication_s=0.06)), 0.4,
+    ),
+    "a slow rank under a busy GPU": Measured(
+        "straggler forward", gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})), 0.4,
+        "All ranks wait for rank 3 (node 1)",
+    ),
+    "heat": Measured(
+        "thermal_throttling",
+        gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)), 0.18, "Heat",
+    ),
+    "a low power limit": Measured(
+        "power_cap", gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=70.0)),
+        words="power.max_limit",
+    ),
+    "the power limit at full load": Measured(
+        "healthy", gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0))
+    ),
+    "someone else's job": Measured(
+        "shared_gpu", gpu_run(WAITS, 30.0, gpu=_OTHERS), 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"
+    ),
+    "slow storage": Measured(
+        "data_loading io_bound", gpu_run(WAITS, 25.0, loading=_ON_STORAGE, worker_cpu_s_per_batch=0.02), 0.75,
+        "waiting for storage in 60 %",
+    ),
+    "a busy GPU": Measured("healthy", gpu_run({"data_loading": 30, "training_step": 20}, 93.0, gpu=HOPPER)),
+    "a GPU that reports nothing": Measured("unknown", gpu_run(STEP, None)),
+    "a checkpoint too rare to be sampled": Measured(
+        "checkpoint",
+        gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=looks(training_step=(0.0, 0.0))), 0.3,
+    ),
+    "a cold page cache": Measured("data_loading cold_cache", cold_cache(), words="Later epochs need no change"),
+}  # fmt: skip
 
 
 def cases() -> Iterator[tuple[str, str, RunMeasurements, float | None]]:
@@ -171,5 +169,5 @@ def cases() -> Iterator[tuple[str, str, RunMeasurements, float | None]]:
             clock, _, run = train_on_simulated_gpu(Path(folder), setattr, *callbacks(), **options)
             yield name, known, run, 1 - clock.seconds.get("unexplained", 0.0) / clock.wall_s
         fake_driver.uninstall()
-    for name, (known, run) in MEASURED.items():
-        yield name, known, run, None
+    for name, case in MEASURED.items():
+        yield name, case.known, case.run, None

@@ -17,9 +17,13 @@ from lightning_gpu_tools.advice.findings import Cause, Verdict
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_known_cause_is_named_first(name: str) -> None:
-    known, run = MEASURED[name]
-    assert in_words(diagnose(run)) == known
+def test_the_known_cause_is_named_first_with_its_share_and_advice(name: str) -> None:
+    known, run, share, words = MEASURED[name]
+    diagnosis = diagnose(run)
+    assert in_words(diagnosis) == known
+    assert words in diagnosis.next_step
+    if share is not None:
+        assert diagnosis.findings[0].share == pytest.approx(share)
 
 
 def test_every_cause_and_every_verdict_has_a_case() -> None:
