@@ -18,8 +18,6 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle
 
 # Our default: how far a GPU's clock and the host's may drift apart; crystals keep within 50 parts in a million.
 _DRIFT = 50e-6
-
-
 # Our default: one gap in eight on average is sampled, at random, so that nothing periodic (a batch of each worker, a
 # log) is always or never hit. What is rare is timed on the host.
 _SAMPLE_EVERY = 8
@@ -90,31 +88,6 @@ class HostTime:
         return gpu_s + self._ahead_s
 
 
-class IdleSums:
-    """Adds up gaps."""
-
-    def __init__(self) -> None:
-        self._samples = 0
-        self._host_s: defaultdict[str, float] = defaultdict(float)
-        self._idle_s: defaultdict[str, float] = defaultdict(float)
-        self._seen: Counter[str] = Counter()
-
-    def add(self, gap: Gap) -> None:
-        """Add a gap."""
-        self._samples += 1
-        for phase, seconds in gap.spent:
-            self._host_s[phase] += seconds
-            self._seen[phase] += 1
-        for phase, seconds in idle_by_phase(gap).items():
-            self._idle_s[phase] += seconds
-
-    def facts(self) -> GpuIdle:
-        """Return the sums."""
-        return GpuIdle(
-            samples=self._samples, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen)
-        )
-
-
 class _Event(Protocol):
     """The part of ``torch.cuda.Event`` that is needed."""
 
@@ -158,7 +131,10 @@ class GpuTimeline:
         self._origin: _Event | None = None
         self._origin_s = 0.0
         self._host_time = HostTime()
-        self._sums = IdleSums()
+        self._samples = 0
+        self._host_s: defaultdict[str, float] = defaultdict(float)
+        self._idle_s: defaultdict[str, float] = defaultdict(float)
+        self._seen: Counter[str] = Counter()
         self.failure: RuntimeError | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +154,9 @@ class GpuTimeline:
     def facts(self) -> GpuIdle:
         """Return what has been seen so far."""
         self._guard(self._read)
-        return self._sums.facts()
+        return GpuIdle(
+            samples=self._samples, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen)
+        )
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Do something with CUDA; an error that it brings to light is the training's, which will meet it, too."""
@@ -218,14 +196,14 @@ class GpuTimeline:
             ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
             self._host_time.learn(ended.host_s, ended_s)
             self._host_time.learn(begins.host_s, begins_s)
-            self._sums.add(
-                Gap(
-                    gpu_begin_s=self._host_time.at(ended_s),
-                    gpu_end_s=self._host_time.at(begins_s),
-                    host_end_s=begins.host_s,
-                    spent=_in_order(ended.seconds, begins.seconds),
-                )
-            )
+            spent = _in_order(ended.seconds, begins.seconds)
+            gap = Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
+            self._samples += 1
+            self._seen.update(phase for phase, _ in spent)
+            for phase, seconds in spent:
+                self._host_s[phase] += seconds
+            for phase, seconds in idle_by_phase(gap).items():
+                self._idle_s[phase] += seconds
             self._spare.append(ended.event)
             if begins_s - self._origin_s > _NEW_ORIGIN_S:
                 self._origin, self._origin_s = begins.event, begins_s  # it is left out of the spare ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from statistics import median
@@ -194,8 +195,7 @@ class PhaseTimeline:
 
 
 def _join(spans: list[tuple[float, float, dict[str, float]]]) -> tuple[float, float, dict[str, float]]:
-    spent: dict[str, float] = {}
+    spent: Counter[str] = Counter()
     for _, _, part in spans:
-        for phase, seconds in part.items():
-            spent[phase] = spent.get(phase, 0.0) + seconds
-    return spans[0][0], spans[-1][1], spent
+        spent.update(part)  # which adds
+    return spans[0][0], spans[-1][1], dict(spent)

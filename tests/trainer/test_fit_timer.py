@@ -1,6 +1,7 @@
 """Where the time of real trainings is booked, by a clock that moves only when the test's code spends time."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ class Watch(Callback):
 @pytest.fixture
 def time() -> HandClock:
     return HandClock()
+
+
+def watched_fit(
+    time: HandClock, folder: Path, model: LightningModule, *data: Any, callbacks: Sequence[Any] = (), **options: Any
+) -> Watch:
+    watch = Watch(time)
+    quiet_trainer(folder, callbacks=[watch, *callbacks], **options).fit(model, *data)
+    return watch
 
 
 @pytest.mark.parametrize("profiler", [None, SimpleProfiler, AdvancedProfiler])
@@ -91,9 +100,13 @@ def test_an_action_may_be_given_by_its_parameters_name(
             with profiler.profile(action_name="mine"):
                 return super().training_step(batch, batch_idx)
 
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], profiler=None if profiler is None else profiler())
-    trainer.fit(Named(time.spend, step_s=1.0), loader(Samples(6)))
+    watch = watched_fit(
+        time,
+        tmp_path,
+        Named(time.spend, step_s=1.0),
+        loader(Samples(6)),
+        profiler=None if profiler is None else profiler(),
+    )
     assert watch.clock.seconds == {"training_step": 6.0}
 
 
@@ -119,8 +132,7 @@ def test_an_action_that_cannot_be_told_apart_is_not_timed_and_training_goes_on(
         raise RuntimeError("a callback unlike any other")
 
     monkeypatch.setattr(fit_timer, "action_context", fail)
-    watch = Watch(time)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
+    watch = watched_fit(time, tmp_path, Model(time.spend, step_s=1.0), loader(Samples(6)))
     assert watch.clock.steps == 6
     assert watch.clock.seconds == {"trainer": 6.0}
 
@@ -134,9 +146,9 @@ def test_a_logger_used_by_another_thread_takes_no_time_of_the_training(time: Han
             thread.start()
             thread.join()
 
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch, Background()], logger=logger, log_every_n_steps=100)
-    trainer.fit(Model(), loader(Samples(6)))
+    watch = watched_fit(
+        time, tmp_path, Model(), loader(Samples(6)), callbacks=[Background()], logger=logger, log_every_n_steps=100
+    )
     assert watch.clock.seconds == {"callback/Background": 6 * 0.5}
 
 
@@ -228,9 +240,7 @@ def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, t
 
 
 def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], max_epochs=2)
-    trainer.fit(Model(), loader(Stream(Samples(6, time.spend, 1.0))))
+    watch = watched_fit(time, tmp_path, Model(), loader(Stream(Samples(6, time.spend, 1.0))), max_epochs=2)
     # Lightning fetches the first batch of the first epoch before training starts; that of the second starts the epoch.
     assert watch.clock.seconds["data_loading"] + watch.clock.seconds["epoch_start"] == 5 + 6
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
@@ -338,44 +348,23 @@ def test_an_action_of_another_name_is_named_as_unseen(
     time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, unseen: str, booked: dict[str, float]
 ) -> None:
     monkeypatch.setattr(compat, gone, unseen if gone == "RUN_STEP" else lambda trainer: unseen)
-    watch = Watch(time)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
+    watch = watched_fit(time, tmp_path, Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
     assert watch.timer.unseen == [unseen]
     assert watch.clock.seconds == booked
 
 
-class Hooked(Model):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.spend(0.25)
+def test_hooks_of_the_users_classes_are_booked_by_their_names(time: HandClock, tmp_path: Path) -> None:
+    class Hooked(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            time.spend(0.25)
 
-    def on_after_backward(self) -> None:
-        self.spend(0.125)
+        def on_after_backward(self) -> None:
+            time.spend(0.125)
 
-
-def test_a_hook_of_the_model_is_booked_by_its_name(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    model = Hooked(time.spend, step_s=1.0)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(model, loader(Samples(8)))
-    assert watch.clock.seconds["callback/Hooked.on_train_batch_start"] == 8 * 0.25
-    assert watch.clock.seconds["callback/Hooked.on_after_backward"] == 8 * 0.125
-    assert watch.clock.seconds["training_step"] == 8.0
-    assert not {"on_train_batch_start", "on_after_backward"} & vars(model).keys()
-
-
-def test_handing_a_batch_to_validation_is_validation(time: HandClock, tmp_path: Path) -> None:
-    class Transferring(Model):
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            time.spend(0.5)
+            time.spend(2.0)
             return batch
 
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
-    trainer.fit(Transferring(time.spend, validation_s=1.0), loader(Samples(6)), loader(Samples(4)))
-    assert watch.clock.seconds["host_to_device_copy"] == 6 * 0.5
-    assert watch.clock.seconds["validation"] == 4 * (1.0 + 0.5)
-
-
-def test_what_a_datamodule_does_to_a_batch_is_booked_by_its_name(time: HandClock, tmp_path: Path) -> None:
     class Augmenting(LightningDataModule):
         def train_dataloader(self) -> Any:
             return loader(Samples(6))
@@ -387,7 +376,14 @@ def test_what_a_datamodule_does_to_a_batch_is_booked_by_its_name(time: HandClock
             time.spend(0.5)
             return batch
 
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch], num_sanity_val_steps=0)
-    trainer.fit(Model(time.spend), Augmenting())
-    assert watch.clock.seconds == {"callback/Augmenting.on_after_batch_transfer": 6 * 0.5, "validation": 4 * 0.5}
+    model = Hooked(time.spend, step_s=1.0, validation_s=1.0)
+    watch = watched_fit(time, tmp_path, model, Augmenting(), num_sanity_val_steps=0)
+    assert watch.clock.seconds == {
+        "training_step": 6 * 1.0,
+        "host_to_device_copy": 6 * 2.0,
+        "callback/Hooked.on_train_batch_start": 6 * 0.25,
+        "callback/Hooked.on_after_backward": 6 * 0.125,
+        "callback/Augmenting.on_after_batch_transfer": 6 * 0.5,
+        "validation": 4 * (1.0 + 2.0 + 0.5),  # with all that is done to its batches
+    }
+    assert not {"on_train_batch_start", "on_after_backward"} & vars(model).keys()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.training.gpu_timeline import Gap, HostTime, IdleSums, idle_by_phase
+from lightning_gpu_tools.training.gpu_timeline import Gap, HostTime, idle_by_phase
 
 PHASES = [("callback/A", 2.0), ("trainer", 1.0), ("data_loading", 3.0), ("host_to_device_copy", 1.0)]  # from 3 to 10
 
@@ -58,16 +58,3 @@ def test_clocks_that_drift_are_tied_anew() -> None:
     for i in range(1000):  # the GPU's clock is 30 millionths fast
         time.learn(10.0 * i, 10.0 * i * (1 + 30e-6))
     assert time.at(9990.0 * (1 + 30e-6)) == pytest.approx(9990.0, abs=1e-3)
-
-
-def test_sums_count_looks_phases_and_idle_time() -> None:
-    sums = IdleSums()
-    sums.add(Gap(3.0, 10.0, 10.0, PHASES))
-    sums.add(Gap(9.5, 10.5, 10.0, [*PHASES[1:], ("checkpoint", 0.0)]))
-    facts = sums.facts()
-    assert facts.samples == 2
-    assert facts.seen["data_loading"] == 2
-    assert facts.seen["callback/A"] == 1
-    assert facts.host_s["data_loading"] == 6.0
-    assert facts.idle_s["data_loading"] == 3.0
-    assert facts.idle_s["host_to_device_copy"] == 2.0
