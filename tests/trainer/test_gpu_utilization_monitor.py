@@ -194,25 +194,18 @@ def test_a_log_dir_that_cannot_be_made_is_told_before_training_and_the_report_is
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Session, "__init__"),
         (Session, "begin"),
-        (Session, "log_if_due"),
-        (Session, "end_epoch"),
         (Session, "finish"),
-        (Session, "of"),
-        (Session, "diagnosis"),
         (Session, "release"),
-        (RunRecorder, "__init__"),
         (RunRecorder, "after_step"),
         (RunRecorder, "measurements"),
-        (FitTimer, "__init__"),
         (FitTimer, "_start"),
     ],
 )
 def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    """As on a system that hides what is read: here any of it may fail, at any place."""
+    """As on a system that hides what is read: in the middle of a hook, with some of its work done."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise PermissionError(13, "Permission denied")
@@ -224,18 +217,6 @@ def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
         trainer.fit(Model(), loader(Samples(40)))
     assert trainer.global_step == 120
     assert sampler_threads() == []
-    assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
-
-
-def test_a_fault_of_ours_hides_no_error_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Session, "finish", fail)
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), Raise(at_step=5)]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks)
-    with pytest.raises(Boom), pytest.warns(UserWarning, match="because of an error in it: PermissionError"):
-        trainer.fit(Model(), loader(Samples(40)))
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
 
 

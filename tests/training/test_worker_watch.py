@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset, get_worker_info
-from trainings import Model, Samples, loader, quiet_trainer
+from trainings import HandClock, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training import worker_watch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 
 class Watching(Callback):
-    """Looks after every step, the first ones of the epoch left out."""
+    """Polls after every step; waits count after the first ten."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.clock = Session.of(trainer).clock
@@ -48,58 +50,30 @@ class OneSlow(Dataset[torch.Tensor]):
         return torch.zeros(4)
 
 
-def seen(folder: Path, dataset: Dataset[torch.Tensor], workers: int) -> LoadingFacts:
+def seen(
+    folder: Path, dataset: Dataset[torch.Tensor], workers: int, *others: Callback, step_s: float = 0
+) -> LoadingFacts:
     watching = Watching()
-    quiet_trainer(folder, callbacks=[watching]).fit(Model(), loader(dataset, num_workers=workers))
+    model = Model(time.sleep, step_s=step_s)
+    quiet_trainer(folder, callbacks=[*others, watching]).fit(model, loader(dataset, num_workers=workers))
     return watching.watch.facts()
 
 
-def test_behind_one_slow_worker_the_batches_of_the_others_lie_ready(tmp_path: Path) -> None:
-    facts = seen(tmp_path, OneSlow(), 3)
+@pytest.mark.parametrize(("dataset", "behind_one"), [(OneSlow(), True), (Samples(60, time.sleep, 0.02), False)])
+def test_behind_one_slow_worker_batches_lie_ready(tmp_path: Path, dataset: Any, behind_one: bool) -> None:
+    facts = seen(tmp_path, dataset, 3)
     assert facts.long_waits >= 10
     assert facts.ready_out_of_order_share is not None
-    assert facts.ready_out_of_order_share >= 0.5
+    assert (facts.ready_out_of_order_share >= 0.5) is behind_one
 
 
-def test_behind_workers_that_are_alike_they_do_not(tmp_path: Path) -> None:
-    facts = seen(tmp_path, Samples(60, time.sleep, 0.02), 3)
-    assert facts.ready_out_of_order_share is not None
-    assert facts.ready_out_of_order_share < 0.5
-
-
-def test_batches_that_lie_ready_are_seen(tmp_path: Path) -> None:
-    watching = Watching()
-    fast = loader(Samples(60), num_workers=1)
-    quiet_trainer(tmp_path, callbacks=[watching]).fit(Model(time.sleep, step_s=0.03), fast)
-    ready = watching.watch.facts().ready_share
+@pytest.mark.parametrize(("sample_s", "step_s", "share"), [(0.0, 0.03, (0.8, 1.0)), (0.02, 0.0, (0.0, 0.3))])
+def test_batches_that_lie_ready_are_seen(
+    tmp_path: Path, sample_s: float, step_s: float, share: tuple[float, float]
+) -> None:
+    ready = seen(tmp_path, Samples(60, time.sleep, sample_s), 1, step_s=step_s).ready_share
     assert ready is not None
-    assert ready > 0.8
-    slow = seen(tmp_path, Samples(60, time.sleep, 0.02), 1).ready_share
-    assert slow is not None
-    assert slow < 0.3
-
-
-def test_workers_that_compute_are_told_from_workers_that_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel's count of a worker that has run for 0.6 s of each second and found no core for 0.3 s."""
-    monkeypatch.setattr(worker_watch, "_PROC", tmp_path)
-    monkeypatch.setattr(worker_watch, "_INTERVAL_S", 0.0)
-    seconds = iter(range(1000))
-    monkeypatch.setattr(worker_watch.time, "monotonic", lambda: now[0])
-    now = [0.0]
-
-    class Run(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            now[0] = float(next(seconds))
-            (worker,) = trainer.fit_loop._data_fetcher._combined_loader._iterator.iterators[0]._workers
-            (tmp_path / str(worker.pid)).mkdir(exist_ok=True)
-            run_ns, delay_ns = (int(now[0] * share * 1e9) for share in (0.6, 0.3))
-            (tmp_path / str(worker.pid) / "schedstat").write_text(f"{run_ns} {delay_ns} 77\n")
-
-    watching = Watching()
-    quiet_trainer(tmp_path / "run", callbacks=[Run(), watching]).fit(Model(), loader(Samples(20), num_workers=1))
-    facts = watching.watch.facts()
-    assert facts.runnable_share == pytest.approx(0.9)
-    assert facts.delayed_share == pytest.approx(0.3)
+    assert share[0] <= ready <= share[1]
 
 
 def test_without_workers_nothing_is_known_of_them(tmp_path: Path) -> None:
@@ -107,43 +81,57 @@ def test_without_workers_nothing_is_known_of_them(tmp_path: Path) -> None:
     assert (facts.samples, facts.storage_wait_share, facts.ready_out_of_order_share) == (0, None, None)
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
-def test_reads_from_storage_are_counted_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own count of this process, as the test sets it."""
-    process = tmp_path / str(os.getpid())
-    process.mkdir()
+class Kernel(Callback):
+    """Writes after each step what the kernel is to say of the loader's workers, or without any of this process.
+
+    Args:
+        proc: In the place of ``/proc``.
+        file: The name of the file of each process.
+        text: Is given the step and the process, and returns what the file says.
+    """
+
+    def __init__(self, proc: Path, file: str, text: Callable[[int, int], str]) -> None:
+        self.proc, self.file, self.text = proc, file, text
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        for pid in torch_compat.worker_pids(compat.train_iterator(trainer)) or [os.getpid()]:
+            (self.proc / str(pid)).mkdir(exist_ok=True)
+            (self.proc / str(pid) / self.file).write_text(self.text(trainer.global_step, pid))
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``/proc`` of the test's own, which is read after every step."""
     monkeypatch.setattr(worker_watch, "_PROC", tmp_path)
     monkeypatch.setattr(worker_watch, "_INTERVAL_S", 0.0)
-    count = {"read_bytes": 0}
+    return tmp_path
 
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            count["read_bytes"] += 1000 if trainer.global_step < 30 else 10
-            (process / "io").write_text(f"rchar: 5\nread_bytes: {count['read_bytes']}\nwrite_bytes: 7\n")
 
-    watching = Watching()
-    quiet_trainer(tmp_path / "run", callbacks=[Reads(), watching]).fit(Model(), loader(Samples(57)))
-    facts = watching.watch.facts()
+def test_workers_that_compute_are_told_from_workers_that_sleep(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has run for 0.6 s of each second and found no core for 0.3 s."""
+    clock = HandClock()
+    monkeypatch.setattr(worker_watch.time, "monotonic", clock)
+
+    def schedstat(step: int, pid: int) -> str:
+        clock.spend(1.0)
+        return f"{6 * step * 10**8} {3 * step * 10**8} 77\n"
+
+    facts = seen(proc / "run", Samples(20), 1, Kernel(proc, "schedstat", schedstat))
+    assert facts.runnable_share == pytest.approx(0.9)
+    assert facts.delayed_share == pytest.approx(0.3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
+def test_reads_from_storage_are_counted_for_each_batch(proc: Path) -> None:
+    def io(step: int, pid: int) -> str:
+        return f"rchar: 5\nread_bytes: {1000 * min(step, 29) + 10 * max(0, step - 29)}\nwrite_bytes: 7\n"
+
+    facts = seen(proc / "run", Samples(57), 0, Kernel(proc, "io", io))
     assert facts.early_storage_bytes_per_batch == pytest.approx(1000)
     assert facts.late_storage_bytes_per_batch == pytest.approx(10)
 
 
-def test_workers_in_state_d_wait_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_watch, "_PROC", tmp_path)
-    monkeypatch.setattr(worker_watch, "_INTERVAL_S", 0.0)
-
-    class Wait(Callback):
-        """Each worker is in state D at every second look."""
-
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            combined = trainer.fit_loop._data_fetcher._combined_loader
-            for worker in combined._iterator.iterators[0]._workers:
-                (tmp_path / str(worker.pid)).mkdir(exist_ok=True)
-                state = "D" if trainer.global_step % 2 else "S"
-                (tmp_path / str(worker.pid) / "stat").write_text(f"{worker.pid} (a (b) c) {state} 1 2 3")
-
-    watching = Watching()
-    quiet_trainer(tmp_path / "run", callbacks=[Wait(), watching]).fit(Model(), loader(Samples(20), num_workers=2))
-    facts = watching.watch.facts()
-    assert facts.samples == 20
-    assert facts.storage_wait_share == 0.5
+def test_workers_in_state_d_wait_for_storage(proc: Path) -> None:
+    stat = Kernel(proc, "stat", lambda step, pid: f"{pid} (a (b) c) {'D' if step % 2 else 'S'} 1 2 3")
+    facts = seen(proc / "run", Samples(20), 2, stat)
+    assert (facts.samples, facts.storage_wait_share) == (20, 0.5)
