@@ -43,7 +43,7 @@ MAX_ERROR = 0.10
 
 
 class Batches(Dataset):
-    """Batches that take a core, and then the storage, so many milliseconds each."""
+    """Batches that keep a core, and then the storage, busy for some milliseconds each."""
 
     def __init__(self, cpu_ms: float = 0.0, wait_ms: float = 0.0) -> None:
         self.cpu_s, self.wait_s = cpu_ms / 1e3, wait_ms / 1e3

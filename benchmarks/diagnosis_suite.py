@@ -3,7 +3,7 @@
     python benchmarks/diagnosis_suite.py [--seconds 5] [--traceml /path/to/venv/bin/traceml] [--output results.json]
 
 Each of benchmarks/toys.py is real, on the CPU, and slowed down in one real place. Those of benchmarks/gpu_cases.py are
-simulated. "healthy" means that nothing is to be blamed and nothing may be advised. The advisor stands first or last
+simulated. "healthy" means that nothing is to be blamed and nothing may be advised. The advisor comes first or last
 among the callbacks, at random where a toy does not say. At least 95 % of each training's wall time must be explained.
 With --traceml the twelve toys that other tools were tried on run under TraceML, too (its package is traceml-ai).
 """

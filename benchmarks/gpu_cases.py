@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import fake_driver
-from measured_runs import GIB, gpu_run, looks
+from measured_runs import GIB, gpu_run, sampled_idle
 from simulated_gpu import train_on_simulated_gpu
 from trainings import Spending
 
@@ -88,7 +88,7 @@ def on_hopper(**changes: Any) -> dict[str, Any]:
 
 
 def ranks(*phase_s: dict[str, float]) -> dict[str, Any]:
-    """Return ranks, two on each node, whose own work on a step takes so long."""
+    """Return ranks, two on each node, with the seconds of each one's own work on a step."""
     return {
         "ranks": tuple(RankStep(rank=i, node=i // 2, own_s=sum(s.values()), phase_s=s) for i, s in enumerate(phase_s))
     }
@@ -152,7 +152,7 @@ MEASURED = {
     "a GPU that reports nothing": Measured("unknown", gpu_run(STEP, None)),
     "a checkpoint too rare to be sampled": Measured(
         "checkpoint",
-        gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=looks(training_step=(0.0, 0.0))), 0.3,
+        gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=sampled_idle(training_step=(0.0, 0.0))), 0.3,
     ),
     "a cold page cache": Measured("data_loading cold_cache", cold_cache(), words="Later epochs need no change"),
 }  # fmt: skip

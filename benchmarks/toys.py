@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 
 def compute(seconds: float) -> None:
-    """Keep a core busy for so long, by this thread's own CPU time."""
+    """Keep a core busy for some seconds of this thread's own CPU time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
 
 
 class Slow(Dataset):
-    """Samples that take so long each.
+    """Samples that take some seconds each.
 
     Args:
         seconds: How long.
@@ -140,7 +140,7 @@ class SlowLogger(CSVLogger):
 
 
 class Stop(Callback):
-    """Ends a training after so many seconds, on all ranks at once."""
+    """Ends a training after some seconds, on all ranks at once."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -172,7 +172,7 @@ class Toy:
         callbacks: Make the callbacks, beside those that watch.
         options: Of the Trainer; a logger as its class.
         validate: Whether there is something to validate on.
-        last: Whether what watches stands behind the other callbacks; ``None`` = it does not matter and is shuffled.
+        last: Whether the watching callbacks come after the others; ``None`` = it does not matter and is shuffled.
         as_traceml: What TraceML would have to say, if it has a name for it.
     """
 
@@ -187,7 +187,7 @@ class Toy:
 
 
 def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoader]:
-    """Return what makes a loader whose batches of two take so long for each sample."""
+    """Return what makes a loader with batches of two samples, each of which takes some seconds."""
     more = {name: options.pop(name) for name in ("persistent_workers", "batch_size") if name in options}
     return lambda: DataLoader(Slow(seconds, **options), num_workers=count, **{"batch_size": 2, **more})
 
@@ -237,14 +237,14 @@ RIVALS_TOYS = tuple(TOYS)[:12]
 
 
 def train(toy: Toy, seconds: float, folder: str, watching: Sequence[Callback] = (), *, last: bool = True) -> None:
-    """Train a toy for so long.
+    """Train a toy for some seconds.
 
     Args:
         toy: Which.
         seconds: How long; some end sooner by themselves.
         folder: For what it writes.
         watching: Callbacks that watch it.
-        last: Whether they stand behind the toy's own.
+        last: Whether they come after the toy's own.
     """
     options = dict(toy.options)
     if "logger" in options:

@@ -61,7 +61,7 @@ def cpu_run(phase_ms: dict[str, float], **options: Any) -> RunMeasurements:
     return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
 
 
-def looks(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
+def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
     """Return sampled steps: for each phase the host's milliseconds per step, and how many of them the GPU was idle."""
     return GpuIdle(
         samples=count,

@@ -17,7 +17,7 @@ from lightning_gpu_tools.advice.findings import Cause, Verdict
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_known_cause_is_named_first_with_its_share_and_advice(name: str) -> None:
+def test_the_known_cause_is_named_first(name: str) -> None:
     known, run, share, words = MEASURED[name]
     diagnosis = diagnose(run)
     assert in_words(diagnosis) == known
@@ -34,5 +34,5 @@ def test_every_cause_and_every_verdict_has_a_case() -> None:
     assert len(kinds) == 6
 
 
-def test_the_toys_that_other_tools_were_tried_on_are_all_there() -> None:
+def test_the_toys_of_other_tools_are_all_there() -> None:
     assert RIVALS_TOYS == ("a", "a2", "b", "b2", "c", "d", "e", "f", "g", "h", "n", "ddp")

@@ -138,7 +138,7 @@ def _unexplained(run: RunMeasurements, idle: float) -> Finding:
     advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     if run.profile is None and run.on_gpu:
         advice = (
-            "GPUUtilizationAdvisor(profile=True) profiles three steps and tells syncs, small kernels and copies apart."
+            "GPUUtilizationAdvisor(profile=True) profiles three steps, which separates syncs, small kernels and copies."
         )
     evidence: dict[str, float | str] = {"idle_percent": 100 * idle}
     if run.left_on_cpu:

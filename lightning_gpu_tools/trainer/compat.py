@@ -31,7 +31,7 @@ def logged_step(trainer: Trainer) -> int:
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint that ``fit`` is about to restore, as hooks have left it.
 
-    Without it nobody checks what is in it beside the weights, and the errors are Lightning's own.
+    Without it only the weights in it are checked; other errors are Lightning's own.
     """
     return getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None) or {}
 

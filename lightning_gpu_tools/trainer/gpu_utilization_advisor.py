@@ -1,4 +1,4 @@
-"""Says during training why the GPU (or without one, the training step) stands waiting, and what to change."""
+"""Warns during training why the GPU (or without one, the training step) waits, and what to change."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     On a GPU only the time counts for which the GPU was idle: a wait that overlaps its work costs nothing. Two CUDA
     events around one step in eight show when it ran dry; nothing ever waits for them. What idles inside the step is
-    only told apart with ``profile=True``; the advice says when that would help. A GPU that others use, too, gets no
-    advice but to take another one.
+    only broken down with ``profile=True``; the advice says when that would help. For a GPU that others use, too, the
+    only advice is to take another one.
 
     Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
 
@@ -149,6 +149,6 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
 
 def can_profile(trainer: Trainer) -> bool:
-    """Return whether a step can be profiled and nobody else uses the profiler, of which a process has one."""
+    """Return whether a step can be profiled: a process has one profiler, and it may be in use."""
     users_own = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
     return is_profiling() is False and not users_own and compat.step_runner(trainer) is not None

@@ -63,7 +63,7 @@ class Wrappers:
             if function is None:
                 self.miss(f"{type(owner).__name__}.{step}")
                 return
-        # Where somebody else has wrapped the same instance before, that wrapper is put back, not lost.
+        # Where the same instance was wrapped before, that wrapper is put back, not lost.
         if method in vars(owner):
             self._undo.append(functools.partial(setattr, owner, method, function))
         else:

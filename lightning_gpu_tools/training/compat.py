@@ -37,7 +37,7 @@ def worker_pids(iterator: object) -> list[int] | None:
 
 
 def ready_share(iterator: object) -> float | None:
-    """Return how many of the ordered batches lie ready out of turn. Without it one slow worker looks like slow loading.
+    """Return the share of ordered batches that are ready out of turn. Without it one slow worker seems slow loading.
 
     torch keeps a batch that comes before its turn beside the number of its worker.
     """
@@ -46,7 +46,7 @@ def ready_share(iterator: object) -> float | None:
 
 
 def is_batch_ready(iterator: object) -> bool | None:
-    """Return whether a batch lies ready. Without it, or on macOS, a loader that keeps up looks like one that waits."""
+    """Return whether a batch is ready. Without it, or on macOS, a loader that keeps up seems to lag."""
     queue = getattr(iterator, "_data_queue", None)
     try:
         return None if queue is None else queue.qsize() > 0

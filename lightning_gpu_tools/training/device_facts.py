@@ -45,7 +45,7 @@ def kept_memory_bytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.
 
 
 def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return what a model on a GPU has on the CPU where nobody moves it, in words.
+    """Return what a model on a GPU has left on the CPU, in words.
 
     ``Module.to`` moves parameters, buffers and submodules. A tensor that is a plain attribute stays, and so does
     whatever is in a list, a tuple or a dictionary.

@@ -1,4 +1,4 @@
-"""Facts that the ranks of a job exchange without a collective: nobody waits long for a rank that is gone."""
+"""Facts that the ranks of a job exchange without a collective; no rank waits long for one that is gone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankExchange:
         if self._store is not None:
             try:
                 self._store.set(self._key(self._rank), json.dumps(self._mine))
-            except RuntimeError:  # rank 0 has gone, which kept it: nobody is left to read
+            except RuntimeError:  # rank 0, which kept it, has gone: no rank is left to read
                 self._store = None
 
     def read(self, turn: int, timeout_s: float = 0.0) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ class PhaseSpan(NamedTuple):
     Attributes:
         begin_s: Seconds since the start of the run.
         end_s: Seconds since the start of the run.
-        phase_s: Seconds by phase, without what stands behind a slash; they add up to the span.
+        phase_s: Seconds by phase, without what follows a slash; they add up to the span.
     """
 
     begin_s: float

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import NO_WORKERS, a_block, cpu_run, gpu_run, looks
+from measured_runs import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import MIN_CEILING
@@ -106,7 +106,7 @@ def test_a_wait_costs_at_most_the_gpus_idle_time() -> None:
 
 def test_a_wait_behind_gpu_work_is_no_cause() -> None:
     """The GPU is idle 40 % of the time, but not while the host waits for data: that is hidden behind its work."""
-    run = gpu_run(waiting(40, 60), 60.0, gpu_idle=looks(data_loading=(40.0, 0.5)))
+    run = gpu_run(waiting(40, 60), 60.0, gpu_idle=sampled_idle(data_loading=(40.0, 0.5)))
     assert [finding.cause for finding in diagnose(run).findings] == ["unexplained"]
     assert "profile=True" in diagnose(run).next_step
     without = dataclasses.replace(run, gpu_idle=None)
@@ -114,7 +114,7 @@ def test_a_wait_behind_gpu_work_is_no_cause() -> None:
 
 
 def test_a_wait_counts_only_while_the_gpu_is_idle() -> None:
-    diagnosis = diagnose(gpu_run(waiting(60, 40), 50.0, gpu_idle=looks(data_loading=(60.0, 30.0))))
+    diagnosis = diagnose(gpu_run(waiting(60, 40), 50.0, gpu_idle=sampled_idle(data_loading=(60.0, 30.0))))
     finding = diagnosis.findings[0]
     assert (finding.cause, finding.share) == ("data_loading", pytest.approx(0.30))
     assert finding.evidence["exposed_percent"] == pytest.approx(50.0)
@@ -123,7 +123,7 @@ def test_a_wait_counts_only_while_the_gpu_is_idle() -> None:
 
 def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
     """By its own times the GPU is idle for 60 % of the time, by the driver for 35 %."""
-    diagnosis = diagnose(gpu_run(waiting(60, 40), 65.0, gpu_idle=looks(data_loading=(60.0, 60.0))))
+    diagnosis = diagnose(gpu_run(waiting(60, 40), 65.0, gpu_idle=sampled_idle(data_loading=(60.0, 60.0))))
     assert diagnosis.gpu_idle_residual_percent == pytest.approx(25.0)
     finding = diagnosis.findings[0]
     assert finding.share == pytest.approx(0.35)
@@ -168,7 +168,7 @@ def test_the_laws_of_every_diagnosis(
     loader = LoaderSettings(
         num_workers=workers, prefetch_factor=2 if workers else None, persistent_workers=False, pin_memory=False
     )
-    run = gpu_run(phase_ms, utilization, loader=loader, gpu_idle=looks(**idle) if idle else None)
+    run = gpu_run(phase_ms, utilization, loader=loader, gpu_idle=sampled_idle(**idle) if idle else None)
     run = dataclasses.replace(run, blocks=blocks or run.blocks)
     if not on_gpu:
         run = dataclasses.replace(run, on_gpu=False, utilization_percent=None, gpu_idle=None)

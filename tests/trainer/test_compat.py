@@ -54,7 +54,7 @@ ITERATOR = "_MultiProcessingDataLoaderIter"
         (torch_compat, "_data_queue", f"{ITERATOR}._data_queue"),
     ],
 )
-def test_training_goes_on_alike_and_the_report_names_what_is_unseen(
+def test_training_goes_on_and_the_report_names_the_unseen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     weights: list[torch.Tensor],
@@ -72,7 +72,7 @@ def test_training_goes_on_alike_and_the_report_names_what_is_unseen(
     assert "run" not in vars(trainer.fit_loop.epoch_loop)  # every wrapper is off
 
 
-def test_a_fit_whose_beginning_cannot_be_seen_has_no_report_and_says_why(
+def test_a_fit_whose_start_is_unseen_has_no_report(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     weights: list[torch.Tensor],

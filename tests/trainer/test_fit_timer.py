@@ -110,7 +110,7 @@ def test_an_action_may_be_given_by_its_parameters_name(
     assert watch.clock.seconds == {"training_step": 6.0}
 
 
-def test_a_callback_that_only_looks_like_one_is_timed_like_one(time: HandClock, tmp_path: Path) -> None:
+def test_a_callback_by_duck_typing_is_timed(time: HandClock, tmp_path: Path) -> None:
     class Proxy:
         def __init__(self, callback: Callback) -> None:
             self.callback = callback
@@ -125,7 +125,7 @@ def test_a_callback_that_only_looks_like_one_is_timed_like_one(time: HandClock, 
     assert watch.clock.seconds == {"training_step": 6.0, "callback/Proxy": 6 * 0.125}
 
 
-def test_an_action_that_cannot_be_told_apart_is_not_timed_and_training_goes_on(
+def test_an_action_that_raises_when_classified_is_not_timed(
     time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
@@ -137,7 +137,7 @@ def test_an_action_that_cannot_be_told_apart_is_not_timed_and_training_goes_on(
     assert watch.clock.seconds == {"trainer": 6.0}
 
 
-def test_a_logger_used_by_another_thread_takes_no_time_of_the_training(time: HandClock, tmp_path: Path) -> None:
+def test_a_logger_in_another_thread_takes_no_time(time: HandClock, tmp_path: Path) -> None:
     logger = SpendingLogger(tmp_path, time.spend, 0.5)
 
     class Background(Callback):
@@ -170,7 +170,7 @@ def test_the_users_profiler_sees_all_that_it_would_have_seen(time: HandClock, tm
     assert timed["mine"] == 6
 
 
-def test_an_action_of_the_users_gets_its_name_and_costs_no_memory(time: HandClock, tmp_path: Path) -> None:
+def test_the_users_own_actions_cost_no_memory(time: HandClock, tmp_path: Path) -> None:
     class Numbered(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             for i in range(100):
@@ -239,14 +239,14 @@ def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, t
     assert watch.clock.seconds == {"checkpoint": 6 * (0.5 + 1.0) + (5 + 1) * 3.0}
 
 
-def test_a_loader_of_unknown_length_is_waited_for_in_the_step_before(time: HandClock, tmp_path: Path) -> None:
+def test_a_loader_of_unknown_length_is_one_batch_ahead(time: HandClock, tmp_path: Path) -> None:
     watch = watched_fit(time, tmp_path, Model(), loader(Stream(Samples(6, time.spend, 1.0))), max_epochs=2)
     # Lightning fetches the first batch of the first epoch before training starts; that of the second starts the epoch.
     assert watch.clock.seconds["data_loading"] + watch.clock.seconds["epoch_start"] == 5 + 6
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
 
 
-def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time: HandClock, tmp_path: Path) -> None:
+def test_a_failed_run_is_booked_up_to_the_failure(time: HandClock, tmp_path: Path) -> None:
     watch = Watch(time)
     trainer = quiet_trainer(tmp_path, callbacks=[watch, Raise(at_step=5)])
     with pytest.raises(Boom):
@@ -260,7 +260,7 @@ def test_a_run_that_fails_is_booked_up_to_the_failure_and_leaves_no_wrapper(time
 
 
 def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
-    """Return what still stands on instances that a class should provide."""
+    """Return the methods that are still replaced on instances."""
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = [
         trainer,
@@ -297,7 +297,7 @@ def test_every_wrapper_comes_off_and_another_ones_wrapper_stays(time: HandClock,
     assert wrapped(trainer, watch, slow) == []
 
 
-def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own(tmp_path: Path) -> None:
+def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
     clocks: list[StepClock] = []
 
     class Attached(Callback):
@@ -318,7 +318,7 @@ def test_whoever_attaches_to_a_fit_shares_its_clock_and_the_next_fit_has_its_own
     assert (first.steps, second.steps) == (3, 4)
 
 
-def test_a_fit_whose_end_nobody_told_leaves_nothing_to_the_next_one(time: HandClock, tmp_path: Path) -> None:
+def test_a_fit_that_never_ended_leaves_nothing_behind(time: HandClock, tmp_path: Path) -> None:
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             self.clock = Session.of(trainer).clock

@@ -43,7 +43,7 @@ def short_advisor(**options: Any) -> GPUUtilizationAdvisor:
     return GPUUtilizationAdvisor(**{"min_seconds": 0.1, **options})
 
 
-def test_a_slow_dataset_is_warned_about_once_with_the_settings_now_and_to_be(tmp_path: Path) -> None:
+def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> None:
     slow = loader(Samples(STEPS, time.sleep, 0.004))
     diagnosis, warned = train(tmp_path, short_advisor(), slow, Model())
     assert diagnosis.verdict == "low"
@@ -67,7 +67,7 @@ def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow_first", [True, False])
-def test_a_slow_callback_is_called_by_its_name_wherever_it_stands(tmp_path: Path, slow_first: bool) -> None:
+def test_a_slow_callback_is_named_wherever_it_comes(tmp_path: Path, slow_first: bool) -> None:
     advisor, slow = short_advisor(), SlowCallback()
     callbacks = [slow, advisor] if slow_first else [advisor, slow]
     with pytest.warns(LowGPUUtilizationWarning, match="The callback SlowCallback takes"):
@@ -129,7 +129,7 @@ def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], mes
         (False, "unexplained", r"GPUUtilizationAdvisor\(profile=True\) profiles three steps"),
     ],
 )
-def test_a_step_that_waits_for_the_gpu_is_profiled_on_request(
+def test_a_step_is_profiled_on_request(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: bool, cause: str, warning: str
 ) -> None:
     """The GPU idles 70 % of the time by the driver's word, and not because of anything around the step."""

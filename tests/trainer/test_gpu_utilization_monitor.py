@@ -43,7 +43,7 @@ def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **opt
     return Path(logger.log_dir)
 
 
-def test_every_gpu_of_the_node_is_logged_in_the_units_of_its_name(driver: Driver, tmp_path: Path) -> None:
+def test_every_gpu_of_the_node_is_logged_in_its_units(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [
         gpu(utilization=80, memory_total="80GiB", memory_free="30GiB", power_watts=310),
         gpu(utilization=7),
@@ -82,7 +82,7 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
     assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_memory_that_grows_is_told_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of the run is a millisecond here."""
     monkeypatch.setattr(memory_history, "_INTERVAL_S", 0.001)
     monkeypatch.setattr(memory_history, "_ALARM_EVERY_S", 0.3)
@@ -94,12 +94,12 @@ def test_memory_that_grows_is_told_while_there_is_time_to_act(tmp_path: Path, mo
 
     with pytest.warns(
         UserWarning, match=r"The memory of the process \(RSS\) grows steadily, by .* GiB a minute"
-    ) as told:
+    ) as warned:
         train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=100)
-    assert sum("grows steadily" in str(warning.message) for warning in told) == 1
+    assert sum("grows steadily" in str(warning.message) for warning in warned) == 1
 
 
-def test_without_a_driver_all_gpus_are_none_and_it_is_said_why(driver: Driver, tmp_path: Path) -> None:
+def test_without_a_driver_the_report_says_why(driver: Driver, tmp_path: Path) -> None:
     with driver.change():
         driver.library_missing = True
     report = load_report(train(tmp_path, GPUUtilizationMonitor(devices="all")))
@@ -108,7 +108,7 @@ def test_without_a_driver_all_gpus_are_none_and_it_is_said_why(driver: Driver, t
     assert "driver" in report.gpu_note
 
 
-def test_the_report_sums_up_each_gpu_and_names_the_broken_one(driver: Driver, tmp_path: Path) -> None:
+def test_the_report_names_each_gpu_and_the_broken_one(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=60, memory_total="80GiB", memory_free="20GiB"), gpu(lost=True)]
     report = load_report(train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all")))
     (first,) = report.gpus
@@ -121,7 +121,7 @@ def test_the_report_sums_up_each_gpu_and_names_the_broken_one(driver: Driver, tm
     assert report.gpu_note.startswith("GPU 1 is not measured")
 
 
-def test_a_gpu_that_is_lost_in_mid_run_does_not_stop_the_training(driver: Driver, tmp_path: Path) -> None:
+def test_a_gpu_lost_in_mid_run_does_not_stop_training(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=50)]
 
     class Lose(Callback):
@@ -136,7 +136,7 @@ def test_a_gpu_that_is_lost_in_mid_run_does_not_stop_the_training(driver: Driver
     assert sampler_threads() == []
 
 
-def test_a_run_that_fails_has_its_report_and_leaves_no_thread(driver: Driver, tmp_path: Path) -> None:
+def test_a_failed_run_has_its_report_and_leaves_no_thread(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=50)]
     monitor = GPUUtilizationMonitor(interval_s=0.05, devices="all")
     trainer = quiet_trainer(tmp_path, callbacks=[monitor, Raise(at_step=12)])
@@ -173,20 +173,18 @@ def test_the_switch_turns_it_off(driver: Driver, tmp_path: Path, monkeypatch: py
     assert driver.calls() == []
 
 
-def test_a_log_dir_that_cannot_be_made_is_told_before_training_and_the_report_is_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
-    told: list[bool] = []
+    warned_before: list[bool] = []
 
     class Steps(Callback):
         def on_train_start(self, *args: Any) -> None:
-            told.append(any("not written to" in str(warning.message) for warning in warned))
+            warned_before.append(any("not written to" in str(warning.message) for warning in warned))
 
     trainer = quiet_trainer(tmp_path / "file" / "runs", callbacks=[GPUUtilizationMonitor(), Steps()])
     with pytest.warns(UserWarning, match="will be printed, but not written to") as warned:
         trainer.fit(Model(), loader(Samples(3)))
-    assert told == [True]
+    assert warned_before == [True]
     assert str(tmp_path / "file" / "runs") in str([str(warning.message) for warning in warned])
     assert "Verdict: TOO SHORT" in capfd.readouterr().out
 
@@ -202,7 +200,7 @@ def test_a_log_dir_that_cannot_be_made_is_told_before_training_and_the_report_is
         (FitTimer, "_start"),
     ],
 )
-def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
+def test_a_fault_of_ours_does_not_end_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     """As on a system that hides what is read: in the middle of a hook, with some of its work done."""
@@ -220,7 +218,7 @@ def test_a_fault_of_ours_ends_the_measurement_and_not_the_training(
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
 
 
-def test_a_monitor_that_is_taken_out_reports_at_the_end_and_leaves_no_thread(
+def test_a_removed_monitor_still_reports_at_the_end(
     driver: Driver, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class TakeOut(Callback):
@@ -253,7 +251,7 @@ class Send(Callback):
         self.sent = collate([torch.ones(1)] * 2)
 
 
-def test_a_loader_that_refers_to_the_trainer_can_be_sent_to_spawned_workers(tmp_path: Path) -> None:
+def test_a_loader_that_refers_to_the_trainer_pickles(tmp_path: Path) -> None:
     sending = Send()
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), sending]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path))
@@ -303,9 +301,7 @@ def test_bad_arguments_are_refused_with_the_value(options: dict[str, Any], messa
         GPUUtilizationMonitor(**options)
 
 
-def test_a_terminal_without_box_drawing_gets_the_rest_and_the_file_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_without_box_drawing_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", terminal)
     folder = train(tmp_path, GPUUtilizationMonitor(), limit_train_batches=3)
@@ -349,7 +345,7 @@ def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_p
     assert summary.validation_utilization_percent_mean < 30
 
 
-def test_trial_runs_of_tuners_are_in_no_metric_and_in_no_report(driver: Driver, tmp_path: Path) -> None:
+def test_trial_runs_of_tuners_are_not_reported(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=50)]
 
     class Tunable(Model):
@@ -380,7 +376,7 @@ def test_trial_runs_of_tuners_are_in_no_metric_and_in_no_report(driver: Driver, 
     assert sampler_threads() == []
 
 
-def test_the_progress_bar_shows_it_if_asked_and_is_itself_again_afterwards(driver: Driver, tmp_path: Path) -> None:
+def test_the_progress_bar_shows_utilization_on_request(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=80), gpu(utilization=40)]
     shown: list[object] = []
 
@@ -401,7 +397,7 @@ def test_the_progress_bar_shows_it_if_asked_and_is_itself_again_afterwards(drive
 
 
 @pytest.mark.parametrize("same_namespace", [True, False])
-def test_others_on_the_same_gpu_are_told_from_this_job_where_the_driver_uses_our_process_numbers(
+def test_other_jobs_on_the_gpu_are_reported_where_pids_match(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_namespace: bool
 ) -> None:
     # Whether this test runs in a container of its own is not ours to choose.
@@ -418,7 +414,7 @@ def test_others_on_the_same_gpu_are_told_from_this_job_where_the_driver_uses_our
     assert load_report(logger.log_dir).gpus[0].others_memory_bytes_max == expected.get("others_memory_bytes")
 
 
-def test_the_training_thread_never_asks_the_driver_and_errors_are_named(driver: Driver, tmp_path: Path) -> None:
+def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Path) -> None:
     with driver.change():
         driver.start_s = time.time()
     driver.gpus = [gpu(gpm={2: 50}, xid_events=[(second / 10, 31) for second in range(1, 3000)])]

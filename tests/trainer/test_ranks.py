@@ -25,7 +25,7 @@ def two_nodes(folder: Path, failing_rank: int | None = None) -> list[subprocess.
     return train_ranks(folder, nodes=2, machines=machines, failing_rank=failing_rank, sample_s=(0.002, 0.012))
 
 
-def test_rank_zero_reports_for_all_ranks_which_judge_at_moments_of_their_own(tmp_path: Path) -> None:
+def test_rank_zero_reports_for_all_ranks(tmp_path: Path) -> None:
     results = train_ranks(tmp_path, sample_s=(0.004, 0.004), min_seconds=(0.1, 1e9))
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
@@ -37,7 +37,7 @@ def test_rank_zero_reports_for_all_ranks_which_judge_at_moments_of_their_own(tmp
     assert [rank.rank for rank in report.ranks] == [0, 1]
 
 
-def test_rank_zero_logs_and_reports_every_node_and_names_the_slowest_rank(tmp_path: Path) -> None:
+def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> None:
     results = two_nodes(tmp_path)
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
@@ -48,7 +48,7 @@ def test_rank_zero_logs_and_reports_every_node_and_names_the_slowest_rank(tmp_pa
     name = "node1/gpu/0/utilization_percent/mean"
     other = {int(row["step"]): float(row[name]) for row in rows if row.get(name)}
     assert set(own) == {90.0}
-    # Once an epoch; nobody waits for a node that has not spoken yet, so on a busy machine one of them can be missing.
+    # Once an epoch; no rank waits for a node that has not published yet, so on a busy machine one can be missing.
     assert other
     assert other.keys() <= {39, 79}
     assert set(other.values()) == {30.0}

@@ -1,4 +1,4 @@
-"""The look inside the step, in real trainings on the CPU."""
+"""Profiled steps of real trainings on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model has on the CPU where nobody moves it."""
+"""What a model on a GPU has left on the CPU."""
 
 import torch
 from torch import nn

@@ -19,7 +19,7 @@ PHASES = [("callback/A", 2.0), ("trainer", 1.0), ("data_loading", 3.0), ("host_t
         (12.0, 12.5, {"host_to_device_copy": 0.5}),  # but for the copy, which the GPU does after its kernels
     ],
 )
-def test_the_gpu_is_idle_from_its_last_kernel_to_the_next(begin_s: float, end_s: float, idle: dict[str, float]) -> None:
+def test_the_gpu_is_idle_between_two_kernels(begin_s: float, end_s: float, idle: dict[str, float]) -> None:
     assert idle_by_phase(Gap(begin_s, end_s, 10.0, PHASES)) == pytest.approx(idle)
 
 
@@ -33,7 +33,7 @@ def test_of_validation_nothing_is_known() -> None:
     st.floats(0, 50),
     st.floats(0, 50),
 )
-def test_the_parts_are_never_more_than_the_gap_or_than_the_phase(
+def test_the_parts_never_exceed_the_gap_or_the_phase(
     spent: list[tuple[str, float]], begin_s: float, length_s: float
 ) -> None:
     idle = idle_by_phase(Gap(begin_s, begin_s + length_s, 30.0, spent))
@@ -42,7 +42,7 @@ def test_the_parts_are_never_more_than_the_gap_or_than_the_phase(
         assert idle[phase] <= sum(seconds for name, seconds in spent if name == phase) + 1e-9
 
 
-def test_the_clocks_are_tied_where_the_gpu_had_nothing_else_to_do() -> None:
+def test_the_clocks_are_tied_where_the_gpu_was_idle() -> None:
     time = HostTime()
     time.learn(100.0, 5.0)  # behind other work: it came to this 0.3 s after it was asked for
     assert time.at(5.0) == pytest.approx(100.0)

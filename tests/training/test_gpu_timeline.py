@@ -33,7 +33,7 @@ def idle_percent(measured: RunMeasurements) -> dict[str, float]:
     return {phase: 100 * share for phase, share in shares.items() if share >= 0.005}
 
 
-def test_a_pageable_copy_behind_gpu_work_costs_only_what_the_gpu_copies(train: Train) -> None:
+def test_a_pageable_copy_costs_what_the_gpu_copies(train: Train) -> None:
     """Host timers see the host in the copy for most of the time, because there it waits for the GPU."""
     clock, _, measured = train(copy_s=0.0002, pageable=True)
     assert clock.seconds["host_to_device_copy"] / clock.wall_s > 0.85
@@ -47,7 +47,7 @@ def test_a_wait_for_data_behind_gpu_work_costs_nothing(train: Train) -> None:
     assert idle_percent(measured).get("data_loading", 0.0) < 1
 
 
-def test_a_wait_for_data_that_the_gpu_feels_is_measured_as_such(train: Train) -> None:
+def test_a_wait_that_the_gpu_feels_is_measured(train: Train) -> None:
     """20 ms of kernels in a step of 30 ms, 28.9 of which the host waits for data."""
     clock, _, measured = train(data_s=0.029)
     assert clock.seconds["data_loading"] / clock.wall_s > 0.95
@@ -65,7 +65,7 @@ def test_idle_time_between_kernels_is_inside_the_step(train: Train) -> None:
     assert idle_percent(measured) == pytest.approx({"in the step": 66.7}, abs=1)
 
 
-def test_a_slow_callback_behind_a_sync_is_called_by_its_name(train: Train) -> None:
+def test_a_slow_callback_behind_a_sync_is_named(train: Train) -> None:
     _, _, measured = train(Spending(print, "on_train_batch_end", 0.015), item=True)
     idle = idle_percent(measured)
     assert idle["callback/Spending"] == pytest.approx(100 * 15 / 36, abs=1.5)
@@ -83,14 +83,14 @@ def test_data_and_a_sync_share_the_idle_time(train: Train) -> None:
     assert idle_percent(measured)["data_loading"] == pytest.approx(100 * 10 / 31, abs=1.5)
 
 
-def test_pinned_copies_that_the_host_does_not_wait_for_are_seen_on_the_gpu(train: Train) -> None:
+def test_pinned_copies_are_seen_on_the_gpu(train: Train) -> None:
     clock, _, measured = train(copy_s=0.010)
     assert clock.seconds["host_to_device_copy"] / clock.wall_s < 0.1  # now and then the queue is full there
     assert idle_percent(measured)["host_to_device_copy"] == pytest.approx(100 / 3, abs=1)
     assert diagnose(measured).findings[0].cause == "host_to_device_copy"
 
 
-def test_one_step_in_eight_is_looked_at(train: Train) -> None:
+def test_one_step_in_eight_is_sampled(train: Train) -> None:
     _, _, measured = train()
     assert measured.gpu_idle is not None
     assert STEPS / 16 < measured.gpu_idle.samples < STEPS / 4
@@ -105,7 +105,7 @@ def test_the_trainings_random_numbers_stay_as_they_are(train: Train) -> None:
     assert random.random() == expected
 
 
-def test_an_error_of_cuda_ends_the_looks_and_not_the_training(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_error_ends_the_sampling_and_not_the_training(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     class Break(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 100:

@@ -1,4 +1,4 @@
-"""Memory that grows steadily is told from memory that fills up, goes up and down, or is noisy."""
+"""Memory that grows steadily is distinguished from memory that fills up, goes up and down, or is noisy."""
 
 import math
 import random
@@ -14,7 +14,7 @@ def grown(sizes: list[float], room_bytes: float | None = None) -> object:
     return steady_growth("Memory", [(10.0 * i, size) for i, size in enumerate(sizes)], room_bytes)
 
 
-def test_a_leak_is_found_with_its_slope_and_the_time_left() -> None:
+def test_a_leak_has_its_slope_and_the_time_left() -> None:
     noise = random.Random(1)
     growth = steady_growth(
         "Memory", [(10.0 * i, GIB + 2 * MIB * i + noise.gauss(0, MIB)) for i in range(200)], room_bytes=720 * MIB
@@ -35,7 +35,7 @@ def test_a_leak_is_found_with_its_slope_and_the_time_left() -> None:
         [GIB + 100 * MIB * (i % 20) for i in range(200)],  # epochs
         [4 * GIB - 2 * MIB * i for i in range(200)],
         [GIB + 0.1 * MIB * i for i in range(200)],  # a trifle
-        [GIB + 20 * MIB * i for i in range(20)],  # too few looks
+        [GIB + 20 * MIB * i for i in range(20)],  # too few samples
         [],
         [GIB],
     ],

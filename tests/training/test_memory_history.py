@@ -32,9 +32,7 @@ def leak(minutes: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("hours_left", "alarms"), [(10, 1), (24 * 7, 0)])
-def test_a_leak_that_is_full_within_a_day_is_an_alarm_once(
-    monkeypatch: pytest.MonkeyPatch, hours_left: int, alarms: int
-) -> None:
+def test_a_leak_full_within_a_day_alarms_once(monkeypatch: pytest.MonkeyPatch, hours_left: int, alarms: int) -> None:
     budget = replace(read_host_budget(), memory_available_bytes=4 * MIB * 60 * hours_left)
     monkeypatch.setattr(memory_history, "read_host_budget", lambda: budget)
     memory, raised = history(leak(60))

@@ -54,7 +54,7 @@ def test_steady_steps_leave_out_warm_up_and_first_batches(loop: Loop) -> None:
     assert {(block.step_s, block.data_loading_s, block.training_step_s) for block in blocks} == {(3.0, 10.0, 20.0)}
 
 
-def test_a_batch_fetched_while_the_epoch_starts_is_part_of_its_start(loop: Loop) -> None:
+def test_a_batch_fetched_at_epoch_start_is_part_of_it(loop: Loop) -> None:
     """As Lightning does with a loader of unknown length, which it is one batch ahead of."""
     loop.clock.timed(EPOCH_START, loop.fetch)(7.0)
     assert loop.clock.seconds == {"epoch_start": 7.0}
@@ -86,7 +86,7 @@ def test_own_work_within_a_fetch_is_no_wait_for_data(loop: Loop) -> None:
     assert loop.clock.seconds == booked  # training is over
 
 
-def test_steady_steps_begin_anew_after_a_change_and_the_phases_go_on(loop: Loop) -> None:
+def test_steady_steps_begin_anew_after_a_change(loop: Loop) -> None:
     loop.epoch(60)
     loop.clock.begin_anew()
     loop.clock.timed(TRAINER, lambda: [(loop.fetch(), loop.step(2.0)) for _ in range(40)])()

@@ -11,7 +11,7 @@ from trainings import Boom, HandClock
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch
 
 
-def test_spans_add_up_to_the_run_and_are_few_however_long_it_is() -> None:
+def test_spans_add_up_to_the_run_and_stay_few() -> None:
     timeline = PhaseTimeline(max_spans=40, width_s=0.25)
     timeline.start(100.0)
     seconds = {"training_step": 0.0, "callback/Slow": 0.0}
@@ -54,7 +54,7 @@ def trees(draw: st.DrawFn) -> Any:
 
 
 @given(trees())
-def test_phases_add_up_and_end_where_they_began_whatever_is_raised_inside(tree: Any) -> None:
+def test_phases_add_up_whatever_is_raised_inside(tree: Any) -> None:
     time, booked = HandClock(), dict.fromkeys("abc", 0.0)
     watch = Stopwatch("outside", time)
     contexts = {phase: watch.booked(phase, except_in="c" if phase == "b" else "") for phase in "abc"}

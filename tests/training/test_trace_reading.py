@@ -46,7 +46,7 @@ def test_a_gap_after_a_wait_is_due_to_the_wait() -> None:
     assert idle_us(step(0, 100), kernel(0, 50), wait, kernel(80, 100)) == {"sync": 30}
 
 
-def test_a_gap_in_front_of_a_launch_that_came_late_is_due_to_launching() -> None:
+def test_a_gap_before_a_late_launch_is_due_to_launching() -> None:
     launches = [event("cuda_runtime", "cudaLaunchKernel", at, at + 5) for at in (0, 40, 75)]
     assert idle_us(step(0, 100), *launches, kernel(0, 30), kernel(45, 60), kernel(80, 100)) == {"launch": 35}
 
