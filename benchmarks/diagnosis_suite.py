@@ -1,11 +1,10 @@
 """Trainings with one known cause each: what does the advisor say of them?
 
-    python benchmarks/diagnosis_suite.py [--seconds 5] [--traceml /path/to/venv/bin/traceml] [--output results.json]
+    python benchmarks/diagnosis_suite.py [--seconds 5] [--output results.json]
 
 Each of benchmarks/toys.py is real, on the CPU, and slowed down in one real place. Those of benchmarks/gpu_cases.py are
 simulated. "healthy" means that nothing is to be blamed and nothing may be advised. The advisor comes first or last
 among the callbacks, at random where a toy does not say. At least 95 % of each training's wall time must be explained.
-With --traceml the twelve toys that other tools were tried on run under TraceML, too (its package is traceml-ai).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import logging
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
-from toys import RIVALS_TOYS, TOYS, train
+from toys import TOYS, train
 
 from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor
 from lightning_gpu_tools.advice.diagnosis import diagnose
@@ -83,22 +81,7 @@ def answer_in_a_process(name: str, seconds: float, folder: str) -> dict[str, Any
     return json.loads(file.read_text())
 
 
-def traceml_says(command: str, name: str, seconds: float, folder: str) -> str | None:
-    """Return TraceML's verdict on a toy; ``None`` if it did not run: it cannot while another one has its port."""
-    toy = str(Path(__file__).with_name("toys.py"))
-    processes = TOYS[name].options.get("devices", 1)
-    arguments = [command, "run", toy, "--nproc-per-node", str(processes), "--run-name", name.replace(" ", "-")]
-    run = subprocess.run(
-        [*arguments, "--args", name, "--seconds", str(seconds)],
-        cwd=folder, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    verdict = re.search(r"Verdict: (.+?)(?: \(|\s*\||$)", run.stdout, re.MULTILINE)
-    if verdict is None and run.returncode != 0:
-        return None
-    return verdict.group(1).strip() if verdict else "no verdict"
-
-
-def rows(seconds: float, traceml: str | None, only: Sequence[str]) -> list[dict[str, Any]]:
+def rows(seconds: float, only: Sequence[str]) -> list[dict[str, Any]]:
     """Run everything."""
     found = []
     for name, toy in TOYS.items():
@@ -106,13 +89,7 @@ def rows(seconds: float, traceml: str | None, only: Sequence[str]) -> list[dict[
             continue
         with tempfile.TemporaryDirectory() as folder:
             ask = answer_in_a_process if toy.options.get("devices", 1) > 1 else answer
-            row = {"training": name, "ran": "on the CPU", "known": toy.known, **ask(name, seconds, folder)}
-            if traceml and name in RIVALS_TOYS:
-                said = traceml_says(traceml, name, seconds, folder)
-                row["traceml"] = said or "did not run"
-                if said is not None:
-                    row["traceml_right"] = said.startswith(toy.as_traceml) if toy.as_traceml else False
-        found.append(row)
+            found.append({"training": name, "ran": "on the CPU", "known": toy.known, **ask(name, seconds, folder)})
     if not only:
         from gpu_cases import cases  # last: from here on torch believes in a simulated GPU
 
@@ -149,23 +126,17 @@ def as_table(matrix: dict[str, dict[str, int]]) -> Table:
 
 def show(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Print everything and return the sums."""
-    table = Table("training", "ran", "known cause", "the advisor says", "explained", "TraceML says")
+    table = Table("training", "ran", "known cause", "the advisor says", "explained")
     for row in found:
         explained = "" if row["explained"] is None else f"{100 * row['explained']:.1f} %"
-        mark = {True: "", False: " (wrong)"}
-        traceml = row.get("traceml", "") + (mark[row["traceml_right"]] if "traceml_right" in row else "")
-        table.add_row(row["training"], row["ran"], row["known"], row["said"] + mark[row["right"]], explained, traceml)
+        wrong = "" if row["right"] else " (wrong)"
+        table.add_row(row["training"], row["ran"], row["known"], row["said"] + wrong, explained)
     sums: dict[str, Any] = {"right": sum(row["right"] for row in found), "of": len(found)}
     least = min((row["explained"] for row in found if row["explained"] is not None), default=1.0)
     sums["least_explained"] = least
     matrix = sums["confusion"] = confusion(found)
     Console(width=160).print(table, as_table(matrix))
     print(f"{sums['right']} of {sums['of']} right; at least {100 * least:.1f} % of the wall time explained")
-    tried = [row for row in found if "traceml_right" in row]
-    if tried:
-        ours, theirs = (sum(row[key] for row in tried) for key in ("right", "traceml_right"))
-        sums["rivals_toys"] = {"ours_right": ours, "traceml_right": theirs, "of": len(tried)}
-        print(f"Of the {len(tried)} toys that other tools were tried on: ours {ours}, TraceML {theirs} right")
     return sums
 
 
@@ -173,7 +144,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each training (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=TOYS, default=[], help="these toys alone")
-    parser.add_argument("--traceml", help="the command of TraceML")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     parser.add_argument("--one", choices=TOYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -185,7 +155,7 @@ def main() -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             args.output.write_text(json.dumps(said))
         return 0
-    found = rows(args.seconds, args.traceml, args.only)
+    found = rows(args.seconds, args.only)
     sums = show(found)
     if args.output:
         result = {"benchmark": "diagnosis_suite", "machine": describe_machine(), **sums, "answers": found}

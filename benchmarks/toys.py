@@ -173,7 +173,6 @@ class Toy:
         options: Of the Trainer; a logger as its class.
         validate: Whether there is something to validate on.
         last: Whether the watching callbacks come after the others; ``None`` = it does not matter and is shuffled.
-        as_traceml: What TraceML would have to say, if it has a name for it.
     """
 
     known: str
@@ -183,7 +182,6 @@ class Toy:
     options: dict[str, Any] = field(default_factory=dict)
     validate: bool = False
     last: bool | None = None
-    as_traceml: tuple[str, ...] = ()
 
 
 def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoader]:
@@ -192,25 +190,24 @@ def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoad
     return lambda: DataLoader(Slow(seconds, **options), num_workers=count, **{"batch_size": 2, **more})
 
 
-_NONE = ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED")
 TOYS = {
-    # The twelve that TraceML and gpuprof were tried on.
-    "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4), as_traceml=("INPUT-BOUND",)),
-    "a2": Toy("data_loading too_few_workers", loader=workers(2, 0.01, batch_size=4), as_traceml=("INPUT-BOUND",)),
+    # The twelve that other tools were tried on first.
+    "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4)),
+    "a2": Toy("data_loading too_few_workers", loader=workers(2, 0.01, batch_size=4)),
     "b": Toy("callback SlowCallback", callbacks=[SlowCallback], last=True),
     "b2": Toy("callback SlowCallback", callbacks=[SlowCallback], last=False),
     "c": Toy("logging SlowLogger", options={"log_every_n_steps": 1, "logger": SlowLogger}),
     "d": Toy(
         "checkpoint", model=SlowSaveModel, callbacks=[checkpoint_every_step], options={"enable_checkpointing": True}
     ),
-    "e": Toy("healthy", model=lambda: ToyModel(0.05), as_traceml=_NONE),
+    "e": Toy("healthy", model=lambda: ToyModel(0.05)),
     "f": Toy("validation", options={"val_check_interval": 5}, validate=True),
-    "g": Toy("too_short", options={"max_steps": 10}, as_traceml=_NONE),
+    "g": Toy("too_short", options={"max_steps": 10}),
     "h": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4),
-             model=lambda: ToyModel(fail_at=110), as_traceml=("INPUT-BOUND",)),
-    "n": Toy("healthy", options={"max_steps": 2500}, as_traceml=_NONE),
+             model=lambda: ToyModel(fail_at=110)),
+    "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
-               options={"devices": 2, "strategy": "ddp"}, as_traceml=("INPUT STRAGGLER",)),
+               options={"devices": 2, "strategy": "ddp"}),
     # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
@@ -233,7 +230,6 @@ TOYS = {
     ),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
-RIVALS_TOYS = tuple(TOYS)[:12]
 
 
 def train(toy: Toy, seconds: float, folder: str, watching: Sequence[Callback] = (), *, last: bool = True) -> None:

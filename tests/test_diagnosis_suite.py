@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from diagnosis_suite import in_words
 from gpu_cases import MEASURED, SIMULATED
-from toys import RIVALS_TOYS, TOYS
+from toys import TOYS
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Cause, Verdict
@@ -32,7 +32,3 @@ def test_every_cause_and_every_verdict_has_a_case() -> None:
     assert {one.split()[0] for one in known} == {*get_args(Cause), *get_args(Verdict)} - {"low"}
     kinds = {one.split()[1] for one in known if one.startswith("data_loading ")}
     assert len(kinds) == 6
-
-
-def test_the_toys_of_other_tools_are_all_there() -> None:
-    assert RIVALS_TOYS == ("a", "a2", "b", "b2", "c", "d", "e", "f", "g", "h", "n", "ddp")
