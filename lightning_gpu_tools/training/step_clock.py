@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +38,13 @@ _SUM_EVERY = 10
 _Function = Callable[..., Any]
 
 
-class StepClock:
+class StepClock(Stopwatch):
     """Times the phases of one training, on the thread that trains.
 
     Whoever drives the training calls :meth:`start`, :meth:`begin_epoch`, :meth:`begin_fetch`, :meth:`end_fetch` and
     :meth:`stop`, and puts :meth:`timed` or :meth:`booked` around the rest. A step lasts from the start of its fetch to
-    the start of the next one.
+    the start of the next one. Phases are those of ``training.phases``, for callbacks and loggers with the class name:
+    ``"callback/EarlyStopping"``.
 
     Args:
         clock: Returns the time in seconds.
@@ -61,18 +61,15 @@ class StepClock:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(UNEXPLAINED, clock)
         self.steps = self.epochs = 0
         self.last_fetch_s = 0.0
         self.warm_up_steps = WARM_UP_STEPS
         self.timeline = PhaseTimeline()
         self.blocks: list[StepBlock] = []
         self.running = False
-        self._clock = clock
-        self._watch = Stopwatch(UNEXPLAINED, clock)
-        self._data_loading, self._epoch_start, self._monitoring = map(
-            self._watch.account, (DATA_LOADING, EPOCH_START, MONITORING)
-        )
-        self._around_fetch = self._watch.current
+        self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
+        self._around_fetch = self.current
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
@@ -87,16 +84,16 @@ class StepClock:
 
     def start(self) -> None:
         """Begin: what is booked starts here."""
+        super().start()
         self.running = True
-        self._watch.start()
-        self._started_s = self._watch.since_s
+        self._started_s = self.since_s
         self.timeline.start(self._started_s)
 
     def stop(self) -> None:
         """End the measurement; nothing happens the second time."""
         if self.running:
-            self._watch.switch(self._watch.account(UNEXPLAINED))
-            self._stopped_s = self._watch.since_s
+            self.switch(self.account(UNEXPLAINED))
+            self._stopped_s = self.since_s
             self.running = False
             self.timeline.cut(self._stopped_s, self.seconds)
 
@@ -106,38 +103,25 @@ class StepClock:
         return self._started_s > 0
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Wall time by phase up to the last change of phase, without the phases that have taken none.
-
-        The keys are those of ``training.phases``, for callbacks and loggers with the class name:
-        ``"callback/EarlyStopping"``.
-        """
-        return self._watch.seconds
-
-    @property
     def wall_s(self) -> float:
         """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
         return (self._clock() if self.running else self._stopped_s) - self._started_s
-
-    def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
-        """Return a reusable context whose time is booked on a phase; see :meth:`Stopwatch.booked`."""
-        return self._watch.booked(phase, action, except_in)
 
     def timed(self, phase: str, function: _Function) -> _Function:
         """Return the function with its time booked on a phase; validation and checkpoints also get spans of their own.
 
         Not for functions called in every step: for those, :meth:`booked` is cheaper.
         """
-        timed = self._watch.timed(phase, function)
+        timed = super().timed(phase, function)
         if phase not in (VALIDATION, CHECKPOINT):
             return timed
 
         def with_edges(*args: Any, **kwargs: Any) -> Any:
-            self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+            self.timeline.cut_at_edge(self.since_s, self.seconds)
             try:
                 return timed(*args, **kwargs)
             finally:
-                self.timeline.cut_at_edge(self._watch.since_s, self.seconds)
+                self.timeline.cut_at_edge(self.since_s, self.seconds)
 
         return with_edges
 
@@ -160,7 +144,7 @@ class StepClock:
         return self._gpu.around
 
     def _seconds_now(self) -> dict[str, float]:
-        self._watch.switch(self._watch.current)
+        self.switch(self.current)
         return self.seconds
 
     def gpu_idle(self) -> GpuIdle | None:
@@ -173,11 +157,11 @@ class StepClock:
         if not self.running:
             function(*args)
             return
-        around = self._watch.switch(self._watch.account(f"{MONITORING}/{part}") if part else self._monitoring)
+        around = self.switch(self.account(f"{MONITORING}/{part}" if part else MONITORING))
         try:
             function(*args)
         finally:
-            self._watch.switch(around)
+            self.switch(around)
 
     def begin_anew(self) -> None:
         """Forget the steady steps so far: what they depend on has changed. The next ones are warm-up again."""
@@ -198,7 +182,7 @@ class StepClock:
             scratch.begin_fetch()
             scratch.end_fetch()
 
-        return max(0.0, pair_s * self._watch.entered + seconds_per_call(one_step) * self.steps)
+        return max(0.0, pair_s * self.entered + seconds_per_call(one_step) * self.steps)
 
     def begin_epoch(self) -> None:
         """Begin an epoch: its first fetch belongs to its start."""
@@ -210,28 +194,28 @@ class StepClock:
 
     def begin_fetch(self) -> None:
         """Begin to wait for a batch: the step before ends, and the next one begins."""
-        watch, now_s = self._watch, self._clock()
-        around = self._around_fetch = watch.current
-        around.seconds += now_s - watch.since_s
-        watch.since_s = now_s
+        now_s = self._clock()
+        around = self._around_fetch = self.current
+        around.seconds += now_s - self.since_s
+        self.since_s = now_s
         self._before_fetch_s = (around if around is self._epoch_start else self._data_loading).seconds
         if around is self._epoch_start:
             return  # a loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator
         self.steps += 1
-        watch.current = self._data_loading
+        self.current = self._data_loading
         if self.steps >= self._next_sum:
             self._sum_up(now_s)
-            self._before_fetch_s = watch.current.seconds
+            self._before_fetch_s = self.current.seconds
         if now_s >= self.timeline.due_s:
             self.timeline.cut(now_s, self.seconds)
 
     def end_fetch(self) -> None:
         """The batch has come."""
-        watch, now_s = self._watch, self._clock()
-        watch.current.seconds += now_s - watch.since_s
+        now_s = self._clock()
+        self.current.seconds += now_s - self.since_s
         # Not simply since the fetch began: within it something else may have been booked, see `as_own_work`.
-        fetch_s = self.last_fetch_s = watch.current.seconds - self._before_fetch_s
-        watch.since_s, watch.current = now_s, self._around_fetch
+        fetch_s = self.last_fetch_s = self.current.seconds - self._before_fetch_s
+        self.since_s, self.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
             fetch_cpu_s = time.thread_time() - self._fetch_cpu_since_s
             self._fetch_cpu_share = min(1.0, fetch_cpu_s / fetch_s) if fetch_s > 0 else 0.0
@@ -248,7 +232,7 @@ class StepClock:
                 self._close_block()
         if self._first_of_epoch:
             self._first_of_epoch = False
-            self._watch.current = self._epoch_start
+            self.current = self._epoch_start
             self._next_sum = self.steps + 1
         elif self.steps <= self.warm_up_steps:
             self._next_sum = self.warm_up_steps + 1
