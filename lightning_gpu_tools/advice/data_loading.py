@@ -40,8 +40,8 @@ _MIN_COLD_BLOCKS = 6
 _UNPACKING = 0.5
 # Receiving a batch of one tensor took 2.3 ms on a slow machine, and no setting changes that. Our default: twice that.
 _MIN_UNPACKING_S = 0.005
-# Receiving a worker's batch of two small tensors took the training process 0.5 to 1.3 ms of CPU time, on two cores.
-_RECEIVE_S = 0.0005
+# Receiving a worker's batch of one or two small tensors took the training process 0.5 to 2 ms, on two cores.
+_RECEIVE_S = 0.001
 # Our default: less than 64 KiB per batch from storage is not reading data.
 _MIN_STORAGE_BYTES = 64 * 2**10
 

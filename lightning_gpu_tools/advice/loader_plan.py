@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -82,17 +83,14 @@ def plan_loader(
         step_cores: How many cores the training process keeps busy during its step: on a GPU about one, on the CPU
             as many as PyTorch has threads.
     """
-    # Loading a batch and training on it must be paid for in CPU time, whoever does it. What the workers take beyond the
-    # cores that the step leaves free delays the step: its threads wait for each other, so one worker delays it by all
-    # of that time, and only workers on every core share the delay. A step measured beside workers has it already.
     cores = (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
-    excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
-    core_s = step_s + excess_s / cores
+    beside_s = functools.partial(_step_beside_workers, current, cost, step_s, step_cores, cores)
+    best_s = min(beside_s(workers) for workers in (1, max(1, math.ceil(cores))))
     workers_needed = _workers_for(step_s, cost)
-    workers = _workers_for(core_s, cost)
-    if not current.num_workers:
-        workers = max(workers, math.ceil(excess_s / ((1 + TOLERANCE) * core_s - step_s)))
-    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if core_s > (1 + TOLERANCE) * step_s else None
+    workers = _workers_for(best_s, cost)
+    while workers < cores and beside_s(workers) > (1 + TOLERANCE) * best_s:
+        workers += 1
+    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     prefetch_factor = max(least_prefetch, _prefetch_factor(cost))
     while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
@@ -103,8 +101,7 @@ def plan_loader(
             workers, limited_by = int(most), cast("Literal['shm', 'memory']", resource)
     most_workers = min(limits.values())
     alone_s = cost.wall_s + step_s
-    busy_workers = cores if current.num_workers else min(workers, cores)
-    predicted_s = max(step_s + excess_s / busy_workers, cost.wall_s / workers) if workers else alone_s
+    predicted_s = max(beside_s(workers), cost.wall_s / workers) if workers else alone_s
     if alone_s <= (1 + TOLERANCE) * predicted_s:
         workers, predicted_s = 0, alone_s
     settings = LoaderSettings(
@@ -121,6 +118,24 @@ def plan_loader(
         step_s=predicted_s,
         most_workers=None if math.isinf(most_workers) else int(most_workers),
     )
+
+
+def _step_beside_workers(
+    current: LoaderSettings, cost: LoadCost, step_s: float, step_cores: float, cores: float, workers: int
+) -> float:
+    """Return how long a step takes while workers load on the same cores.
+
+    Loading a batch and training on it must be paid for in CPU time, whoever does it. What the workers take beyond the
+    cores that the step leaves free delays the step. One worker delays it by all of that time, because the threads of a
+    step wait for each other after every operation; workers on every core share the delay. But then threads in lockstep
+    lose time by spinning while one of them has no core. Our model, from two threads with half a core each: half of the
+    delay more, at most the step once more.
+    """
+    excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
+    if current.num_workers:  # then the step was measured beside workers and has their delay already
+        return step_s + excess_s / cores
+    lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 and workers > 1 else 0.0
+    return step_s + excess_s / min(workers, cores) + lockstep * min(excess_s / (2 * cores), step_s)
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:

@@ -145,11 +145,11 @@ def workers(count: int) -> dict[str, Any]:
 
 
 def test_a_wait_for_data_has_share_ceiling_and_settings() -> None:
-    """Of 40 ms a step 10.5 remain: its own 10, and the time to receive a batch."""
+    """Of 40 ms a step 11 remain: its own 10, and the time to receive a batch."""
     finding = first(cpu_run(WAITS))
     assert (finding.cause, finding.evidence["kind"]) == ("data_loading", "too_few_workers")
     assert finding.share == pytest.approx(0.75)
-    assert finding.ceiling == pytest.approx(40 / 10.5)
+    assert finding.ceiling == pytest.approx(40 / 11)
     assert finding.evidence["advised_num_workers"] == 4
     assert "num_workers=4 (now 0)" in finding.advice
     assert "NumWorkersFinder()" in finding.advice
@@ -160,10 +160,10 @@ def test_a_wait_for_data_has_share_ceiling_and_settings() -> None:
     [
         (8, 1, 10),
         (2, 1, 20),  # 40 ms of CPU time on two cores
-        (2, 2, 25),  # 50 ms on two cores
+        (2, 2, 32.5),  # 50 ms on two cores, and half of the delay more, because two threads compute in lockstep
         (1.5, 1, 40 / 1.5),
         (1, 1, None),  # each second of loading is one that the step does not have
-        (4, 4, 17.5),
+        (4, 4, 21.25),
     ],
 )
 def test_a_ceiling_is_what_the_cores_allow(cores: float, step_cores: float, after_ms: float | None) -> None:
@@ -174,7 +174,7 @@ def test_a_ceiling_is_what_the_cores_allow(cores: float, step_cores: float, afte
         assert finding.evidence["kind"] == "cpu_bound"
     else:
         assert finding.evidence["kind"] == "too_few_workers"
-        assert finding.ceiling == pytest.approx(40 / (after_ms + 0.5))
+        assert finding.ceiling == pytest.approx(40 / (after_ms + 1))
         assert ("Then the cores are the limit: a batch takes 30 ms of CPU time" in finding.advice) == (cores < 8)
 
 
@@ -182,7 +182,7 @@ def test_a_step_on_all_cores_needs_a_worker_on_each() -> None:
     """One worker would delay a step that computes in lockstep on both cores by all of its time."""
     finding = first(cpu_run({"data_loading": 40, "training_step": 75}, load_cpu_ms=40, cpu_ms=183, host=a_host(2)))
     assert finding.evidence["advised_num_workers"] == 2
-    assert finding.ceiling == pytest.approx(115 / (75 + 33 / 2 + 0.5))
+    assert finding.ceiling == pytest.approx(115 / (75 + 33 / 2 + 68 / 75 * 33 / 4 + 1))
 
 
 @pytest.mark.parametrize(("cpu_s", "kind"), [(0.150, "cpu_bound"), (0.100, "too_few_workers")])
