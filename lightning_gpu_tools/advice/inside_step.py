@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
 from lightning_gpu_tools.training.run_measurements import COPY, GpuFacts, RunMeasurements
@@ -84,14 +83,9 @@ def _larger_batch(run: RunMeasurements) -> str:
     return f"batch_size={doubled} (now {batch_size}; up to {fits} fit by measured memory)"
 
 
-def _basis(known: bool) -> Literal["measured", "heuristic"]:
-    return "measured" if known else "heuristic"
-
-
 def _copy(run: RunMeasurements) -> Finding | None:
     between = 0.0 if run.gpu_idle is None else run.lost_share(COPY)
-    inside, _ = _part_of_idle(run, "copy")
-    share = min(between + inside, run.idle_share)
+    share = min(between + (_part_of_idle(run, "copy") or 0.0), run.idle_share)
     if share < _MIN_SHARE:
         return None
     copy_s = share * run.step_s
@@ -114,35 +108,27 @@ def _copy(run: RunMeasurements) -> Finding | None:
         )
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
-        advice += f" {_left_on_cpu_advice(run.left_on_cpu)}"
+        advice += (
+            f" Still on the CPU and copied on every use: {evidence['left_on_cpu']}. Lightning moves only parameters, "
+            "buffers and submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
+        )
     return counted("host_to_device_copy", share, evidence, advice)
 
 
-def _left_on_cpu_advice(names: tuple[str, ...]) -> str:
-    return (
-        f"Still on the CPU and copied on every use: {', '.join(names)}. Lightning moves only parameters, buffers and "
-        "submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
-    )
-
-
-def _part_of_idle(run: RunMeasurements, reason: str) -> tuple[float, bool]:
-    """Return for what fraction of the wall time the GPU idles inside the step for a reason, and whether it is known."""
-    in_step, profile = run.idle_in_step_share, run.profile
-    if in_step is None or profile is None:
-        return 0.0, False
-    idle_s = sum(profile.idle_s.values())
-    if idle_s <= 0:
-        return 0.0, False
-    return in_step * profile.idle_s.get(reason, 0.0) / idle_s, True
+def _part_of_idle(run: RunMeasurements, reason: str) -> float | None:
+    """Return the fraction of the wall time for which the GPU idles inside the step for a reason; ``None``: unknown."""
+    in_step, idle_s = run.idle_in_step_share, run.profile.idle_s if run.profile is not None else {}
+    total_s = sum(idle_s.values())
+    return in_step * idle_s.get(reason, 0.0) / total_s if in_step is not None and total_s > 0 else None
 
 
 def _sync(run: RunMeasurements) -> Finding | None:
     profile = run.profile
     if profile is None or profile.syncs_per_step < 1:
         return None
-    share, known = _part_of_idle(run, "sync")
-    if not known:  # no GPU was traced, so all of the idle time may be due to it
-        share = run.idle_in_step_share or 0.0
+    traced = _part_of_idle(run, "sync")
+    # Where no GPU was traced, all of the idle time may be due to it.
+    share = (run.idle_in_step_share or 0.0) if traced is None else traced
     if share < _MIN_SHARE:
         return None
     evidence: dict[str, float | str] = {
@@ -160,17 +146,16 @@ def _sync(run: RunMeasurements) -> Finding | None:
         f"The host syncs with the GPU {profile.syncs_per_step:.3g}x per step{where}. Remove .item(), float(), print "
         "and .cpu() there, or call them every 50 steps. Pass the tensor itself to self.log; prog_bar=True syncs each "
         "time the bar is drawn.",
-        _basis(known),
+        "heuristic" if traced is None else "measured",
     )
 
 
 def _launch(run: RunMeasurements) -> Finding | None:
     profile, in_step = run.profile, run.idle_in_step_share
-    share, known = _part_of_idle(run, "launch")
+    traced = _part_of_idle(run, "launch")
     short = profile is not None and profile.kernel_median_us is not None and profile.kernel_median_us < _SHORT_KERNEL_US
     tiny = is_tiny(run)
-    if tiny and not known:
-        share = in_step or 0.0
+    share = (in_step or 0.0) if tiny and traced is None else traced or 0.0
     if share < _MIN_LAUNCH_SHARE or not (short or tiny):
         return None
     evidence: dict[str, float | str] = {"ms_per_step": share * run.step_s * 1e3, "step_ms": run.step_s * 1e3}
@@ -189,7 +174,7 @@ def _launch(run: RunMeasurements) -> Finding | None:
             "mode='reduce-overhead') (CUDA graphs), a fused optimizer (AdamW(..., fused=True))"
             + (f", or {larger}.{_CAVEAT}" if larger else ".")
         )
-    return counted("launch_bound", share, evidence, advice, _basis(known))
+    return counted("launch_bound", share, evidence, advice, "heuristic" if traced is None else "measured")
 
 
 def _small_batch(run: RunMeasurements) -> Finding | None:
@@ -272,7 +257,7 @@ def unexplained_in_step(run: RunMeasurements, found: Sequence[Finding]) -> float
     """Return the fraction of idle time inside the step for which no cause was found."""
     in_step = run.idle_in_step_share or 0.0
     named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound"))
-    named += _part_of_idle(run, "copy")[0]
+    named += _part_of_idle(run, "copy") or 0.0
     return max(0.0, in_step - named)
 
 
