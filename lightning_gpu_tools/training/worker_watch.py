@@ -126,25 +126,25 @@ def _slope(begin: tuple[int, int], end: tuple[int, int]) -> float | None:
     return (end[1] - begin[1]) / steps if steps > 0 else None
 
 
-def _state(pid: int) -> str | None:
+def _proc(pid: int, name: str) -> str:
+    """Return what the kernel says of a process; nothing if it has ended, if it is private, or if this is not Linux."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):  # it has ended, or this is not Linux
-        return None
+        return (_PROC / str(pid) / name).read_text()
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> str | None:
+    fields = _proc(pid, "stat").rpartition(")")[2].split()
+    return fields[0] if fields else None
 
 
 def _run_and_delay_s(pid: int) -> tuple[float, float] | None:
     """Return how long a process has run and how long it has waited for a core; see the kernel's sched-stats.rst."""
-    try:
-        ran_ns, delayed_ns, _ = (_PROC / str(pid) / "schedstat").read_text().split()
-    except (OSError, ValueError):  # it has ended, or this kernel does not count it
-        return None
-    return int(ran_ns) / 1e9, int(delayed_ns) / 1e9
+    counts = _proc(pid, "schedstat").split()
+    return (int(counts[0]) / 1e9, int(counts[1]) / 1e9) if counts else None
 
 
 def _storage_bytes(pid: int) -> int | None:
-    try:
-        lines = (_PROC / str(pid) / "io").read_text().splitlines()
-    except OSError:  # it has ended, this is not Linux, or the file is nobody's to read
-        return None
+    lines = _proc(pid, "io").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
