@@ -17,7 +17,7 @@ def a_host(cores: float = 64, **options: Any) -> HostBudget:
 
 
 def a_block(phase_ms: dict[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0) -> StepBlock:
-    """Return steps that take these milliseconds per phase, and of CPU time: all in all, and of them in the loader."""
+    """Return steps that take these milliseconds per phase, and of CPU time: of the step, and of the loader."""
     ms = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy", "training_step")}
     return StepBlock(
         steps=steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import csv
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,13 @@ class HandClock:
 
 def nothing(seconds: float) -> None:
     """Spend no time."""
+
+
+def burn(seconds: float) -> None:
+    """Compute for some seconds of this thread's own CPU time, however busy the machine is."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
 
 
 class Samples(Dataset[torch.Tensor]):

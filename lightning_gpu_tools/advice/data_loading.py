@@ -107,7 +107,7 @@ def _torch_loader(
     """Return evidence, advice, and the most that following it can speed training up."""
     cost = _load_cost(run, loader, wait)
     step_s = max(wait.step_s - wait.wait_s, 1e-6)
-    step_cpu_s = run.busy_cores * step_s
+    step_cpu_s = min(run.busy_cores, run.host.cores) * step_s
     plan = plan_loader(loader, cost, step_s=step_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
     saved_s = wait.step_s - plan.step_s - (0.0 if loader.num_workers else _RECEIVE_S)
     speedup = ceiling(wait.share * min(1.0, max(0.0, saved_s / wait.wait_s)))

@@ -84,7 +84,7 @@ def plan_loader(
             as many as PyTorch has threads.
     """
     cores = (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
-    beside_s = functools.partial(_step_beside_workers, current, cost, step_s, step_cores, cores)
+    beside_s = functools.partial(_step_beside_workers, current, cost, step_s, min(step_cores, cores), cores)
     best_s = min(beside_s(workers) for workers in (1, max(1, math.ceil(cores))))
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(best_s, cost)

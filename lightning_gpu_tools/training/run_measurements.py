@@ -32,7 +32,7 @@ class StepBlock:
         data_loading_s: Part of it in which the training thread waited for a batch.
         data_loading_cpu_s: CPU time the training thread itself spent in that wait, as seen in every tenth step; near
             zero where worker processes load.
-        cpu_s: CPU time of all threads of the training process; 0 if it was not measured.
+        cpu_s: CPU time of all threads of the training process outside of that wait; 0 if it was not measured.
         host_to_device_copy_s: Part of it spent handing the batch to the device.
         training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
         paused_s: Part of it spent in validation and checkpoints.
@@ -278,7 +278,7 @@ class RunMeasurements:
     @property
     def busy_cores(self) -> float:
         """How many cores the training process keeps busy while it does not wait for data; 1 if it was not measured."""
-        cpu_s = sum(block.cpu_s - block.data_loading_cpu_s for block in self.blocks)
+        cpu_s = sum(block.cpu_s for block in self.blocks)
         working_s = sum(block.wall_s - block.data_loading_s for block in self.blocks)
         return cpu_s / working_s if cpu_s > 0 and working_s > 0 else 1.0
 

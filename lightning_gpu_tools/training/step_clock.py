@@ -77,8 +77,8 @@ class StepClock(Stopwatch):
         self._forward_s = 0.0
         self._next_sum = 0
         self._sum_from: StepBlock | None = None
-        self._fetch_cpu_since_s: float | None = None
-        self._fetch_cpu_share = 0.0
+        self._fetch_cpu_since_s: tuple[float, float] | None = None
+        self._fetch_cpu_s = self._fetch_process_cpu_s = 0.0
         self._open = StepBlock()
         self._steps_per_block = _STEPS_PER_BLOCK
 
@@ -214,11 +214,14 @@ class StepClock(Stopwatch):
         now_s = self._clock()
         self.current.seconds += now_s - self.since_s
         # Not simply since the fetch began: within it something else may have been booked, see `as_own_work`.
-        fetch_s = self.last_fetch_s = self.current.seconds - self._before_fetch_s
+        self.last_fetch_s = self.current.seconds - self._before_fetch_s
         self.since_s, self.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
-            fetch_cpu_s = time.thread_time() - self._fetch_cpu_since_s
-            self._fetch_cpu_share = min(1.0, fetch_cpu_s / fetch_s) if fetch_s > 0 else 0.0
+            thread_s, process_s = self._fetch_cpu_since_s
+            self._fetch_cpu_s, self._fetch_process_cpu_s = (
+                time.thread_time() - thread_s,
+                time.process_time() - process_s,
+            )
             self._fetch_cpu_since_s = None
 
     def _sum_up(self, now_s: float) -> None:
@@ -226,7 +229,12 @@ class StepClock(Stopwatch):
         totals = self._totals(now_s)
         if self._sum_from is not None:
             passed = totals - self._sum_from
-            self._open += replace(passed, data_loading_cpu_s=self._fetch_cpu_share * passed.data_loading_s)
+            self._open += replace(
+                passed,
+                data_loading_cpu_s=self._fetch_cpu_s * passed.steps,
+                # PyTorch's threads spin for some milliseconds after a step; what they do in a wait is no work.
+                cpu_s=max(0.0, passed.cpu_s - self._fetch_process_cpu_s * passed.steps),
+            )
             self._sum_from = None
             if self._open.steps >= self._steps_per_block:
                 self._close_block()
@@ -239,7 +247,7 @@ class StepClock(Stopwatch):
         else:
             self._sum_from = totals
             self._next_sum = self.steps + _SUM_EVERY - self._open.steps % _SUM_EVERY
-            self._fetch_cpu_since_s = time.thread_time()
+            self._fetch_cpu_since_s = time.thread_time(), time.process_time()
 
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds

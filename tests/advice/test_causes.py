@@ -168,7 +168,7 @@ def test_a_wait_for_data_has_share_ceiling_and_settings() -> None:
 )
 def test_a_ceiling_is_what_the_cores_allow(cores: float, step_cores: float, after_ms: float | None) -> None:
     """Steps of 40 ms, 30 of them loading, all of it computing."""
-    run = cpu_run(WAITS, load_cpu_ms=30, cpu_ms=30 + 10 * step_cores, host=a_host(cores))
+    run = cpu_run(WAITS, load_cpu_ms=30, cpu_ms=10 * step_cores, host=a_host(cores))
     finding = first(run)
     if after_ms is None:
         assert finding.evidence["kind"] == "cpu_bound"
@@ -180,7 +180,7 @@ def test_a_ceiling_is_what_the_cores_allow(cores: float, step_cores: float, afte
 
 def test_a_step_on_all_cores_needs_a_worker_on_each() -> None:
     """One worker would delay a step that computes in lockstep on both cores by all of its time."""
-    finding = first(cpu_run({"data_loading": 40, "training_step": 75}, load_cpu_ms=40, cpu_ms=183, host=a_host(2)))
+    finding = first(cpu_run({"data_loading": 40, "training_step": 75}, load_cpu_ms=40, cpu_ms=143, host=a_host(2)))
     assert finding.evidence["advised_num_workers"] == 2
     assert finding.ceiling == pytest.approx(115 / (75 + 33 / 2 + 68 / 75 * 33 / 4 + 1))
 

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from trainings import Boom, Model, Raise, Samples, Stream, loader, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, Stream, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.trainer import session
@@ -35,12 +35,6 @@ from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 40
-
-
-def burn(seconds: float) -> None:
-    end_s = time.thread_time() + seconds
-    while time.thread_time() < end_s:
-        pass
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trainings import HandClock
+from trainings import HandClock, burn
 
 from lightning_gpu_tools.training.phases import EPOCH_START, TRAINER, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -107,3 +107,18 @@ def test_measuring_its_own_cost_books_nothing(loop: Loop) -> None:
     before = (loop.clock.seconds, list(loop.clock.blocks), loop.clock.steps)
     assert loop.clock.cost_s() > 0
     assert (loop.clock.seconds, list(loop.clock.blocks), loop.clock.steps) == before
+
+
+def test_cpu_time_is_told_apart_by_who_spent_it() -> None:
+    """Loading computes for 4 ms a batch, the step for 1 ms."""
+    clock = StepClock()
+    clock.start()
+    clock.begin_epoch()
+    for _ in range(WARM_UP_STEPS + 42):
+        clock.begin_fetch()
+        burn(0.004)
+        clock.end_fetch()
+        burn(0.001)
+    block = sum(clock.blocks[1:], clock.blocks[0])
+    assert block.data_loading_cpu_s / block.steps == pytest.approx(0.004, rel=0.3)
+    assert block.cpu_s / block.steps == pytest.approx(0.001, rel=0.5)
