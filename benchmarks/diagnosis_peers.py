@@ -4,9 +4,9 @@
 
 Needs traceml-ai in the same environment. Each training of benchmarks/toys.py, on the CPU and slowed down in one known
 place, runs once under ``traceml run``, as TraceML's own docs recommend, and once with this package's advisor. TraceML
-"names" a cause if its verdict has a word for it. It "hints" at a callback, a logger, a checkpoint, validation or the
-start of an epoch with RESIDUAL-HEAVY, whose advice lists such work among other things. A training to which it did not
-attach is left out of the sums of both.
+"names" a cause if its verdict has a word for it. With RESIDUAL-HEAVY it "hints" at a callback, a logger, a checkpoint,
+validation, the start of an epoch or a transfer: its advice lists such work among other things. A training to which it
+did not attach is left out of the sums of both.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NAMES = {
     "straggler": ("INPUT STRAGGLER",),
     "host_to_device_copy": ("H2D-BOUND",),
     "healthy": ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED"),
-    "too_short": ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED", "no verdict"),
+    "too_short": ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED", "INSUFFICIENT", "no verdict"),
 }
-HINTED = ("callback", "logging", "checkpoint", "validation", "epoch_start")
+HINTED = ("callback", "logging", "checkpoint", "validation", "epoch_start", "host_to_device_copy")
 
 
 def traceml_says(name: str, seconds: float, folder: Path) -> dict[str, Any]:
@@ -64,10 +64,12 @@ def traceml_says(name: str, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def judge(known: str, verdict: str) -> str:
-    """Return whether TraceML's verdict names the known cause, hints at it, is another one, or a false alarm."""
+    """Return whether TraceML's verdict names the known cause, hints at it, is another one, none, or a false alarm."""
     cause = known.split()[0]
     if verdict.startswith(NAMES.get(cause, ())):
         return "names"
+    if verdict.startswith(("INSUFFICIENT", "no verdict")):
+        return "no verdict"
     if cause in ("healthy", "too_short"):
         return "false alarm"
     return "hints" if cause in HINTED and verdict == "RESIDUAL-HEAVY" else "misses"
