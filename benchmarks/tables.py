@@ -1,23 +1,32 @@
-"""Writes the tables of README.md and docs/ that hold measured figures, from benchmarks/results/.
+"""Writes the tables of README.md and docs/: figures from benchmarks/results/, the report's fields from docstrings.
 
     python -m benchmarks.tables
 
-Each stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``, and says how to measure it again and on what
-machine it was measured. A test fails where a table is not what its results give.
+Each stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. One with figures says how to measure them
+again, and on what machine they were measured. A test fails where a table is not what this program writes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, RankSpeed, Report
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.phases import PHASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -191,8 +200,43 @@ def checkpoint_io() -> str:
     )
 
 
+def fields(kind: type) -> str:
+    """Return the fields of a dataclass as its JSON object has them, with what their docstrings say."""
+    described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
+    hints = get_type_hints(kind)
+    rows = []
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
+        meaning = re.sub(r"\s+", " ", text).replace("``None``", "``null``").replace("``", "`")
+        meaning = meaning.replace("see docs/report_schema.md", "see [Phases](#phases)")
+        rows.append((f"`{name}`", in_json(hints[name]), meaning))
+    assert [row[0] for row in rows] == [f"`{field.name}`" for field in dataclasses.fields(kind)], kind
+    first = [("`schema_version`", "integer", str(SCHEMA_VERSION))] if kind is Report else []
+    return table(("field", "type", "meaning"), *first, *rows)
+
+
+def in_json(kind: Any) -> str:
+    """Return what a type is in JSON, in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join("null" if one is NoneType else in_json(one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return "string"
+    is_object = dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping
+    return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(
+        kind, "object" if is_object else "list"
+    )
+
+
+def phases() -> str:
+    rows = [(f"`{phase.name}`", phase.meaning) for phase in PHASES.values()]
+    return table(("phase", "the training thread is"), *rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (pick_speed, diagnosis, step_overhead, loader_settings, checkpoint_io)
+    **{one.__name__: one for one in (pick_speed, diagnosis, step_overhead, loader_settings, checkpoint_io, phases)},
+    **{
+        kind.__name__: functools.partial(fields, kind)
+        for kind in (Report, GpuSummary, Diagnosis, Finding, RankSpeed, MemoryGrowth, LoaderSummary)
+    },
 }
 
 
