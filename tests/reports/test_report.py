@@ -148,3 +148,14 @@ def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     assert "OSError" in result.stderr
     assert os.listdir(tmp_path) == ["gpu_report.json"]
     assert load_report(tmp_path) == REPORT
+
+
+def test_neither_dollar_signs_nor_a_users_style_change_the_picture(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    from lightning_gpu_tools.reports.plot import save_plot
+
+    costly = replace(REPORT, diagnosis=replace(REPORT.diagnosis, why="$\\frac$ of $5_{ is text"))
+    usual = save_plot(costly, tmp_path / "usual").read_bytes()
+    assert usual.startswith(b"\x89PNG")
+    with matplotlib.rc_context({"text.usetex": True, "text.parse_math": True, "lines.linewidth": 9}):
+        assert save_plot(costly, tmp_path / "styled").read_bytes() == usual
