@@ -142,7 +142,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
         load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
         claimed = ", also claimed by others" if candidate.whole_claims else ""
         parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
-    return f"Picked {'; '.join(parts)}: idle before busy, then the most free memory, out of {len(visible)} visible."
+    return f"Picked {'; '.join(parts)}. Best of {len(visible)} visible: idle before busy, then the most free memory."
 
 
 def sharding_hint(

@@ -26,6 +26,7 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
         gpu(mig=[mig(memory_total="10GiB", memory_free="4GiB")]),
         gpu(processes=None, compute_mode="prohibited"),
         gpu(memory_total=None, utilization=None),
+        gpu(mig=[]),
     ]
     select_gpus(min_free="9GiB")
     answer = run_cli("gpus")
@@ -41,6 +42,7 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
         "fallen off the bus",
         "4.00 GiB 10.0 GiB ?",
         "PROHIBITED",
+        "MIG mode without an instance",
     ):
         assert words in text
     assert max(map(len, answer.stdout.splitlines())) <= 100
@@ -64,6 +66,10 @@ def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -
 def test_the_mask_hides_nothing(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu(), gpu()]
     assert len(json.loads(run_cli("gpus", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)) == 2
+
+
+def test_a_driver_without_gpus_is_named(driver: Driver, run_cli: RunCli) -> None:
+    assert run_cli("gpus").stdout == "The NVIDIA driver lists no GPU.\n"
 
 
 def test_the_table_takes_no_claim_and_creates_nothing(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:

@@ -226,7 +226,7 @@ def test_the_sentence_after_a_selection_says_what_and_why(driver: Driver) -> Non
     driver.gpus = [gpu(memory_free="71.3GiB"), gpu(memory_free="80GiB", utilization=60)]
     reason = select_gpus().reason
     assert f"GPU 0 ({driver.gpus[0].uuid[:12]}…) with 71.3 GiB free, 0 % busy" in reason
-    assert "the most free memory, out of 2 visible" in reason
+    assert reason.endswith("Best of 2 visible: idle before busy, then the most free memory.")
 
 
 EXCLUSIVE_OR_WHY = """
