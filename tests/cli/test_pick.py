@@ -41,11 +41,6 @@ def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cl
     assert answer.stdout == f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}\n"
 
 
-def test_one_gpu_is_the_default(driver: Driver, pick: Pick) -> None:
-    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB")]
-    assert pick().out == f"{driver.gpus[1].uuid}\n"
-
-
 def test_env_can_be_given_to_env(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu()]
     assert pick("--format", "env").out == f"CUDA_VISIBLE_DEVICES={driver.gpus[0].uuid}\n"
@@ -122,14 +117,6 @@ def test_a_closed_stream_changes_no_exit_code(driver: Driver, arguments: list[st
     assert answer.returncode == code
     assert bool(answer.stdout) is (closed == "2>&-" and code == 0)
     assert bool(answer.stderr) is (closed == ">&-" and code != 0)
-
-
-def test_it_stays_inside_the_mask_and_gives_uuids(driver: Driver, pick: Pick, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert pick().out == f"{driver.gpus[1].uuid}\n"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert pick().returncode == 3
 
 
 def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:

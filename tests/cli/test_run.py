@@ -59,16 +59,6 @@ def test_options_of_the_command_are_its_own(driver: Driver, run_cli: RunCli) -> 
     assert run_cli("run", "echo", "--wait").stdout == "--wait\n"
 
 
-def test_the_claim_ends_with_the_command(driver: Driver) -> None:
-    driver.gpus = [gpu()]
-    with running("--exclusive", "--", "sh", "-c", "echo on; read line") as job:
-        assert job.stdout is not None
-        job.stdout.readline()
-        assert not is_free()
-        job.communicate("\n")
-        assert is_free()
-
-
 def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> None:
     driver.gpus = [gpu()]
     # The shell does not exec its last command, because something follows it.
@@ -192,15 +182,6 @@ def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_di
         assert "Traceback" not in job.communicate()[1]
     assert job.returncode == 130
     assert [entry.name for entry in claims_dir.iterdir()] == []
-
-
-def test_gpus_shows_who_holds_what_since_when(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu()]
-    with running("--min-free", "8GiB", "--", "sh", "-c", "echo on; read line") as job:
-        assert job.stdout is not None
-        job.stdout.readline()
-        (claim,) = json.loads(run_cli("gpus", "--json").stdout)[0]["claims"]
-        assert (claim["pid"], claim["memory_bytes"]) == (job.pid, 8 * 2**30)
 
 
 def test_bind_numa_keeps_the_command_on_near_cores(driver: Driver, run_cli: RunCli) -> None:
