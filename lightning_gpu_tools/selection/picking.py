@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Reading 8 GPUs takes some 0.1 s. Random, so that those who wait do not all poll at the same moment.
+# Reading 8 GPUs takes some 0.1 s. Random, so that waiting processes do not all poll at the same moment.
 _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4
 _ANNOUNCE_EVERY_S = 60.0
@@ -167,13 +167,13 @@ def select_gpus(
 
 
 class Attempt:
-    """One attempt to get GPUs, with the claims to oneself: what a decision is made from.
+    """One attempt to get GPUs, with the claims locked: what a decision is made from.
 
     Attributes:
         request: What is asked for.
         ledger: The claims.
         problem: Why claims cannot be made, or not even be read.
-        ahead: Who has waited longer.
+        ahead: Jobs that have waited longer.
         group: Name of the processes that share one choice: the first one makes it, the others take it over.
         among: UUIDs to pick from, in whose order the choice is given; ``None``: those that ``CUDA_VISIBLE_DEVICES``
             shows, and the best come first.
@@ -322,7 +322,7 @@ def pick(
 
     Args:
         request: What is asked for.
-        decide: Makes the decision, with the claims to itself. ``NotEnoughGpusError``: wait if there is time.
+        decide: Makes the decision, with the claims locked. ``NotEnoughGpusError``: wait if there is time.
         group: As in :class:`Attempt`.
         among: UUIDs to pick from, instead of those that ``CUDA_VISIBLE_DEVICES`` shows.
     """
@@ -380,7 +380,7 @@ def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
 
 @contextlib.contextmanager
 def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
-    """Yield the claims, to oneself if there is something to write, and why they are not what was wanted."""
+    """Yield the claims, locked if there is something to write, and what is wrong with them."""
     path = claims.directory()
     problem = None
     with contextlib.ExitStack() as stack:

@@ -72,8 +72,8 @@ def rank_gpus(
         claims: Live claims of other jobs.
         request: What the job asks for.
         own_process_ids: Processes that belong to the job itself and so do not stand in its way.
-        ahead: Who has waited longer, the longest first. Of what this job and they could use, the best are kept for
-            them, as many as they wait for.
+        ahead: Jobs that have waited longer, the longest first. Of what this job and they could use, the best are kept
+            for them, as many as they wait for.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []

@@ -35,7 +35,7 @@ def size_bytes(size: int | str | None) -> int | None:
 @dataclass
 class Process:
     pid: int
-    memory: int | None = None  # None: the driver does not tell, as under Windows' WDDM
+    memory: int | None = None  # None: the driver does not report it, as under Windows' WDDM
     graphics: bool = False
     sm: int | None = None  # its own utilization in percent, for nvmlDeviceGetProcessUtilization
     gpu_instance: int | None = None  # the MIG instance in which it runs
