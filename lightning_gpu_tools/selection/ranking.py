@@ -214,7 +214,7 @@ def _compute_mode_objection(gpu: GpuReading, others: list[GpuProcess] | None) ->
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so that unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
-    elif gpu.compute_mode in ("exclusive_process", "exclusive_thread") and (others is None or others):
+    elif gpu.compute_mode == "exclusive_process" and (others is None or others):
         user = "processes that cannot be read" if others is None else describe_process(others[0])
         yield f"compute mode {gpu.compute_mode.upper()} and in use by {user}"
 

@@ -83,7 +83,6 @@ def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None
         "nvmlDeviceGetComputeMode",
         "nvmlDeviceGetComputeRunningProcesses_v3",
         "nvmlDeviceGetGraphicsRunningProcesses_v3",
-        "nvmlDeviceGetAddressingMode",
     ],
 )
 def test_an_old_driver_without_a_function_will_do(driver: Driver, function: str) -> None:
