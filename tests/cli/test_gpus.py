@@ -85,7 +85,6 @@ def test_watch_follows_the_machine_until_ctrl_c(driver: Driver) -> None:
     driver.gpus = [gpu(utilization=11)]
     command = [sys.executable, "-u", "-m", "lightning_gpu_tools", "gpus", "--watch"]
     with subprocess.Popen(command, stdout=-1, stderr=-1, env={**os.environ, "FORCE_COLOR": "1"}) as watch:
-        assert watch.stdout is not None
         read_until(watch.stdout.fileno(), b"11 %")
         with driver.change():
             driver.gpus[0].utilization = 77

@@ -63,7 +63,6 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
     driver.gpus = [gpu()]
     # The shell does not exec its last command, because something follows it.
     with running("--exclusive", "--", "sh", "-c", "sh -c 'echo $$; exec sleep 60'; true") as job:
-        assert job.stdout is not None
         child = int(job.stdout.readline())
         job.kill()
         job.wait()
@@ -77,7 +76,6 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
 def test_killing_the_job_frees_the_gpu(driver: Driver) -> None:
     driver.gpus = [gpu()]
     with running("--exclusive", "--", "sh", "-c", "echo on; exec sleep 60") as job:
-        assert job.stdout is not None
         job.stdout.readline()
         assert not is_free()
         job.kill()
@@ -176,7 +174,6 @@ def test_an_unedited_script_under_advise_has_its_report(driver: Driver, run_cli:
 def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(utilization=90)]
     with running("--max-utilization", "5", "--wait", "1h", "--", "true") as job:
-        assert job.stderr is not None
         assert "Waiting for up to" in job.stderr.readline()
         job.send_signal(signal.SIGINT)
         assert "Traceback" not in job.communicate()[1]

@@ -87,7 +87,6 @@ def staying(user_id: int, path: Path, code: str = TAKE) -> Iterator[subprocess.P
     """A process of a user's that has done something and is still there."""
     command = [sys.executable, "-c", AS + code + STAY, str(path), str(user_id)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         yield process
         process.kill()

@@ -182,7 +182,6 @@ def test_ranks_of_ddp_get_the_gpus_that_the_first_applied(
 ) -> None:
     driver.gpus = [gpu(), gpu(), gpu(memory_free="70GiB")]
     with subprocess.Popen([sys.executable, "-c", RANK, repr(options)], stdin=-1, stdout=-1, text=True) as job:
-        assert job.stdout is not None
         first = job.stdout.readline()
         with driver.change():
             driver.gpus[1].memory_free = "50GiB"
