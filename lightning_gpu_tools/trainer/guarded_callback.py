@@ -19,9 +19,11 @@ class GuardedCallback(Callback):
 
     Attributes:
         intended: Errors that are meant for the user, and so end the training.
+        lost: What the warning says of the consequence; by default that the callback is off.
     """
 
     intended: ClassVar[tuple[type[Exception], ...]] = ()
+    lost: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,10 +46,8 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
             with suppress(Exception):  # what is broken may break here, too
                 self._give_up()
             what = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
-            message = (
-                f"{type(self).__name__} is off for the rest of this fit, without a report of it, because of an error "
-                f"in it: {what}"
-            )
+            lost = self.lost or f"{type(self).__name__} is off for the rest of this fit, without a report of it"
+            message = f"{lost}, because of an error in it: {what}"
             try:
                 rank_zero_warn(message)
             except Warning:  # a program that turns warnings into errors trains on, too

@@ -312,6 +312,8 @@ class _Fit:
 
     def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
         """Return why the loader has to be left alone, and why there is nothing to gain."""
+        if self._wrappers.missing:
+            return f"this version of Lightning has no {self._wrappers.missing[0]}", None
         if switch is None:
             reasons = [
                 one.fixed or f"a {type(one.made).__qualname__} is iterated in a way of its own"
