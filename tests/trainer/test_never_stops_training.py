@@ -21,7 +21,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Nu
 from lightning_gpu_tools.loaders import settings, workers
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
-from lightning_gpu_tools.trainer.checkpoint_plugin import TrainerIntroduction
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.training import compat as torch_compat
 
 STEPS, FAILS_AT = 4, 2
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def train(folder: Path, callbacks: list[Callback], fails_at: int | None) -> Outcome:
     seed_everything(0, verbose=False)
     model = Failing(fails_at)
-    plugins = [PortableCheckpointIO()] if any(isinstance(one, TrainerIntroduction) for one in callbacks) else []
+    plugins = [PortableCheckpointIO()] if any(isinstance(one, PortableCheckpointHooks) for one in callbacks) else []
     trainer = quiet_trainer(folder, callbacks=callbacks, plugins=plugins, log_every_n_steps=5, logger=False)
     error = "none"
     try:
@@ -77,7 +77,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "monitor": GPUUtilizationMonitor,
     "advisor": lambda: GPUUtilizationAdvisor(min_steps=1, min_seconds=0),
     "finder": lambda: NumWorkersFinder(budget_s=0.1),
-    "checkpoints": TrainerIntroduction,
+    "checkpoints": PortableCheckpointHooks,
 }
 
 
