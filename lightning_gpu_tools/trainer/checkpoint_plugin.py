@@ -256,7 +256,6 @@ class PortableCheckpointHooks(GuardedCallback):
     """Hands the trainer to its plugin, in the process that loads and saves."""
 
     intended = (CheckpointError,)
-    lost = "PortableCheckpointIO does less than it should in this fit"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Introduce them before anything is loaded."""
