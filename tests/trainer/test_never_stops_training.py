@@ -132,6 +132,31 @@ def test_a_fault_in_any_hook_changes_nothing(
     assert ever_raised
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        num_workers_finder._Fit._adopt,
+        num_workers_finder.switchable,
+        num_workers_finder.step_cost,
+        num_workers_finder.read_host_budget,
+        num_workers_finder.search,
+        num_workers_finder.restore,
+    ],
+)
+def test_a_fault_in_the_search_changes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_usual: dict[int | None, Outcome],
+    function: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr(num_workers_finder, "STUDY_STEPS", 3)
+    monkeypatch.setattr(num_workers_finder, "why_no_search", lambda steps: None)
+    for at, alone in as_usual.items():
+        with fault_in(function, lambda: RuntimeError("ours")) as raised:
+            assert train(tmp_path, [CALLBACKS["finder"]()], at) == alone
+        assert raised or at is not None
+
+
 PRIVATE_NAMES = [
     (module, name)
     for module in (compat, torch_compat)
