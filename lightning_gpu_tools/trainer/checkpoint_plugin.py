@@ -50,10 +50,12 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
+    CheckpointError,
     CheckpointMismatchError,
     KeyCollisionError,
 )
 from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.load_from_checkpoint import migrated
 from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
 from lightning_gpu_tools.units import printable, printable_path
@@ -250,8 +252,10 @@ class PortableCheckpointIO(CheckpointIO):
         return _renamed(checkpoint, plan, state, model.strict_loading)
 
 
-class PortableCheckpointHooks(Callback):
+class PortableCheckpointHooks(GuardedCallback):
     """Hands the trainer to its plugin, in the process that loads and saves."""
+
+    intended = (CheckpointError,)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Introduce them before anything is loaded."""
