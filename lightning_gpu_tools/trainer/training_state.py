@@ -12,7 +12,6 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -133,19 +132,44 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, p
         raise _mismatch(name, path, f"has groups of {saved} parameters, and {kind} has groups of {own}")
     if not _is_torchs(optimizer):
         return
-    steps = _can_step(optimizer)
     with _explaining(name, path):
-        small = _in_small(optimizer)
-        small.load_state_dict(_state_in_small(state, optimizer))
-        if steps:
+        kinds = _one_of_each_kind(optimizer, state)
+        small = _in_small(optimizer, kinds)
+        small.load_state_dict(_state_in_small(state, kinds))
+        if _can_step(_in_small(optimizer, kinds)):
             _step(small)
     for group, own_group in zip(small.param_groups, optimizer.param_groups, strict=True):
         _compare(group, {**own_group, "params": None}, name, path)  # also what schedulers have put there
 
 
+_Kinds = list[list[tuple[Any, torch.Tensor]]]
+
+
+def _one_of_each_kind(optimizer: Optimizer, state: Mapping[str, Any]) -> _Kinds:
+    """Return (key in the state, parameter) for each group; of those that are alike and have a state alike, the last.
+
+    A network has thousands of parameters and, but for their numbers, a few dozen kinds of them.
+    """
+    return [
+        [
+            *{
+                (parameter.shape, parameter.device, _form(state["state"].get(key))): (key, parameter)
+                for key, parameter in zip(saved["params"], own["params"], strict=True)
+            }.values()
+        ]
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _form(item)) for key, item in value.items())
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
 def _can_step(optimizer: Optimizer) -> bool:
     try:
-        _step(_in_small(optimizer))
+        _step(optimizer)
     except Exception:  # noqa: BLE001 - LBFGS wants the loss, SparseAdam sparse gradients: torch has the word there
         return False
     return True
@@ -158,24 +182,26 @@ def _step(optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _in_small(optimizer: Optimizer) -> Optimizer:
+def _in_small(optimizer: Optimizer, kinds: _Kinds) -> Optimizer:
     """Return an optimizer of the same class and options that has a few numbers for each parameter, and no state."""
     groups = [
-        {**group, "params": [_few(value, value.shape).to(value.device) for value in group["params"]]}
-        for group in optimizer.param_groups
+        {**group, "params": [_few(value, value.shape).to(value.device) for _, value in chosen]}
+        for group, chosen in zip(optimizer.param_groups, kinds, strict=True)
     ]
     small = type(optimizer).__new__(type(optimizer))
     small.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
     return small
 
 
-def _state_in_small(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def _state_in_small(state: Mapping[str, Any], kinds: _Kinds) -> dict[str, Any]:
     """Return the state of an optimizer as it would be for the parameters of :func:`_in_small`."""
-    keys = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    shapes = {key: parameter.shape for key, parameter in zip(keys, parameters, strict=True)}
-    entries = {key: _few_of(value, shapes.get(key, ())) for key, value in state["state"].items()}
-    return {"state": entries, "param_groups": copy.deepcopy(state["param_groups"])}
+    groups = [
+        {**copy.deepcopy({name: value for name, value in group.items() if name != "params"}), "params": [*dict(chosen)]}
+        for group, chosen in zip(state["param_groups"], kinds, strict=True)
+    ]
+    shapes = {key: parameter.shape for chosen in kinds for key, parameter in chosen}
+    entries = {key: _few_of(state["state"][key], shape) for key, shape in shapes.items() if key in state["state"]}
+    return {"state": entries, "param_groups": groups}
 
 
 def _few_of(value: Any, shape: Sequence[int]) -> Any:

@@ -74,7 +74,7 @@ def save_lit(model: LightningModule, path: Path) -> Path:
 def test_hyperparameters_and_hooks_are_lightnings(tmp_path: Path) -> None:
     path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
     mine, theirs = load_from_checkpoint(Lit, path), Lit.load_from_checkpoint(path)
-    assert mine.trace == theirs.trace
+    assert mine.trace == [*theirs.trace, "load_state_dict"]  # ours asks it twice, the first time to check
     assert dict(mine.hparams) == dict(theirs.hparams) == {"width": 3, "wrap": "plain"}
     assert torch.equal(mine.net.weight, theirs.net.weight)
 
