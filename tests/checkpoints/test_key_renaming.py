@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
+from wrapped_models import compiled, contents, fill
 
 from lightning_gpu_tools.checkpoints.key_groups import group_keys, list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
@@ -272,22 +273,20 @@ class Named(nn.Module):
             self.add_module(name, child)
         if own:
             self.scale = nn.Parameter(torch.zeros(2))
-            self.note = "fresh"
+        self.note = "fresh"
 
     def get_extra_state(self) -> dict[str, str]:
-        return {"note": getattr(self, "note", "")}
+        return {"note": self.note}
 
     def set_extra_state(self, state: dict[str, str]) -> None:
         self.note = state["note"]
 
 
-def compiled(module: nn.Module) -> nn.Module:
-    if hasattr(module, "get_compiler_config"):  # torch cannot compile a compiled module again
-        return module
-    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+def compiled_once(net: nn.Module) -> nn.Module:
+    return net if hasattr(net, "get_compiler_config") else compiled(net)  # torch compiles nothing twice
 
 
-WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [nn.DataParallel, compiled, AveragedModel, checkpoint_wrapper]
+WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [nn.DataParallel, compiled_once, AveragedModel, checkpoint_wrapper]
 
 leaves = st.sampled_from([lambda: nn.Linear(2, 2), lambda: nn.BatchNorm1d(2), lambda: nn.Embedding(3, 2)]).map(
     lambda make: make()
@@ -318,22 +317,8 @@ def wrap(net: nn.Module, plan: list[tuple[int, Callable[[nn.Module], nn.Module]]
     return net
 
 
-def fill(net: nn.Module) -> None:
-    """Give every number a value that no other has."""
-    count = 0
-    for tensor in net.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
-            tensor.copy_(torch.arange(count, count + tensor.numel()).view(tensor.shape))
-            count += tensor.numel()
-    for module in net.modules():
-        if isinstance(module, Named):
-            module.note = f"note {(count := count + 1)}"
-
-
-def contents(net: nn.Module) -> list[object]:
-    """Everything that is learned, in the order of the unwrapped net, without the wrappers' own counters."""
-    tensors = [t for name, t in (*net.named_parameters(), *net.named_buffers()) if not name.endswith("n_averaged")]
-    return [t.tolist() for t in tensors] + [m.note for m in net.modules() if isinstance(m, Named)]
+def everything(net: nn.Module) -> list[object]:
+    return contents(net) + [module.note for module in net.modules() if isinstance(module, Named)]
 
 
 @given(net=nets, saved_as=wrappings, loaded_as=wrappings)
@@ -344,7 +329,9 @@ def test_any_nesting_loads_into_any_other(
 ) -> None:
     source = wrap(copy.deepcopy(net), saved_as)
     target = wrap(copy.deepcopy(net), loaded_as)
-    fill(source)
+    fill(source, 1)
+    for number, module in enumerate(source.modules()):
+        module.note = f"note {number}"
     weights = source.state_dict()
     known, state = read_model(target, weights)
     plan = plan_renaming({key: shape_of(value) for key, value in weights.items()}, known)
@@ -352,7 +339,7 @@ def test_any_nesting_loads_into_any_other(
     assert all(any(new is old for old in weights.values()) for new in renamed.values())
     renamed.update((key, state[key]) for key in plan.kept)
     target.load_state_dict(renamed)
-    assert contents(target) == contents(source)
+    assert everything(target) == everything(source)
     # And what a model has saved itself is never touched.
     own, _ = read_model(source, weights)
     untouched = plan_renaming({key: shape_of(value) for key, value in weights.items()}, own)
