@@ -65,7 +65,7 @@ def plan_renaming(
     Args:
         checkpoint: Shape of every key; ``None`` for what is not a tensor.
         model: The model's side.
-        root: Attribute that one side has and the other has not, as ``"model."``; ``""`` for none; ``None`` finds out.
+        root: Attribute that only one side has, such as ``"model."``; ``""`` for none; ``None`` searches for it.
         strict: Refuse unless every key of the model gets a weight of its shape and every key of the checkpoint finds
             its place, apart from keys beside a dropped root. If false, take what fits and list the rest.
         same_tensor: Returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.

@@ -86,8 +86,8 @@ def load_weights(
     Args:
         model: Any module, wrapped or not.
         path: A local path, or any URL that fsspec knows.
-        root: Attribute that one side has and the other has not, as ``"model."``, or the entry of the file that holds
-            the weights. ``None`` finds out; ``""`` keeps to the names as they are.
+        root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
+            ``None`` searches for it; ``""`` takes the names as they are.
         strict: Whether every key of the model must get a weight of its shape, and every key of the checkpoint find its
             place. If false, what fits is loaded and the rest is in the report.
         weights_only: Whether to refuse files that hold more than plain data. If false, opening the file may run code.

@@ -1,4 +1,4 @@
-"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never half a file."""
+"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never a partial file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MANIFEST_VERSION = 1
 
 
 class PortableCheckpointIO(CheckpointIO):
-    """Makes the Trainer's checkpoints load anywhere and never leaves half a file.
+    """Makes the Trainer's checkpoints load anywhere and never leaves a partial file.
 
     On save, the keys get the names that they have in the model without ``DataParallel``, DDP, ``torch.compile`` and the
     like. On load (``ckpt_path`` of fit, validate, test and predict) any such prefixes are taken off or put on as the
@@ -179,12 +179,13 @@ class PortableCheckpointIO(CheckpointIO):
                 if is_disabled()
                 else "no Trainer that lives and has begun a run uses this PortableCheckpointIO."
             )
+        weights = portable["state_dict"].values()
         portable[MANIFEST] = {
             "version": _MANIFEST_VERSION,
             "wrappers": wrappers,
             "torch": str(torch.__version__),
             "lightning": lightning_version,
-            "devices": _devices(portable["state_dict"]),
+            "devices": sorted({str(value.device) for value in weights if isinstance(value, torch.Tensor)}),
         }
         return portable
 
@@ -198,12 +199,15 @@ class PortableCheckpointIO(CheckpointIO):
                 return checkpoint
             checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path)}
         _check_for_trainer(checkpoint, trainer, model, path)
+        # A hook of the user's comes after the plugin, and may change the checkpoint, the model or the loading.
+        may_still_change = is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
         try:
             with naming_file(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
-                check_before_copying(model, fit, leave_out_misfits=False)
+                if not may_still_change:
+                    check_before_copying(model, fit, leave_out_misfits=False)
         except CheckpointError:
-            if not _may_still_change(model) or "state_dict" not in checkpoint:
+            if not may_still_change or "state_dict" not in checkpoint:
                 raise
             own_what_modules_keep(checkpoint["state_dict"], read_model(model)[0])
             return checkpoint
@@ -290,11 +294,6 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping
             checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
 
 
-def _may_still_change(model: LightningModule) -> bool:
-    """Whether a hook of the user's comes after the plugin that may change the checkpoint, the model or the loading."""
-    return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
-
-
 def _check_for_trainer(
     checkpoint: Mapping[str, Any], trainer: Trainer, model: LightningModule, path: str | Path
 ) -> None:
@@ -307,7 +306,3 @@ def _check_for_trainer(
         check_callbacks(current, trainer, path)
         if trainer.state.fn is not TrainerFn.FITTING:
             check_loop(current, trainer, path)
-
-
-def _devices(weights: Mapping[str, Any]) -> list[str]:
-    return sorted({str(value.device) for value in weights.values() if isinstance(value, torch.Tensor)})

@@ -1,4 +1,4 @@
-"""Whether a Trainer can go on from the loops, callbacks, optimizers and schedulers of a checkpoint.
+"""Whether a Trainer can resume from the loops, callbacks, optimizers and schedulers of a checkpoint.
 
 Lightning and torch index these entries without asking what is in them, some of it only at the first step. So progress
 is compared with what the Trainer's own loops would save, and everything else is loaded into a stand-in first, by the
@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, f
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
-_BEGIN_ANEW = "To begin anew with its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
+_START_ANEW = (
+    "To start a new training from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
+)
 
 
 def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
@@ -44,7 +47,7 @@ def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) ->
         fault = next(filter(None, faults), "")
     if fault:
         raise BrokenCheckpointError(
-            f'"loops" of {printable_path(path)} {fault}. Take "loops" out and save the checkpoint again, to begin at '
+            f'"loops" of {printable_path(path)} {fault}. Take "loops" out and save the checkpoint again, to start at '
             "epoch 0."
         )
 
@@ -78,8 +81,8 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
     missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
     if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
         raise CheckpointMismatchError(
-            f'{printable_path(path)} holds weights, but no "{missing[0]}" to go on with: it was saved with '
-            f"save_weights_only=True, or not by a Trainer. {_BEGIN_ANEW}"
+            f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
+            f"save_weights_only=True, or not by a Trainer. {_START_ANEW}"
         )
     check_entries(checkpoint, path, TO_RESUME)
     check_loop(checkpoint, trainer, path)
@@ -95,7 +98,7 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
     if saved != len(trainer.optimizers):
         rank_zero_warn(
             f"{printable_path(path)} holds the states of {saved} optimizers, and the model has "
-            f"{len(trainer.optimizers)}. Lightning pairs them in their order, and the rest begin anew."
+            f"{len(trainer.optimizers)}. Lightning pairs them in order; the rest start without a state."
         )
     for index, optimizer in enumerate(trainer.optimizers):
         _check_when_it_loads(optimizer, f'"optimizer_states"[{index}]', path)
@@ -195,13 +198,16 @@ def _in_small(optimizer: Optimizer, kinds: _Kinds) -> Optimizer:
 
 def _state_in_small(state: Mapping[str, Any], kinds: _Kinds) -> dict[str, Any]:
     """Return the state of an optimizer as it would be for the parameters of :func:`_in_small`."""
-    groups = [
-        {**copy.deepcopy({name: value for name, value in group.items() if name != "params"}), "params": [*dict(chosen)]}
-        for group, chosen in zip(state["param_groups"], kinds, strict=True)
-    ]
-    shapes = {key: parameter.shape for chosen in kinds for key, parameter in chosen}
-    entries = {key: _few_of(state["state"][key], shape) for key, shape in shapes.items() if key in state["state"]}
-    return {"state": entries, "param_groups": groups}
+    groups = zip(state["param_groups"], kinds, strict=True)
+    entries = (
+        (key, _few_of(state["state"][key], parameter.shape))
+        for key, parameter in chain.from_iterable(kinds)
+        if key in state["state"]
+    )
+    return {
+        "state": dict(entries),
+        "param_groups": [{**group, "params": [key for key, _ in chosen]} for group, chosen in groups],
+    }
 
 
 def _few_of(value: Any, shape: Sequence[int]) -> Any:
@@ -245,7 +251,7 @@ def _is_torchs(thing: object) -> bool:
 def _mismatch(name: str, path: object, fault: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{printable_path(path)} does not fit: {name} {fault}. Configure the training as it was when the checkpoint "
-        f"was saved. {_BEGIN_ANEW}"
+        f"was saved. {_START_ANEW}"
     )
 
 
