@@ -228,7 +228,7 @@ class PortableCheckpointIO(CheckpointIO):
         return fitted
 
 
-class TrainerIntroduction(Callback):
+class PortableCheckpointHooks(Callback):
     """Hands the trainer to its plugin, in the process that loads and saves."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -261,7 +261,7 @@ def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
 
 def introductions() -> list[Callback]:
     """Return the callback that introduces trainer and plugin to each other; nothing if there is no plugin."""
-    return [TrainerIntroduction()] if _plugins else []
+    return [PortableCheckpointHooks()] if _plugins else []
 
 
 _plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
