@@ -24,9 +24,7 @@ from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, f
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
-_START_ANEW = (
-    "To start a new training from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
-)
+_START_ANEW = "To start anew from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
 
 
 def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
