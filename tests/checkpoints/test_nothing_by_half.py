@@ -16,12 +16,26 @@ from torch import nn
 from lightning_gpu_tools import CheckpointError, load_weights
 
 
+class Noted(nn.Linear):
+    """Has a number in its extra state, which it changes in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("note", torch.rand(1), persistent=False)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.note
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.note.copy_(state)
+
+
 class Net(LightningModule):
     """Everything that goes wrong below concerns what is loaded last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.first, self.norm, self.last = Noted(3), nn.BatchNorm1d(3), nn.Linear(3, 3)
         self.last.fine = nn.Parameter(torch.rand(3, dtype=torch.float16))
         self.last.register_buffer("count", torch.ones(3, dtype=torch.int8))
 
@@ -102,6 +116,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any], Net], object], str]] = {
     "expanded tensor": (has(lambda: torch.zeros(1).expand(3)), "is an expanded tensor"),
     "two for a tied one": (ties, r'last\.weight \(other numbers than ".*first\.weight"'),
     "a hook that fails": (does(raises), "mine"),
+    "a hook that fails late": (lambda _, net: net.last.register_load_state_dict_post_hook(raises), "mine"),
     "a hook that drops": (does(drops), r"Missing .*last\.bias"),
     "a hook that resizes": (does(replaces("bias", torch.ones(4))), "size mismatch"),
     "a hook that casts": (does(replaces("fine", torch.full((3,), 1e9))), r"1e\+09 would become inf"),
