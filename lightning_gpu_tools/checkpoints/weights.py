@@ -83,6 +83,12 @@ def load_weights(
     The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, or a safetensors file. It
     is read on the CPU, from whatever device it was saved, and each weight is copied to where the model has it.
 
+    Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
+    are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
+    check. After that, five things can still leave a model partly loaded: an error in code of the model that only runs
+    once its weights are there (``set_extra_state``), an interrupt, memory that runs out, a disk that cannot be read,
+    and a local file that another program truncates. With the last two the operating system ends the process (SIGBUS).
+
     Args:
         model: Any module, wrapped or not.
         path: A local path, or any URL that fsspec knows.
@@ -93,17 +99,11 @@ def load_weights(
         weights_only: Whether to refuse files that hold more than plain data. If false, opening the file may run code.
 
     Raises:
-        CheckpointMismatchError: The checkpoint does not fit, or numbers of it would become others in the model's types.
+        CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
         AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
         BrokenCheckpointError: The file is no checkpoint, or damaged.
         UnsafeCheckpointError: It holds more than plain data.
-
-    Nothing is loaded by half. All of these are raised before the first number is copied, and parameters and buffers are
-    then as they were. A model with hooks or a ``load_state_dict`` of its own is asked twice, the first time to check.
-    After that, four things can still leave a model partly loaded: an error raised by code of the model that only runs
-    once its weights are there (``set_extra_state``), memory that runs out, a disk that cannot be read, and a local file
-    that another program cuts short. The operating system ends the process (SIGBUS) for the last two.
 
     Example:
         >>> report = load_weights(net, "last.ckpt")  # doctest: +SKIP
