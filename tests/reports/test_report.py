@@ -17,6 +17,7 @@ from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
 from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
@@ -128,6 +129,20 @@ def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str,
         gpus=(replace(REPORT.gpus[0], name=name[:60]),),
     )
     assert max(map(len, render_text(report).splitlines())) <= 100
+
+
+def test_a_large_job_has_a_report_of_80_lines() -> None:
+    gpus = [
+        replace(REPORT.gpus[0], index=i, others_utilization_percent=50.0, power_watts_mean=300.0) for i in range(64)
+    ]
+    names = [f"{group}/Name{i}" for group in ("callback", "logging") for i in range(50)]
+    broken = replace(gpus[63], errors=("Xid 31 (memory page fault)",))
+    phase_s = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)}
+    lines = render_text(replace(REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=111.0)).splitlines()
+    assert len(lines) <= 80
+    assert "56 more GPUs are in gpu_report.json." in lines
+    assert any("ERRORS: Xid 31" in line for line in lines)
+    assert sum("43 others" in line and "43 s" in line for line in lines) == 2
 
 
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
