@@ -44,7 +44,7 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
 
 def test_a_field_of_a_later_version_is_ignored() -> None:
     data = json.loads(to_json(REPORT))
-    data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = 1
+    data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = [-1, "x" * 20_001]
     assert from_json(json.dumps(data)) == REPORT
 
 
