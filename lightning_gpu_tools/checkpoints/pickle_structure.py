@@ -45,7 +45,7 @@ _TENSOR_MAKERS = _MAKERS_OF_VIEWS.keys() | {
     "_rebuild_device_tensor_from_cpu_tensor",
 }
 # Legacy storage classes, by the dtype that torch prints.
-_DTYPE_OF_STORAGE = {
+DTYPE_OF_STORAGE = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -216,7 +216,7 @@ class StructureReader(pickle._Unpickler):
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
             raise MalformedPickleError("it describes a block of numbers in a way that no version of torch does")
         _, kind, key, location, numel, *view = pid
-        dtype = _DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
+        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
             raise MalformedPickleError(f"it has numbers of a kind that torch cannot read: {printable(kind)}")
         is_block = isinstance(key, str) and key not in self._views and isinstance(location, (str, bytes))

@@ -41,7 +41,7 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
 from lightning_gpu_tools.units import format_bytes, printable
 
-_DTYPE_OF_SAFETENSORS = {
+DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
@@ -277,7 +277,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     ranges = []
     numbers: list[Any] = []
     for name, entry in header.items():
-        dtype = _DTYPE_OF_SAFETENSORS[entry["dtype"]]
+        dtype = DTYPE_OF_SAFETENSORS[entry["dtype"]]
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
         numbers += first, last, *shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -89,8 +90,8 @@ def write_checkpoint(
     Raises:
         OSError: The file system refuses; ``filename`` is the path.
     """
-    with writing(path) as file:
-        _save(content, file, progress)
+    with writing(path) as file, watched(file, progress) as watched_file:
+        torch.save(content, watched_file)
 
 
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
@@ -246,15 +247,33 @@ def _are_plain(values: Iterable[Any]) -> bool:
     return all(value is None or isinstance(value, (str, int, float)) for value in values)
 
 
-class _Recorder:
-    """A file for ``torch.save`` that remembers why writing failed; torch itself reports only that it did."""
+@contextlib.contextmanager
+def watched(file: BinaryIO, progress: Callable[[int], None]) -> Iterator[Any]:
+    """Give a file for torch to write to. What makes that fail comes out; torch itself says only that it failed."""
+    watched_file = _WatchedFile(file, progress)
+    try:
+        buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
+        yield buffered
+        buffered.flush()
+    except Exception:  # nothing is swallowed here
+        if watched_file.error is not None:
+            raise watched_file.error from None
+        raise
 
+
+_BUFFER_BYTES = 1 << 20  # torch writes five times for each tensor, a few bytes where the tensor is small
+
+
+class _WatchedFile(io.RawIOBase):
     def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
         self._file = file
         self._progress = progress
         self.error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
         try:
             written = self._file.write(data)
         except OSError as error:
@@ -262,16 +281,3 @@ class _Recorder:
             raise
         self._progress(written)
         return written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _save(content: Any, file: Any, progress: Callable[[int], None]) -> None:
-    recorder = _Recorder(file, progress)
-    try:
-        torch.save(content, recorder)  # type: ignore[arg-type]
-    except Exception:  # torch hides the file's own error behind one of its own; nothing is swallowed here
-        if recorder.error is not None:
-            raise recorder.error from None
-        raise
