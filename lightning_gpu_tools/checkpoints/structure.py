@@ -21,17 +21,16 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.formats import (
     RESTORE,
-    DamagedContentsError,
     Fault,
     Format,
     broken,
     comes_from_contents,
+    damaged,
     identify,
-    open_file,
+    opened,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import (
     BYTES_OF_DTYPE,
-    MalformedPickleError,
     Opaque,
     StorageInfo,
     StructureReader,
@@ -68,6 +67,7 @@ class Structure:
 
     Attributes:
         path: The file.
+        size_bytes: Its size.
         format: How it is written.
         content: What ``torch.load`` would return, with descriptions in place of tensors and other objects.
         globals: Every class and function that opening it would look up, ``module.name``; ``module.name(...)`` is a call
@@ -78,6 +78,7 @@ class Structure:
     """
 
     path: str
+    size_bytes: int
     format: Format
     content: Any
     globals: frozenset[str]
@@ -99,28 +100,35 @@ class Structure:
         return any(record.crc for record in self.records.values())
 
 
-def read_structure(path: str) -> Structure:
+def read_structure(path: str | os.PathLike[str]) -> Structure:
     """Read the description of a file's contents and check it against what the file holds.
 
+    Args:
+        path: A local path, or any URL that fsspec knows.
+
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
         BrokenCheckpointError: The file is damaged or no checkpoint.
         OSError: It cannot be read.
     """
-    with open_file(path) as file:
-        return describe(file, path)
+    with opened(path) as file:
+        return describe(file, os.fspath(path))
 
 
-def verify_file(path: str, progress: Callable[[int], None] = lambda _: None) -> Structure:
+def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None) -> Structure:
     """Read the whole of a file and compare it with the checksums in it.
 
+    Args:
+        path: A local path, or any URL that fsspec knows.
+        progress: Called with the number of bytes that were read since the last call.
+
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
         BrokenCheckpointError: The file is damaged or no checkpoint.
         OSError: It cannot be read.
     """
-    with open_file(path) as file:
-        structure = describe(file, path)
+    with opened(path) as file:
+        structure = describe(file, os.fspath(path))
         compare_with_checksums(file, structure, progress)
         return structure
 
@@ -138,17 +146,13 @@ def describe(file: BinaryIO, path: str) -> Structure:
             read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
             with collector_paused():
                 return read(file, path, size_bytes)
-        except MalformedPickleError as error:
-            raise DamagedContentsError(Fault(f"is damaged: {error}", RESTORE)) from None
-        except DamagedContentsError:
-            raise
         except Exception as error:
             # Damaged or hostile bytes raise anything; nothing of theirs has run.
-            if not comes_from_contents(error):
+            if isinstance(error, Fault) or not comes_from_contents(error):
                 raise
-            raise DamagedContentsError(_DAMAGE[format_]) from None
-    except DamagedContentsError as error:
-        raise broken(path, error.args[0]) from None
+            raise Fault(_DAMAGE[format_], RESTORE) from None
+    except Fault as fault:
+        raise broken(path, fault) from None
 
 
 @contextlib.contextmanager
@@ -184,14 +188,14 @@ def compare_with_checksums(
         for record in structure.records.values():
             for chunk in read_chunks(file, record):
                 progress(len(chunk))
-    except DamagedContentsError as error:
-        raise broken(structure.path, error.args[0]) from None
+    except Fault as fault:
+        raise broken(structure.path, fault) from None
 
 
-_DAMAGE: Mapping[Format, Fault] = {
-    "zip": Fault("is damaged: the description of its contents (data.pkl) and the contents do not agree", RESTORE),
-    "legacy": Fault("is a damaged or cut file in torch's old format (before 1.6)", RESTORE),
-    "safetensors": Fault("is a damaged safetensors file: its header and its length contradict each other", RESTORE),
+_DAMAGE: Mapping[Format, str] = {
+    "zip": "is damaged: the description of its contents (data.pkl) and the contents do not agree",
+    "legacy": "is a damaged or cut file in torch's old format (before 1.6)",
+    "safetensors": "is a damaged safetensors file: its header and its length contradict each other",
 }
 
 
@@ -200,22 +204,19 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if not root or "data.pkl" not in records:
         names = [printable(root + name) for name in records]
         shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-        raise DamagedContentsError(Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}"))
+        raise Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}")
     if "constants.pkl" in records:
-        advice = "Open it with torch.jit.load."
-        raise DamagedContentsError(Fault("is a TorchScript archive: a whole model, not a checkpoint", advice))
+        raise Fault("is a TorchScript archive: a whole model, not a checkpoint", "Open it with torch.jit.load.")
     _check_notes(file, records)
     record = records["data.pkl"]
     limit = max(_MIN_DESCRIPTION_LIMIT_BYTES, _MAX_DESCRIPTION_RATIO * size_bytes)
     if record.size_bytes > min(limit, _MAX_DESCRIPTION_BYTES):
-        raise DamagedContentsError(
-            Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
-        )
+        raise Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
     reader = StructureReader(BytesIO(b"".join(read_chunks(file, record))), record.size_bytes)
     content = reader.load()
     for storage in reader.storages.values():
         _check_record(storage, records.get(f"data/{storage.key}"))
-    return Structure(path, "zip", content, frozenset(reader.globals), records=records)
+    return Structure(path, size_bytes, "zip", content, frozenset(reader.globals), records=records)
 
 
 def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
@@ -224,9 +225,9 @@ def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
         record = records.get(name)
         if record is None or (record.size_bytes <= 100 and pattern.fullmatch(b"".join(read_chunks(file, record)))):
             continue
-        raise DamagedContentsError(Fault(f"is damaged: its record {name} says nothing that torch understands", RESTORE))
+        raise damaged(f"its record {name} says nothing that torch understands")
     if not records.keys() & {"version", ".data/version"}:
-        raise DamagedContentsError(Fault("is damaged: its record version is missing", RESTORE))
+        raise damaged("its record version is missing")
 
 
 def _check_record(storage: StorageInfo, record: Record | None) -> None:
@@ -238,7 +239,7 @@ def _check_record(storage: StorageInfo, record: Record | None) -> None:
     what = f"its record {name} is {'shorter' if excess < 0 else 'longer'} than the weights in it"
     if record is None:
         what = f"the weights in its record {name} are missing"
-    raise DamagedContentsError(Fault(f"is damaged: {what}", RESTORE))
+    raise damaged(what)
 
 
 def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
@@ -250,7 +251,7 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     storages = readers[3].storages
     # torch makes the parts of a nested tensor from its numbers, which come later.
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
-        raise DamagedContentsError(Fault("is damaged: it does not hold the numbers that it describes", RESTORE))
+        raise damaged("it does not hold the numbers that it describes")
     place = file.tell()
     for key in keys:  # each block of numbers comes after its length in 8 bytes
         storage = storages[key]
@@ -258,13 +259,13 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         length = file.read(8)
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
-            raise DamagedContentsError(_DAMAGE["legacy"])
-    return Structure(path, "legacy", content, named)
+            raise Fault(_DAMAGE["legacy"], RESTORE)
+    return Structure(path, size_bytes, "legacy", content, named)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Follow https://huggingface.co/docs/safetensors#format, as strictly as its own library does."""
-    damage = DamagedContentsError(_DAMAGE["safetensors"])
+    damage = Fault(_DAMAGE["safetensors"], RESTORE)
     file.seek(0)
     length = struct.unpack("<Q", file.read(8))[0]
     header = json.loads(file.read(length).decode(), object_pairs_hook=_without_repeats)
@@ -282,9 +283,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         shape = tuple(entry["shape"])
         numbers += first, last, *shape
         if last > size_bytes - start:
-            raise DamagedContentsError(
-                Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
-            )
+            raise Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
         numel = math.prod(shape)
         if numel * BYTES_OF_DTYPE[dtype] != last - first:
             raise damage
@@ -302,7 +301,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         end = last
     if start + end != size_bytes:
         raise damage
-    return Structure(path, "safetensors", content, frozenset(), metadata, places=places)
+    return Structure(path, size_bytes, "safetensors", content, frozenset(), metadata, places=places)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _MAX_COUNT = 2**63  # as torch counts
 WIDTH = 100
 
 
-def summarize(structure: Structure, size_bytes: int) -> dict[str, Any]:
+def summarize(structure: Structure) -> dict[str, Any]:
     """Return what is known about a file, ready for JSON. Unknown is ``None``; sizes are in bytes."""
     content = structure.content
     lightning = is_lightning_checkpoint(content)
@@ -46,7 +46,7 @@ def summarize(structure: Structure, size_bytes: int) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
-        "size_bytes": size_bytes,
+        "size_bytes": structure.size_bytes,
         "kind": "lightning" if lightning else "state_dict" if entries.keys() == {""} else "dictionary",
         "lightning_version": _text(content, LIGHTNING_VERSION) or manifest.get("lightning"),
         "torch_version": manifest.get("torch"),

@@ -11,22 +11,15 @@ import os
 import pickle
 import re
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import local_copy, writing
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, open_file
-from lightning_gpu_tools.checkpoints.structure import (
-    Structure,
-    collector_paused,
-    compare_with_checksums,
-    describe,
-    verify_file,
-)
+from lightning_gpu_tools.checkpoints.atomic_file import writing
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, opened
+from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -55,24 +48,13 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with local_copy(path) as local, open_file(local) as file:
-        structure = describe(file, local)
+    with opened(path) as file:
+        structure = describe(file, os.fspath(path))
         if verify or structure.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
             compare_with_checksums(file, structure)
         if structure.format == "safetensors":
             return _load_safetensors(file, structure, map_location)
         return _load(file, structure, map_location, weights_only)
-
-
-def verify_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Read a whole file and compare it with the checksums in it.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is damaged.
-    """
-    with local_copy(path) as local:
-        verify_file(local)
 
 
 def write_checkpoint(
@@ -144,25 +126,6 @@ def _refuse_what_torch_lets_pass(structure: Structure) -> None:
     calls = [name for name in structure.globals if name.endswith("(...)")]
     if calls:
         raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
-    hole = hole_in_weights_only(torch.__version__)
-    if hole and not _warned:
-        _warned.append(hole)
-        warnings.warn(hole, stacklevel=5)
-
-
-_warned: list[str] = []  # once in a process
-
-
-def hole_in_weights_only(torch_version: str) -> str | None:
-    """Say what is wrong with ``weights_only=True`` in a version of torch; ``None`` if nothing is known."""
-    major, minor = (int(number) for number in torch_version.split(".")[:2])
-    if (major, minor) >= (2, 10):
-        return None
-    return (
-        f"torch {torch_version} has a known hole in weights_only=True (CVE-2026-24747): a crafted checkpoint can "
-        "corrupt memory. lightning_gpu_tools refuses such files as far as it knows how they are made. For checkpoints "
-        "that you do not trust, use torch 2.10 or later."
-    )
 
 
 def _explain(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> None:

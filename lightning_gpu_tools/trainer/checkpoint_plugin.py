@@ -41,11 +41,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     same_tensors,
     shapes_of,
 )
-from lightning_gpu_tools.checkpoints.torch_files import (
-    read_checkpoint,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,

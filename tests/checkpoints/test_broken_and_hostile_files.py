@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_file, walk_tensors
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint, walk_tensors
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
@@ -176,9 +176,8 @@ def test_a_flipped_bit_in_the_weights_is_found_by_verifying_only(tmp_path: Path)
         read_checkpoint(path, verify=True)
     path.write_bytes(GOOD)
     seen: list[int] = []
-    verify_file(str(path), seen.append)
+    verify_checkpoint(str(path), seen.append)
     assert sum(seen) >= 600 * 4
-    verify_checkpoint(path)
 
 
 class Exploit:
@@ -346,7 +345,7 @@ def test_structure_tells_what_torch_would_load(tmp_path: Path) -> None:
 
 def open_in_every_way(path: Path) -> None:
     """Either it opens, or it is refused in words; nothing else may come out, and never torch's dangerous advice."""
-    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: verify_file(str(path))):
+    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: verify_checkpoint(str(path))):
         message = refusal(act)
         assert not message or str(path) in message
         assert "weights_only" not in message

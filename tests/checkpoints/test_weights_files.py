@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints import weights_files
-from lightning_gpu_tools.checkpoints.structure import verify_file
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 from lightning_gpu_tools.checkpoints.weights_files import write_weights
 
 TENSORS = st.builds(
@@ -58,7 +58,7 @@ def test_torch_loads_the_weights_that_were_written(
         if not private_name:
             patch.setattr(weights_files, "_ARCHIVE", None)
         write_weights(content, str(path))
-    assert verify_file(str(path)).has_checksums
+    assert verify_checkpoint(str(path)).has_checksums
     for mapped in (True, False):
         loaded = torch.load(path, mmap=mapped, weights_only=True)
         assert type(loaded) is OrderedDict

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_file
+from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
@@ -58,7 +58,7 @@ def is_mapped(path: Path) -> bool:
 def refuse_everywhere(path: Path, match: str) -> None:
     for act in (
         lambda: read_structure(str(path)),
-        lambda: verify_file(str(path)),
+        lambda: verify_checkpoint(str(path)),
         lambda: read_checkpoint(path),
         lambda: read_checkpoint(path, weights_only=False),
         lambda: load_weights(torch.nn.Linear(30, 20), path),
@@ -151,7 +151,7 @@ def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path:
         assert [*loaded] == [*CONTENT]
         assert all(torch.equal(loaded[name], CONTENT[name]) for name in CONTENT)
         del loaded
-    assert verify_file(str(path)).has_checksums is (case != "no checksums")
+    assert verify_checkpoint(str(path)).has_checksums is (case != "no checksums")
     model = torch.nn.Linear(30, 20)
     load_weights(model, path)
     assert torch.equal(model.weight, CONTENT["weight"])
@@ -339,7 +339,7 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_what_unpacks_to_less_than_the_index_says_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(too_short_inside())
-    for act in (lambda: verify_file(str(path)), lambda: read_checkpoint(path)):
+    for act in (lambda: verify_checkpoint(str(path)), lambda: read_checkpoint(path)):
         with pytest.raises(BrokenCheckpointError, match="record data/1 is not as long as the index says"):
             act()
 
