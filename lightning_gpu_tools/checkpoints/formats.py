@@ -32,8 +32,8 @@ _LEGACY_START = re.compile(
 _MAX_SAFETENSORS_HEADER = 100_000_000
 
 
-class Fault(Exception):  # noqa: N818 - becomes a BrokenCheckpointError, which names the file
-    """Why a file is no checkpoint.
+class Fault(Exception):
+    """Why a file is no checkpoint; becomes a ``BrokenCheckpointError``, which names the file.
 
     Attributes:
         what: What it is, as the predicate of a sentence.

@@ -180,7 +180,6 @@ class StructureReader(pickle._Unpickler):
         super().__init__(file, encoding="utf-8", errors="replace")
         self.globals: set[str] = set()
         self.storages: dict[str, StorageInfo] = {}
-        self._views: dict[str, StorageInfo] = {}
         self._stand_ins: dict[tuple[str, str], _StandIn] = {}
         self._is_legacy = legacy
         self._left_to_copy = size_bytes
@@ -213,29 +212,29 @@ class StructureReader(pickle._Unpickler):
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the description of a storage, ``("storage", class, key, location, numel)``, or of a part of one."""
+        """Return the description of a storage, ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module"):
             return Opaque("persistent id", pid)
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
             raise damaged("it describes a block of numbers in a way that no version of torch does")
-        _, kind, key, location, numel, *view = pid
+        _, kind, key, location, numel, *part = pid
+        if part and part[0] is not None:
+            raise Fault(
+                "has tensors that share their numbers as torch before 0.4 wrote it, which is not read here",
+                "Load it with torch.load and save it again with torch.save.",
+            )
         dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
             raise damaged(f"it has numbers of a kind that torch cannot read: {printable(kind)}")
-        is_block = isinstance(key, str) and key not in self._views and isinstance(location, (str, bytes))
-        if not is_block or not are_sizes((numel,)):
+        if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
             raise damaged(f"it describes the block of numbers {printable(key)} by what is no name and size")
-        storage = _same(self.storages, StorageInfo(key, dtype, _decoded(location), numel))
-        if not view or view[0] is None:
-            return storage
-        # A part of a block, in files from before torch 0.4.
-        if not isinstance(view[0], tuple) or len(view[0]) != 3 or not are_sizes(view[0][1:]):
-            raise damaged(f"it describes a part of the block of numbers {printable(key)} by what is no size")
-        view_key, offset, length = view[0]
-        if offset + length > numel or view_key in self.storages:
-            raise damaged(f"a part of the block of numbers {printable(key)} is outside of it")
-        return _same(self._views, StorageInfo(str(view_key), dtype, storage.location, length))
+        place = location if isinstance(location, str) else location.decode("ascii", "replace")
+        storage = StorageInfo(key, dtype, place, numel)
+        before = self.storages.setdefault(key, storage)  # torch goes by the first
+        if before.size_bytes != storage.size_bytes or (before.dtype != dtype and before.size_bytes):
+            raise damaged(f"it describes the block of numbers {printable(key)} in two ways")
+        return storage
 
     # -- opcodes: as in pickle, but for what would run, copy or trust something ------------------------------------
 
@@ -264,11 +263,8 @@ class StructureReader(pickle._Unpickler):
             vars(target).update(state)
         elif isinstance(target, Opaque) and not target.is_plain:
             target.state = state
-        elif isinstance(target, (Opaque, TensorInfo)):
-            if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], StorageInfo):
-                _check_view(state[0], *state[1:], dtype=state[0].dtype)  # a tensor in files from before torch 0.2
-            else:  # torch would have the tensor grow beyond its block of numbers
-                self.globals.add("torch.Tensor.__setstate__(...)")
+        elif isinstance(target, (Opaque, TensorInfo)):  # torch would have a tensor grow beyond its block of numbers
+            self.globals.add("torch.Tensor.__setstate__(...)")
         else:
             raise damaged(f"it gives attributes to a {type(target).__name__}")
 
@@ -407,18 +403,6 @@ class StructureReader(pickle._Unpickler):
         return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind)
 
 
-def _decoded(location: str | bytes) -> str:
-    return location if isinstance(location, str) else location.decode("ascii", "replace")
-
-
-def _same(known: dict[str, StorageInfo], storage: StorageInfo) -> StorageInfo:
-    """Return a block of numbers if it is what it was when it was named before: torch goes by the first."""
-    before = known.setdefault(storage.key, storage)
-    if before.size_bytes != storage.size_bytes or (before.dtype != storage.dtype and before.size_bytes):
-        raise damaged(f"it describes the block of numbers {printable(storage.key)} in two ways")
-    return storage
-
-
 def are_sizes(numbers: Sequence[Any]) -> bool:
     """Whether these can be sizes, offsets and strides: whole numbers that fit into 64 bits and are not negative."""
     return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
@@ -514,7 +498,6 @@ def _parts(container: Any) -> Iterator[Any]:
     if isinstance(container, TensorInfo):
         return iter([container.attributes])
     if isinstance(container, dict):
-        return chain(
-            container, container.values(), vars(container).values() if isinstance(container, OrderedDict) else ()
-        )
+        attributes: dict[str, Any] = getattr(container, "__dict__", {})
+        return chain(container, container.values(), attributes.values())
     return iter(container)

@@ -31,7 +31,6 @@ from lightning_gpu_tools.checkpoints.formats import (
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import (
     BYTES_OF_DTYPE,
-    Opaque,
     StorageInfo,
     StructureReader,
     TensorInfo,
@@ -72,6 +71,7 @@ class Structure:
         content: What ``torch.load`` would return, with descriptions in place of tensors and other objects.
         globals: Every class and function that opening it would look up, ``module.name``; ``module.name(...)`` is a call
             that plain data never needs.
+        devices: What its numbers were saved from, ``"cuda:2"``.
         metadata: The text entries of a safetensors file; empty for others.
         records: The records of a zip file, by name; empty for others.
         places: Where the numbers of each tensor of a safetensors file begin; empty for others.
@@ -82,6 +82,7 @@ class Structure:
     format: Format
     content: Any
     globals: frozenset[str]
+    devices: frozenset[str]
     metadata: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
@@ -216,7 +217,8 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     content = reader.load()
     for storage in reader.storages.values():
         _check_record(storage, records.get(f"data/{storage.key}"))
-    return Structure(path, size_bytes, "zip", content, frozenset(reader.globals), records=records)
+    devices = frozenset(storage.location for storage in reader.storages.values())
+    return Structure(path, size_bytes, "zip", content, frozenset(reader.globals), devices, records=records)
 
 
 def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
@@ -260,7 +262,8 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise Fault(_DAMAGE["legacy"], RESTORE)
-    return Structure(path, size_bytes, "legacy", content, named)
+    devices = frozenset(storage.location for storage in storages.values())
+    return Structure(path, size_bytes, "legacy", content, named, devices)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
@@ -301,7 +304,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         end = last
     if start + end != size_bytes:
         raise damage
-    return Structure(path, size_bytes, "safetensors", content, frozenset(), metadata, places=places)
+    return Structure(path, size_bytes, "safetensors", content, frozenset(), frozenset({"cpu"}), metadata, places=places)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -309,36 +312,3 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")
     return unique
-
-
-def walk_tensors(content: Any) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (dotted name, tensor) for every tensor anywhere in a structure's content, in the order of the file."""
-    # A name is a key and the name around it, joined only where a tensor is: keys can be long, and below each other.
-    stack: list[tuple[Any, Any]] = [(None, content)]
-    seen: set[int] = set()
-    while stack:
-        name, value = stack.pop()
-        if isinstance(value, TensorInfo):
-            yield _joined(name), value
-            continue
-        if id(value) in seen:
-            continue
-        if isinstance(value, Mapping):
-            inside = [((name, key), item) for key, item in value.items()]
-        elif isinstance(value, (list, tuple)):
-            inside = [((name, index), item) for index, item in enumerate(value)]
-        elif isinstance(value, Opaque):
-            parts = (value.arguments, value.state, value.items)
-            inside = [(name, part) for part in parts if isinstance(part, (Mapping, list, tuple))]
-        else:
-            continue
-        seen.add(id(value))
-        stack.extend(reversed(inside))
-
-
-def _joined(name: Any) -> str:
-    keys = []
-    while name is not None:
-        name, key = name
-        keys.append(printable(key))
-    return ".".join(reversed(keys))

@@ -4,7 +4,6 @@ import io
 import os
 import random
 import struct
-import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import records_of, refuse_everywhere, saved, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
@@ -25,26 +25,7 @@ CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspa
 DEFLATED, STORED = zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED
 
 
-def saved(content: object = CONTENT) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-GOOD = saved()
-
-
-def records_of(data: bytes) -> list[tuple[str, bytes]]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return [(info.filename, archive.read(info)) for info in archive.infolist()]
-
-
-def zipped(records: list[tuple[str, bytes]], method: int = STORED) -> bytes:
-    buffer = io.BytesIO()
-    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(buffer, "w", method) as archive:  # duplicate names
-        for name, data in records:
-            archive.writestr(name, data)
-    return buffer.getvalue()
+GOOD = saved(CONTENT)
 
 
 PLAIN = zipped(records_of(GOOD))
@@ -53,18 +34,6 @@ PACKED = zipped(records_of(GOOD), DEFLATED)
 
 def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
-
-
-def refuse_everywhere(path: Path, match: str) -> None:
-    for act in (
-        lambda: read_structure(str(path)),
-        lambda: verify_checkpoint(str(path)),
-        lambda: read_checkpoint(path),
-        lambda: read_checkpoint(path, weights_only=False),
-        lambda: load_weights(torch.nn.Linear(30, 20), path),
-    ):
-        with pytest.raises(BrokenCheckpointError, match=match):
-            act()
 
 
 # -- what archive tools make of a checkpoint -----------------------------------------------------------------------
@@ -121,7 +90,7 @@ def commented() -> bytes:
 def without_checksums() -> bytes:
     torch.serialization.set_crc32_options(False)
     try:
-        return saved()
+        return saved(CONTENT)
     finally:
         torch.serialization.set_crc32_options(True)
 
