@@ -1,29 +1,32 @@
-"""What the monitor and the advisor add to a training step, beside Lightning's own DeviceStatsMonitor, in one run.
+"""What monitor and advisor, and other tools, add to a training step: all at their defaults, in turn, in one run.
 
-    python benchmarks/step_overhead.py [--steps 4000] [--fake-gpus 8] [--output results.json]
+    python benchmarks/step_overhead.py [--rounds 300] [--fake-gpus 8] [--output results.json]
 
-All variants train at once, each in a thread of its own, but only one of them at a time: after every 10 steps the next
-one has its turn, so that what the machine does besides hits all alike. Of each turn the first steps, which find the
-caches cold, are left out; five turns, with one point of logging among them, are one measurement. With GPUs, and nvitop
-installed, its collector is a variant, too. The threads that sample the GPUs run beside all variants; what they take is
-told by itself. On a machine with GPUs the model trains on the first one. With --fake-gpus the GPUs are those of the
-tests' fake driver, which is Python and not C and so takes far longer.
+Each variant trains in a process of its own, but only one of them at a time: in each round every variant has one turn,
+in random order, of 101 whole steps. None is left out, and 101 is a prime, so turns hold every part of what is done at
+each 10th or 50th step. What a turn took is compared with the turns of the same round without callbacks, and with two
+callbacks that do nothing. The median of these differences comes with its 95 % interval. Threads and processes that
+sample beside the training run beside all variants; only what they cost the training thread is in the result.
+
+nvitop's collector runs where nvitop is installed and there are GPUs, TraceML where traceml-ai is installed, as its own
+docs recommend: under ``traceml run``. With --fake-gpus the GPUs are those of the tests' fake driver, which is Python
+and not C and so takes far longer.
 """
 
 import argparse
 import contextlib
 import importlib.util
-import io
 import json
 import logging
 import os
+import random
+import shutil
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -34,64 +37,50 @@ from lightning.pytorch.loggers import CSVLogger
 from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
-from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Report, load_report
+from lightning_gpu_tools.advice.noise import median_interval
 
-WARM_UP = 200
-TURN, COLD, TURNS = 10, 2, 5  # steps of a turn, how many of them are left out, and turns of a measurement
-
-
-class Relay:
-    """Lets one training at a time run, for so many steps each, in turn."""
-
-    def __init__(self, runners: int) -> None:
-        self.batons = [threading.Semaphore(0) for _ in range(runners)]
-        self.running = set(range(runners))
-
-    def start(self) -> None:
-        self.batons[0].release()
-
-    def pass_on(self, runner: int) -> None:
-        following = [other for other in range(len(self.batons)) if other in self.running]
-        later = [other for other in following if other > runner]
-        if following:
-            self.batons[(later or following)[0]].release()
+STEPS = 101  # of a turn
+WARM_UP_TURNS = 5
 
 
-class Model(LightningModule):
-    """A step of about a millisecond, and how long those of each measurement took, by the wall and of CPU time."""
+class Samples(Dataset):
+    def __len__(self) -> int:
+        return 10**9
 
-    def __init__(self, relay: Relay, place: int) -> None:
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(64)
+
+
+class InTurns(LightningModule):
+    """A step of about a millisecond, which waits for its turn after each 101st, and says how long the turn took."""
+
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        self.relay, self.place = relay, place
+        self.turns = (folder / "turns").open("rb", buffering=0)
+        self.times = (folder / "times").open("wb", buffering=0)
         self.steps = 0
-        self.began = self.spent = (0.0, 0.0)
-        self.measured_us: list[tuple[float, float]] = []
+        self.began = (0.0, 0.0)
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.steps % TURN == 0:
-            self.end_turn()
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.steps % STEPS == 0:
             if self.steps:
-                self.relay.pass_on(self.place)
-            self.relay.batons[self.place].acquire()
-        if self.steps % TURN == COLD:
-            self.began = (time.perf_counter(), time.thread_time())
+                us = [1e6 * (now - began) / STEPS for now, began in zip(self.now(), self.began, strict=True)]
+                self.times.write(f"{us[0]:.2f} {us[1]:.2f}\n".encode())
+            self.trainer.should_stop = not self.turns.read(1)  # nothing to read: the other end is closed
+            self.began = self.now()
         self.steps += 1
-        loss = self.layers(batch[0]).square().mean()
+        loss = self.layers(batch).square().mean()
         self.log("loss", loss)
         return loss
 
-    def end_turn(self) -> None:
-        (wall_s, cpu_s), (began_s, cpu_began_s) = self.spent, self.began
-        self.spent = wall_s + time.perf_counter() - began_s, cpu_s + time.thread_time() - cpu_began_s
-        if self.steps % (TURN * TURNS) == 0:
-            if self.steps > WARM_UP:
-                us = 1e6 / (TURNS * (TURN - COLD))
-                self.measured_us.append((self.spent[0] * us, self.spent[1] * us))
-            self.spent = (0.0, 0.0)
+    @staticmethod
+    def now() -> tuple[float, float]:
+        """Return the wall time and the CPU time of the training thread, in seconds."""
+        return time.perf_counter(), time.thread_time()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-6)
@@ -110,6 +99,7 @@ class NvitopCollector(Callback):
     def on_train_start(self, *args: object) -> None:
         from nvitop import Device, ResourceMetricCollector
 
+        logging.getLogger("nvitop").setLevel(logging.CRITICAL)  # it tells at length which functions the fake one lacks
         self.metrics: dict[str, float] = {}
         self.running = True
 
@@ -128,119 +118,164 @@ class NvitopCollector(Callback):
         self.thread.join()
 
 
+NONE, EMPTY, OURS = "no callbacks", "two empty callbacks", "monitor + advisor"
+NVITOP, TRACEML = "nvitop's collector", "TraceML"
 # The interval of logging, and what makes the callbacks.
-Variant = tuple[int, Callable[[], list[Callback]]]
-VARIANTS: dict[str, Variant] = {
-    "no callback": (50, list),
-    "two empty callbacks": (50, lambda: [EmptyCallback(), EmptyCallback()]),
-    "monitor + advisor": (
-        50,
-        lambda: [GPUUtilizationMonitor(report=False, devices="all"), GPUUtilizationAdvisor(min_seconds=1e9)],
-    ),
+VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
+    NONE: (50, list),
+    EMPTY: (50, lambda: [EmptyCallback(), EmptyCallback()]),
+    OURS: (50, lambda: [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor()]),
     "DeviceStatsMonitor, log_every_n_steps=50": (50, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
     "DeviceStatsMonitor, log_every_n_steps=1": (1, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
+    NVITOP: (50, lambda: [NvitopCollector()]),
+    TRACEML: (50, list),
 }
 
 
-def train(relay: Relay, place: int, variant: Variant, steps: int, folder: str) -> Model:
-    log_every_n_steps, callbacks = variant
-    model = Model(relay, place)
+def train(name: str, folder: Path) -> None:
+    """Train one variant, whenever it is its turn."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    log_every_n_steps, callbacks = VARIANTS[name]
     trainer = Trainer(
-        max_steps=WARM_UP + steps + 1,
         max_epochs=-1,
         devices=1,
         callbacks=callbacks(),
-        logger=CSVLogger(folder, name=str(place)),
+        logger=CSVLogger(folder),
         log_every_n_steps=log_every_n_steps,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    try:
-        trainer.fit(model, DataLoader(TensorDataset(torch.randn(WARM_UP + steps + 1, 64)), batch_size=1))
-    finally:
-        relay.running.discard(place)
-        relay.pass_on(place)
-    return model
+    trainer.fit(InTurns(folder), DataLoader(Samples(), batch_size=1))
 
 
-def measure(variants: Sequence[Variant], steps: int) -> list[list[tuple[float, float]]]:
-    """Train all variants in turn; return the mean wall and CPU time of a step in us for each measurement of each."""
-    relay = Relay(len(variants))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(variants)) as pool:
-        jobs = [pool.submit(train, relay, place, variant, steps, folder) for place, variant in enumerate(variants)]
-        relay.start()
-        return [job.result().measured_us for job in jobs]
+class Runner:
+    """The process that trains a variant.
+
+    Args:
+        name: The variant.
+        folder: For its files.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        folder.mkdir()
+        for pipe in ("turns", "times"):
+            os.mkfifo(folder / pipe)
+        command = [sys.executable, __file__, "--train", name, "--folder", str(folder)]
+        if name == TRACEML:
+            command = [str(traceml()), "run", __file__, "--args", *command[2:]]
+        with (folder / "output").open("w") as output:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        self.folder = folder
+        self.turns = (folder / "turns").open("wb", buffering=0)
+        self.times = (folder / "times").open()
+
+    def turn(self) -> tuple[float, float]:
+        """Let it train and return the mean wall and CPU time of a step, in us."""
+        self.turns.write(b".")
+        wall_us, cpu_us = map(float, self.times.readline().split())
+        return wall_us, cpu_us
+
+    def end(self) -> None:
+        self.turns.close()
+        self.process.wait(120)
 
 
-def own_count_us(steps: int) -> tuple[float, float | None]:
-    """Return what the report says that monitor and advisor add to a step, and that their thread takes beside it."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        alone = (50, lambda: [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor(min_seconds=1e9)])
-        relay = Relay(1)
-        relay.start()
-        train(relay, 0, alone, steps, folder)
-        (file,) = Path(folder).rglob("gpu_report.json")
-        report = load_report(file)
-        return report.monitor_us_per_step or 0.0, report.monitor_thread_us_per_step
+# The mean wall and CPU time of a step in us, of each turn.
+Turns = list[tuple[float, float]]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return a distribution-free 95 % interval of the median: the order statistics at n/2 -+ 0.98 sqrt(n)."""
-    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
-    return ordered[max(0, int(len(values) / 2 - half))], ordered[min(len(values) - 1, int(len(values) / 2 + half))]
+def measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Turns], Report]:
+    """Train all variants in turn; return what each turn took, and the report of monitor and advisor."""
+    with tempfile.TemporaryDirectory() as folder:
+        runners = {name: Runner(name, Path(folder) / str(i)) for i, name in enumerate(names)}
+        measured: dict[str, Turns] = {name: [] for name in names}
+        for number in range(WARM_UP_TURNS + rounds):
+            for name in random.sample(names, len(names)):
+                times = runners[name].turn()
+                if number >= WARM_UP_TURNS:
+                    measured[name].append(times)
+        for runner in runners.values():
+            runner.end()
+        (file,) = runners[OURS].folder.rglob("gpu_report.json")
+        return measured, load_report(file)
 
 
-def install_fake_driver(gpus: int) -> None:
+def differences(measured: Turns, other: Turns, kind: int) -> list[float]:
+    return [a[kind] - b[kind] for a, b in zip(measured, other, strict=True)]
+
+
+def in_words(values: Sequence[float]) -> str:
+    """Return the median and its 95 % interval."""
+    low, high = median_interval(values) or (min(values), max(values))
+    return f"{median(values):+.0f} ({low:+.0f} to {high:+.0f})"
+
+
+@contextlib.contextmanager
+def fake_gpus(count: int) -> Iterator[None]:
+    """Let the processes started meanwhile see so many GPUs of the fake driver."""
+    if not count:
+        yield
+        return
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import fake_driver
 
-    global fake_folder  # for as long as the process lives: nvitop asks the driver to the last
-    fake_folder = tempfile.TemporaryDirectory()
-    machine = fake_driver.Driver(Path(fake_folder.name))
-    machine.gpus = [fake_driver.gpu(utilization=50) for _ in range(gpus)]
-    os.environ[fake_driver.VARIABLE] = machine.variables()[fake_driver.VARIABLE]
-    fake_driver.install()
-    logging.getLogger("nvitop").setLevel(logging.CRITICAL)  # it tells at length which functions the fake one lacks
+    with tempfile.TemporaryDirectory() as folder:
+        machine = fake_driver.Driver(Path(folder))
+        machine.gpus = [fake_driver.gpu(utilization=50) for _ in range(count)]
+        os.environ.update(machine.variables())
+        yield
+
+
+def traceml() -> str | None:
+    return shutil.which("traceml", path=str(Path(sys.executable).parent))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4000, help="steady steps of each variant (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=300, help="turns of each variant (default: %(default)s)")
     parser.add_argument("--fake-gpus", type=int, default=0, metavar="N", help="sample N GPUs of the fake driver")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser.add_argument("--train", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    if args.fake_gpus:
-        install_fake_driver(args.fake_gpus)
-    if importlib.util.find_spec("nvitop") is not None and (args.fake_gpus or torch.cuda.is_available()):
-        VARIANTS["nvitop's collector"] = (50, lambda: [NvitopCollector()])
+    if args.train:
+        train(args.train, args.folder)
+        return
+    names = list(VARIANTS)
+    if importlib.util.find_spec("nvitop") is None or not (args.fake_gpus or torch.cuda.is_available()):
+        names.remove(NVITOP)
+    if traceml() is None:
+        names.remove(TRACEML)
+    load = os.getloadavg()[0]
+    with fake_gpus(args.fake_gpus):
+        measured, report = measure(names, args.rounds)
 
-    seen = dict(zip(VARIANTS, measure(list(VARIANTS.values()), args.steps), strict=True))
-    own_us, thread_us = own_count_us(args.steps)
-    console = Console(width=110)
+    console = Console(width=120)
     for kind, title in enumerate(("wall time", "CPU time of the training thread")):
-        table = Table("variant", "us a step (median)", "beyond two empty callbacks (median, 95 %)", title=title)
-        for name, measured in seen.items():
-            beyond = [a[kind] - b[kind] for a, b in zip(measured, seen["two empty callbacks"], strict=False)]
-            low, high = interval(beyond)
-            own = median(one[kind] for one in measured)
-            table.add_row(name, f"{own:.0f}", f"{median(beyond):+.0f} ({low:+.0f} to {high:+.0f})")
+        columns = ("us per step (median)", "beyond no callbacks", "beyond two empty callbacks")
+        table = Table("variant", *columns, title=f"{title}: median (95 % interval)")
+        for name in names:
+            beyond = [differences(measured[name], measured[other], kind) for other in (NONE, EMPTY)]
+            table.add_row(name, f"{median(one[kind] for one in measured[name]):.0f}", *map(in_words, beyond))
         console.print(table)
-    console.print(f"By their own count, monitor and advisor add {own_us:.1f} us to a step.")
-    if thread_us is not None:
-        console.print(f"The thread that samples takes {thread_us:.1f} us of CPU time a step beside it.")
+    console.print(f"By their own count, monitor and advisor add {report.monitor_us_per_step:.0f} us per step.")
+    if report.monitor_thread_us_per_step is not None:
+        console.print(f"Their thread takes {report.monitor_thread_us_per_step:.0f} us of CPU time per step beside it.")
     if args.output:
         result = {
             "benchmark": "step_overhead",
             "machine": describe_machine(),
-            "steps": args.steps,
+            "load_average_before": round(load, 2),
+            "rounds": args.rounds,
+            "steps_per_turn": STEPS,
             "fake_gpus": args.fake_gpus,
-            "own_count_us": own_us,
-            "sampling_thread_us": thread_us,
+            "own_count_us": report.monitor_us_per_step,
+            "sampling_thread_us": report.monitor_thread_us_per_step,
             "measured_us": {
-                name: {kind: [round(one[i], 1) for one in measured] for i, kind in enumerate(("wall", "cpu"))}
-                for name, measured in seen.items()
+                name: {kind: [round(one[i], 1) for one in measured[name]] for i, kind in enumerate(("wall", "cpu"))}
+                for name in names
             },
         }
         args.output.write_text(json.dumps(result) + "\n")

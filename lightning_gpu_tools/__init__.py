@@ -156,4 +156,4 @@ def __dir__() -> list[str]:
 # is built. Where Lightning is not imported yet, importing it here would cost seconds; importing a strategy from this
 # package registers the names, too.
 if hasattr(sys.modules.get("lightning.pytorch"), "Trainer"):
-    importlib.import_module(f"{__name__}.trainer.strategies")
+    importlib.import_module(f"{__name__}.trainer.entry_points").register_strategies()

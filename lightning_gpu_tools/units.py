@@ -115,6 +115,16 @@ def printable_path(path: object) -> str:
     return printable(path, max_length=300)
 
 
+def user_name(user_id: int) -> str:
+    """Return what messages call a user of this machine (not on Windows): the login name, printable, or ``uid 1000``."""
+    import pwd
+
+    try:
+        return printable(pwd.getpwuid(user_id).pw_name)
+    except KeyError:  # a user without a name, as in many containers
+        return f"uid {user_id}"
+
+
 def printable_lines(text: str) -> str:
     """Return a message of the package with its line ends kept and every other control character escaped.
 

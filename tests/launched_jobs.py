@@ -19,7 +19,7 @@ def say(*words):  # in one write, because the ranks share the pipe
     os.write(1, (" ".join(map(str, ["SAID", *words])) + "\\n").encode())
 
 def place_and_say(devices=2, **options):
-    request = Request.parse(**options)
+    request = Request(**options)
     place(how_many(request) if devices == "auto" else devices, request, list)
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK", "0")
     say("placed", rank, *os.environ["CUDA_VISIBLE_DEVICES"].split(","))

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,18 @@ def train_ranks(
         machines: The fake driver of each node.
         **options: Of :func:`train`.
     """
+    return run_ranks(folder, train, nodes=nodes, machines=machines, options={"nodes": nodes, **options})
+
+
+def run_ranks(
+    folder: Path,
+    function: Callable[..., None],
+    *,
+    nodes: int = 1,
+    machines: Sequence[fake_driver.Driver] = (),
+    options: Mapping[str, Any] | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Let two ranks call ``function(folder, rank, **options)``, and return how each of them ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -51,7 +63,7 @@ def train_ranks(
         env |= {name: str(number) for name, number in place.items()}
         if machines:
             env |= machines[rank].variables()
-        process = _processes.Process(target=_run, args=(folder, env, {"nodes": nodes, **options}))
+        process = _processes.Process(target=_run, args=(folder, env, function, options or {}))
         process.start()
         started.append(process)
     for process in started:
@@ -61,13 +73,14 @@ def train_ranks(
     return [subprocess.CompletedProcess("", p.exitcode, *text) for p, text in zip(started, texts, strict=True)]
 
 
-def _run(folder: Path, env: Mapping[str, str], options: dict[str, Any]) -> None:
+def _run(folder: Path, env: Mapping[str, str], function: Callable[..., None], options: Mapping[str, Any]) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / f"{name}{env['RANK']}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, descriptor)
     os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # of their workers, which the server would start in seconds
     fake_driver.install()
-    train(folder, int(env["RANK"]), **options)
+    function(folder, int(env["RANK"]), **options)
 
 
 def train(

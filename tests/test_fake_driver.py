@@ -5,11 +5,9 @@ What the package reads of it (MIG, processes, links, events, errors) is tested w
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
-import time
 
 import fake_driver
 import nvml_contract
@@ -20,10 +18,8 @@ from fake_driver import GIB, gpu, mig, process
 
 @pytest.fixture
 def machine(driver):
-    """Two GPUs at a moment that does not pass, with NVML initialised."""
-    with driver.change():
-        driver.now_s = time.time()
-        driver.start_s = driver.now_s - 100
+    """Two GPUs at a moment that does not pass, with NVML initialized."""
+    driver.freeze()
     driver.gpus = [gpu(), gpu()]
     pynvml.nvmlInit()
     return driver
@@ -33,19 +29,10 @@ def handle(index: int = 0):
     return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        nvml_contract.check_handles,
-        nvml_contract.check_memory,
-        nvml_contract.check_utilization_samples,
-        nvml_contract.check_counters,
-        nvml_contract.check_readings,
-    ],
-)
+@pytest.mark.parametrize("check", nvml_contract.CHECKS)
 def test_fake_keeps_the_contract_of_the_real_driver(machine, check):
     machine.gpus = [
-        gpu(memory_free="21GiB", utilization=90, memory_reserved=GIB, processes=[process()]),
+        gpu(memory_free="21GiB", utilization=90, processes=[process()]),
         gpu(mig=[mig(), mig()], gpm={}),
         gpu(gpm={2: 80}),
     ]
@@ -55,13 +42,6 @@ def test_fake_keeps_the_contract_of_the_real_driver(machine, check):
 def test_fake_probe_keeps_the_contract_of_the_real_driver(machine):
     machine.gpus = [gpu(utilization=90), gpu(gpm={2: 80}), gpu(mig=[mig()], gpm={})]
     nvml_contract.check_probe(machine.advance)
-
-
-def test_a_change_is_seen_by_the_next_call(machine):
-    gpu_0 = handle()
-    with machine.change():
-        machine.gpus[0].memory_free = "7GiB"
-    assert pynvml.nvmlDeviceGetMemoryInfo(gpu_0).free == 7 * GIB
 
 
 def test_a_running_child_process_sees_a_change(machine):
@@ -84,16 +64,10 @@ for _ in sys.stdin:
         child.stdin.close()
 
 
-def test_calls_are_counted_by_gpu_and_process(machine, run_python):
+def test_calls_are_logged_by_gpu_and_process(machine, run_python):
     machine.forget_calls()
     pynvml.nvmlDeviceGetName(handle(1))
-    assert machine.calls()[-1] == (
-        os.getpid(),
-        "nvmlDeviceGetName",
-        machine.gpus[1].uuid,
-        "MainThread",
-    )
-    assert machine.calls_by_gpu() == {machine.gpus[1].uuid: 1}
+    assert machine.calls()[-1] == (os.getpid(), "nvmlDeviceGetName", machine.gpus[1].uuid, "MainThread")
     assert run_python("-c", "import pynvml; pynvml.nvmlInit()").returncode == 0
     assert machine.calls()[-1].function == "nvmlInitWithFlags"
     assert machine.calls()[-1].pid != os.getpid()
@@ -110,10 +84,6 @@ def test_another_sitecustomize_still_runs(driver, run_python, tmp_path):
 def test_without_the_variable_the_real_library_is_loaded(driver, run_python):
     code = "import ctypes; print(ctypes.CDLL.__module__)"
     assert run_python("-c", code, env={fake_driver.VARIABLE: None}).stdout == "ctypes\n"
-
-
-def test_other_libraries_are_the_real_ones(driver):
-    assert ctypes.CDLL(None).getpid() == os.getpid()
 
 
 # Errors
@@ -149,28 +119,12 @@ os.wait()
 
 
 def test_an_error_of_one_call_hurts_no_other(machine):
-    gpu_0 = handle()
     with machine.change():
-        machine.gpus[0].errors = {"nvmlDeviceGetMemoryInfo": "UNKNOWN"}
+        machine.gpus[0].errors = {"nvmlDeviceGetComputeRunningProcesses": "UNKNOWN"}  # without a suffix: every version
     with pytest.raises(pynvml.NVMLError_Unknown):
-        pynvml.nvmlDeviceGetMemoryInfo(gpu_0)
-    with pytest.raises(pynvml.NVMLError_Unknown):  # the name without a suffix means every version
-        pynvml.nvmlDeviceGetMemoryInfo(gpu_0, version=pynvml.nvmlMemory_v2)
-    pynvml.nvmlDeviceGetName(gpu_0)
-    pynvml.nvmlDeviceGetMemoryInfo(handle(1))
-
-
-def test_a_foreign_handle_is_an_invalid_argument(machine):
-    with pytest.raises(pynvml.NVMLError_InvalidArgument):
-        pynvml.nvmlDeviceGetName(pynvml.c_nvmlDevice_t())
-
-
-def test_a_call_can_take_its_time(machine):
-    with machine.change():
-        machine.latency_s = {"nvmlDeviceGetName": 0.05}
-    begin_s = time.monotonic()
+        pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle())
     pynvml.nvmlDeviceGetName(handle())
-    assert time.monotonic() - begin_s >= 0.05
+    pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle(1))
 
 
 # Quantities
@@ -192,23 +146,3 @@ def test_utilization_samples_are_means_of_their_periods(machine):
         percents(handle(), last_us=1010_000_000)
     machine.advance(0.01)
     assert percents(handle(), last_us=1010_000_000) == [40]
-
-
-def test_buffer_is_as_deep_as_told_and_keeps_the_newest(machine):
-    with machine.change():
-        machine.start_s, machine.now_s = 0.0, 1000.0
-        machine.gpus[0].utilization = [(0, 10), (990, 20)]
-        machine.gpus[0].sample_period_s, machine.gpus[0].sample_depth = 1.0, 12
-    assert percents(handle()) == [10, 10, *[20] * 10]
-
-
-def test_counters_grow_with_what_they_count(machine):
-    with machine.change():
-        machine.start_s, machine.now_s = 0.0, 10.0
-        machine.gpus[0].power_watts = [(0, 100), (5, 300)]
-        machine.gpus[0].throttled_thermal = 0.5
-        machine.gpus[0].field_values = {"197": "UNKNOWN"}
-    assert pynvml.nvmlDeviceGetTotalEnergyConsumption(handle()) == 2_000_000
-    energy, thermal, broken = pynvml.nvmlDeviceGetFieldValues(handle(), [83, 75, 197])
-    assert (energy.value.ullVal, thermal.value.ullVal) == (2_000_000, 5_000_000_000)
-    assert broken.nvmlReturn == pynvml.NVML_ERROR_UNKNOWN

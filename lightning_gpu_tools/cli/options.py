@@ -35,16 +35,16 @@ def percent(text: str) -> float:
     return float(text.removesuffix("%"))
 
 
-def select(args: argparse.Namespace, *, claim: bool, uuids_only: bool = False) -> GpuSelection:
+def select(args: argparse.Namespace, *, claim: bool) -> GpuSelection:
     """Pick what the options ask for."""
     from lightning_gpu_tools.selection.picking import Attempt, pick
 
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
     try:
-        request = Request.parse(1 if args.count is None else args.count, claim=claim, **options)
+        request = Request(1 if args.count is None else args.count, claim=claim, **options)
     except ValueError as error:
         args.parser.error(str(error))
     try:
-        return pick(request, Attempt.choose, uuids_only=uuids_only)
+        return pick(request, Attempt.choose)
     except KeyboardInterrupt:  # while waiting
         raise SystemExit(130) from None  # as of a program that SIGINT ended, POSIX "Exit Status for Commands"

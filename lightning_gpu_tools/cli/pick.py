@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the choice."""
-    selection = options.select(args, claim=False, uuids_only=args.format != "json")
+    selection = options.select(args, claim=False)
     if args.format == "json":
         import dataclasses
         import json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compare its steady steps with those of another run. Works without a GPU."
     )
     parser.epilog = (
-        "Exit codes: 0 if printed, or within the limit. 1 if slower than the limit and beyond the runs' noise, or if "
-        "FILE is not a report. 2 for wrong usage. 3 if the runs cannot be compared, or OLD is not a report."
+        "Exit codes: 0 if printed, or within the limit; 1 if slower than the limit and beyond the runs' noise; 2 for "
+        "wrong usage; 3 if the runs cannot be compared, which includes a file that is not a report. Without --against, "
+        "1 if FILE is not a report."
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
     parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")
@@ -52,33 +54,31 @@ def run(args: argparse.Namespace) -> int:
 
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
-    report = load_report(args.file)
-    if args.against is not None:
-        try:
-            old = load_report(args.against)
-        except ReportError as error:
-            print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
-            return 3
-        return _compare(report, old, args.max_slowdown or 0.0, args.format)
-    render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
-    print(render(report).rstrip("\n"))
-    return 0
+    if args.against is None:
+        render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
+        print(render(load_report(args.file)).rstrip("\n"))
+        return 0
+    try:
+        new, old = load_report(args.file), load_report(args.against)
+    except ReportError as error:
+        print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
+        return 3
+    return _compare(new, old, args.max_slowdown or 0.0, args.format)
 
 
-def _compare(report: Report, old: Report, max_slowdown: float, form: str) -> int:
-    from lightning_gpu_tools.reports import comparison as comparing
+def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
+    from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
     from lightning_gpu_tools.reports.confirmation import confirm
+    from lightning_gpu_tools.reports.report import as_json
     from lightning_gpu_tools.reports.text import escape_markdown
 
-    comparison = comparing.compare(report, old, max_slowdown)
-    render = {
-        "text": comparing.render_comparison,
-        "markdown": comparing.comparison_markdown,
-        "json": comparing.comparison_json,
-    }[form]
-    print(render(comparison))
-    result = confirm(report, old) if form != "json" else None
-    if result is not None:
-        line = f"Result of the change: {result}"
-        print(line if form == "text" else f"\n{escape_markdown(line)}")
+    comparison = compare(new, old, max_slowdown)
+    confirmation = confirm(new, old)
+    result = [] if confirmation is None else [f"Result of the change: {confirmation}"]
+    if form == "json":
+        print(as_json(asdict(comparison)))
+    elif form == "markdown":
+        print("\n\n".join([comparison_markdown(comparison), *map(escape_markdown, result)]))
+    else:
+        print("\n".join([render_comparison(comparison), *result]))
     return _EXIT_CODES[comparison.verdict]

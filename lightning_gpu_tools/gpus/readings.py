@@ -52,11 +52,7 @@ class GpuReading:
             container the processes of others are invisible.
         mig_mode: Whether the GPU is divided into MIG instances; ``None`` if unknown.
         mig_instances: The instances, if it is divided.
-        mig_gpu_instance_id: Of a MIG instance: the number of its GPU instance, as ``nvidia-smi mig -lgi`` shows it.
-        mig_compute_instance_id: Of a MIG instance: the number of its compute instance, as ``nvidia-smi mig -lci``
-            shows it.
         compute_mode: As set with ``nvidia-smi -c``.
-        numa_node: NUMA node of the host that the GPU hangs on, ``None`` if unknown or not asked for.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
         error: Why this GPU cannot be used, in words with what to do; ``None`` if it could be read.
     """
@@ -71,27 +67,9 @@ class GpuReading:
     processes: tuple[GpuProcess, ...] | None = None
     mig_mode: bool | None = None
     mig_instances: tuple[GpuReading, ...] = ()
-    mig_gpu_instance_id: int | None = None
-    mig_compute_instance_id: int | None = None
     compute_mode: ComputeMode | None = None
-    numa_node: int | None = None
     integrated: bool | None = None
     error: str | None = None
-
-
-class GpuLink(NamedTuple):
-    """How two GPUs of one machine are joined.
-
-    Attributes:
-        uuids: The two GPUs, sorted.
-        nvlink: Whether peer access goes over NVLink (directly or through NVSwitch).
-        topology_level: NVML's common-ancestor level: 0 same board, 10 one PCIe switch, 20 several switches, 30 host
-            bridge, 40 same NUMA node, 50 across NUMA nodes. ``None`` if the driver does not report it.
-    """
-
-    uuids: tuple[str, str]
-    nvlink: bool | None = None
-    topology_level: int | None = None
 
 
 class GpuClaim(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary, GpuWindow, gpu_metrics, gpu_summary
 from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 from lightning_gpu_tools.gpus.sharing import Sharing, share_out
 
 # How long the end of a run waits for one more poll of the GPUs; it takes a few milliseconds.
@@ -46,22 +46,22 @@ class GpuWatch:
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int] = {}
-        self._reader = sampler.subscribe(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
-        self.enter = self._reader.enter
+        self._sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
+        self.enter = self._sampler.enter
 
     @property
     def latest_percent(self) -> float | None:
         """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
-        return self._reader.latest_percent
+        return self._sampler.latest_percent
 
     @property
     def thread_cpu_s(self) -> float:
         """CPU time of the sampling thread."""
-        return self._reader.thread_cpu_s
+        return self._sampler.cpu_s
 
-    def trained_on(self, phase: sampler.Phase = "training") -> list[GpuWindow]:
+    def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
         """Return the whole run so far of the GPUs that the model trains on."""
-        return [window for uuid, window in self._reader.whole(phase=phase).items() if uuid in self._trained_on]
+        return [window for uuid, window in self._sampler.whole(phase=phase).items() if uuid in self._trained_on]
 
     def sharing(self, window: GpuWindow) -> Sharing:
         """Return who uses what of a GPU."""
@@ -69,7 +69,7 @@ class GpuWatch:
 
     def take(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""
-        windows, validation = self._reader.take(), self._reader.take(phase="validation")
+        windows, validation = self._sampler.take(), self._sampler.take(phase="validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []
         for uuid, gpu in self._gpus.items():
@@ -81,8 +81,8 @@ class GpuWatch:
             node = f" of node {self._node}" if self._node else ""
             troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
             troubles += window.problems
-        if self._reader.failure is not None:
-            troubles.append(f"The GPUs are no longer measured: {self._reader.failure!r}.")
+        if self._sampler.failure is not None:
+            troubles.append(f"The GPUs are no longer measured: {self._sampler.failure!r}.")
         return metrics, troubles
 
     def _count_energy(self, *windows: GpuWindow) -> float | None:
@@ -102,14 +102,14 @@ class GpuWatch:
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU over the whole run so far; at its end the GPUs are polled once more."""
-        windows = self._reader.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
-        validation = self._reader.whole(phase="validation")
+        windows = self._sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
+        validation = self._sampler.whole(phase="validation")
         return tuple(
             gpu_summary(
                 gpu,
                 windows[uuid],
                 validation[uuid],
-                self._reader.timelines(uuid),
+                self._sampler.timelines(uuid),
                 node=self._node,
                 started_s=self._started_s,
                 sharing=self._count_sharing(windows[uuid]),
@@ -121,4 +121,4 @@ class GpuWatch:
 
     def close(self) -> None:
         """Stop sampling; what was sampled stays. Idempotent."""
-        self._reader.close()
+        self._sampler.close()

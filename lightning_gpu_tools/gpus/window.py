@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lightning_gpu_tools.gpus.metrics import METRICS, GpuWindow, Metric
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.gpus.samples import GpuSample
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S, weights_s
 from lightning_gpu_tools.training.timeline import Timeline
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,20 +40,45 @@ _MAX_FAILURES = 2
 _PERSISTENT_FROM = 0.01
 
 
-class Step(NamedTuple):
-    """One real step: the fetch of its batch, and what came after it.
+class Fetch(NamedTuple):
+    """One batch that training has fetched.
 
     Attributes:
-        wait_s: Seconds in which the batch was fetched.
-        wait_cpu_s: CPU seconds of this process in it.
+        asked_s: When it was asked for, by ``time.perf_counter``.
+        asked_cpu_s: CPU seconds of this process until then.
+        wait_s: Seconds until it came.
+        got_s: When the step could begin.
+        got_cpu_s: CPU seconds of this process until then.
+    """
+
+    asked_s: float
+    asked_cpu_s: float
+    wait_s: float
+    got_s: float
+    got_cpu_s: float
+
+
+class Step(NamedTuple):
+    """One real step.
+
+    Attributes:
+        wait_s: Seconds in which its batch was fetched.
         step_s: Seconds until the next batch was asked for.
-        step_cpu_s: CPU seconds of this process in it.
+        cpu_s: CPU seconds of this process in those.
     """
 
     wait_s: float
-    wait_cpu_s: float
     step_s: float
-    step_cpu_s: float
+    cpu_s: float
+
+
+def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
+    """Return the steps that are known from one fetch to the next; ``None`` separates epochs."""
+    return [
+        Step(one.wait_s, following.asked_s - one.got_s, following.asked_cpu_s - one.got_cpu_s)
+        for one, following in itertools.pairwise(fetches)
+        if one is not None and following is not None
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +99,7 @@ class StepCost:
 def step_cost(steps: Sequence[Step], torch_threads: int) -> StepCost:
     """Return what a step takes: the lower quartiles, so that validation and checkpoints do not count."""
     wall_s = max(1e-6, _lower_quartile([step.step_s for step in steps]))
-    cpu_s = _lower_quartile([step.step_cpu_s for step in steps])
+    cpu_s = _lower_quartile([step.cpu_s for step in steps])
     busy = cpu_s / wall_s
     threads = 0 if busy < _BUSY_SHARE * torch_threads else max(1, math.ceil(busy - 0.1))
     return StepCost(wall_s=wall_s, cpu_s=cpu_s, threads=threads)
@@ -133,14 +159,6 @@ class LoaderCase:
     host: HostBudget
     cuda: bool
     epoch_steps: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderDecision:
-    """The settings to use, and why."""
-
-    settings: LoaderSettings
-    reason: str
 
 
 def plan(case: LoaderCase) -> LoaderPlan:
@@ -209,21 +227,22 @@ def _again(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSettings | 
     return None
 
 
-def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderDecision:
-    """Return the fewest workers within 3 % of the best, or the original settings where those are nearly as fast."""
+def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSettings, str]:
+    """Return the settings to use, and why: the fewest workers within 3 % of the best.
+
+    Where the original settings are nearly as fast, they stay.
+    """
     best, original = _best(trials), trial_of(trials, case.original)
     failures = [trial.failed for trial in trials if trial.failed is not None]
-    if best is None or original is None:
+    if best is None or original is None or not any(one.measured for one in combined(trials)):
         why = f": {failures[0]}" if failures else " in the time there was"
-        return LoaderDecision(settings=case.original, reason=f"Nothing could be tried{why}.")
+        return case.original, f"Nothing could be tried{why}."
     good = [one for one in combined(trials) if _seconds(one) <= (1 + TOLERANCE) * _seconds(best)]
     chosen = min(good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
     speeds = f"{1 / _seconds(chosen):.3g} batches/s against {1 / _seconds(original):.3g} with the original settings"
     if _seconds(original) >= needed * _seconds(chosen):
-        return LoaderDecision(
-            settings=_in_use(case, trials, chosen.settings), reason=f"{speeds}. {_limit(case, chosen)}".strip()
-        )
+        return _in_use(case, trials, chosen.settings), f"{speeds}. {_limit(case, chosen)}".strip()
     if failures:
         reason = f"The original settings stay, because others failed: {failures[0]}."
     elif chosen is not original and case.step.threads and _seconds(original) > (1 + TOLERANCE) * _seconds(chosen):
@@ -233,7 +252,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderDecision:
         )
     else:
         reason = f"No other settings came out more than {100 * TOLERANCE:.0f} % faster."
-    return LoaderDecision(settings=case.original, reason=f"{reason} {_limit(case, original)}".strip())
+    return case.original, f"{reason} {_limit(case, original)}".strip()
 
 
 def _limit(case: LoaderCase, chosen: LoaderTrial) -> str:

@@ -37,15 +37,12 @@ def same_states(one: RandomStates, other: RandomStates) -> bool:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put the global random states back when the block ends, those of the GPUs included."""
+    """Put the global random states back when the block ends."""
     before = random_states()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         put_back(before)
-        if on_gpus is not None:
-            torch.cuda.set_rng_state_all(on_gpus)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -59,29 +56,12 @@ def peek_seed(generator: torch.Generator | None) -> int:
     return draw_seed(torch.Generator().set_state(state))
 
 
-class PrivateRandomness:
-    """Global random numbers of its own: inside the ``with`` block they go on from where they stood.
-
-    Args:
-        seed: Where they start.
-    """
-
-    def __init__(self, seed: int) -> None:
-        numpy = sys.modules.get("numpy")
-        self._states: RandomStates = (
-            # Not torch.manual_seed, which would seed the GPUs, too.
-            torch.Generator().manual_seed(seed).get_state(),
-            None if numpy is None else numpy.random.RandomState(seed % 2**32).get_state(),
-            random.Random(seed).getstate(),
-        )
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Use them for the time of a block."""
-        outside = random_states()
-        put_back(self._states)
-        try:
-            yield
-        finally:
-            self._states = random_states()
-            put_back(outside)
+def seeded_states(seed: int) -> RandomStates:
+    """Return the states that the global generators have after they were seeded."""
+    numpy = sys.modules.get("numpy")
+    return (
+        # Not torch.manual_seed, which would seed the GPUs, too.
+        torch.Generator().manual_seed(seed).get_state(),
+        None if numpy is None else numpy.random.RandomState(seed % 2**32).get_state(),
+        random.Random(seed).getstate(),
+    )

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +22,29 @@ from lightning_gpu_tools.loaders.contents import NotCopyableError, fingerprint
 from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_trial
 from lightning_gpu_tools.loaders.random_state import undisturbed
 from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
-from lightning_gpu_tools.loaders.trial import TrialSetup, in_one_line
+from lightning_gpu_tools.loaders.trial import Trials, in_one_line
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 # What the ranks of a job tell each other: returns the facts of all of them, the same on each; None if one is missing.
 Gather = Callable[[dict[str, Any]], "list[dict[str, Any]] | None"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SearchTerms:
-    """What a search has to keep to.
+def search(
+    loader: DataLoader[Any],
+    *,
+    step: StepCost,
+    host: HostBudget,
+    cuda: bool,
+    budget_s: float,
+    alone_s: float | None = None,
+    epoch_steps: int | None = None,
+    bar: bool = False,
+    gather: Gather = lambda facts: [facts],
+) -> LoaderResult:
+    """Try the few settings that the cost of a batch promises, and return the best of them.
 
-    Attributes:
+    Args:
+        loader: The loader. It stays as it is, and so do all random numbers of this process.
         step: What a training step takes.
         host: What the host grants.
         cuda: Whether batches go to an NVIDIA GPU.
@@ -41,107 +52,83 @@ class SearchTerms:
         alone_s: Seconds that the training process itself takes for a batch; ``None`` if that was not seen.
         epoch_steps: Steps in an epoch; ``None`` if that is unknown, or workers cannot live on between epochs.
         bar: Whether to show a progress bar.
-    """
-
-    step: StepCost
-    host: HostBudget
-    cuda: bool
-    budget_s: float
-    alone_s: float | None = None
-    epoch_steps: int | None = None
-    bar: bool = False
-
-
-def search(loader: DataLoader[Any], terms: SearchTerms, gather: Gather = lambda facts: [facts]) -> LoaderResult:
-    """Try the few settings that the cost of a batch promises, and return the best of them.
-
-    Args:
-        loader: The loader. It stays as it is, and so do all random numbers of this process.
-        terms: What to keep to.
         gather: Exchanges facts with the other ranks, which search at the same time and come to the same result.
     """
     began_s = time.perf_counter()
-    with undisturbed(), _progress(terms) as (say, tick):
-        result = _search(loader, terms, gather, say, tick)
-    return dataclasses.replace(result, seconds=time.perf_counter() - began_s)
-
-
-def _search(
-    loader: DataLoader[Any], terms: SearchTerms, gather: Gather, say: Callable[[str], None], tick: Callable[[], None]
-) -> LoaderResult:
     original = settings_of(loader)
+    tried: list[LoaderTrial] = []
 
-    def stays(reason: str, trials: Sequence[LoaderTrial] = ()) -> LoaderResult:
-        return LoaderResult(original=original, settings=original, reason=reason, trials=tuple(trials))
-
-    say("a batch")
-    setup, own = _probed(loader, terms, tick)
-    everyones = gather(own)
-    if everyones is None:
-        return stays("Another rank did not answer.")
-    failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
-    if failed or setup is None:
-        return stays(f"The loader is left as it is: {failed}.")
-    case = LoaderCase(
-        original=original,
-        cost=_dearest([LoadCost(**facts["cost"]) for facts in everyones]),
-        step=terms.step,
-        host=_tightest([HostBudget(**facts["host"]) for facts in everyones]),
-        cuda=terms.cuda,
-        epoch_steps=terms.epoch_steps,
-    )
-    start_s = max(facts["start_s"] for facts in everyones)
-    left_s = min(facts["left_s"] for facts in everyones)
-    alone_s = max(facts["alone_s"] for facts in everyones)
-    trials = [_alone(original, alone_s, terms.step)]
-    while left_s > 0 and (settings := next_trial(case, trials)) is not None:
-        best_s = min((trial.batch_s for trial in trials if trial.batch_s is not None), default=math.inf)
-        if setup.expected_s(settings, case.cost, start_s, case.host.cores) > left_s:
-            trial = LoaderTrial(settings=settings)  # no time is left
-        else:
-            say(f"num_workers={settings.num_workers}, prefetch_factor={settings.prefetch_factor}")
-            trial = setup.run(settings, best_s)
-        everyones = gather({"trial": dataclasses.asdict(trial), "left_s": setup.left_s})
+    def decide(show: Callable[[str], None]) -> tuple[LoaderSettings, str]:
+        show("a batch")
+        trials, own = _probed(loader, step, budget_s, alone_s)
+        everyones = gather({**own, "host": dataclasses.asdict(host)})
         if everyones is None:
-            return stays("Another rank did not say how its trial went.", trials)
-        trials.append(_of_all([_trial_from(facts["trial"]) for facts in everyones]))
-        left_s = min(facts["left_s"] for facts in everyones)
-    decision = choose(case, trials)
-    found = trial_of(trials, decision.settings)
+            return original, "Another rank did not answer."
+        failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
+        if failed or trials is None:
+            return original, f"The loader is left as it is: {failed}."
+        # All ranks wait for the slowest one in every step, so its costs count, and the tightest host.
+        slowest = max(everyones, key=lambda facts: float(facts["cost"]["wall_s"]))
+        tightest = min((facts["host"] for facts in everyones), key=lambda one: one["cores"] / one["local_ranks"])
+        case = LoaderCase(
+            original=original,
+            cost=LoadCost(**slowest["cost"]),
+            step=step,
+            host=HostBudget(**tightest),
+            cuda=cuda,
+            epoch_steps=epoch_steps,
+        )
+        tried.append(_alone(original, max(facts["alone_s"] for facts in everyones), step))
+        while (left_s := min(facts["left_s"] for facts in everyones)) > 0:
+            settings = next_trial(case, tried)
+            if settings is None:
+                break
+            if trials.expected_s(settings, case.cost, slowest["start_s"], case.host.cores) > left_s:
+                trial = LoaderTrial(settings=settings)  # no time is left
+            else:
+                show(f"num_workers={settings.num_workers}, prefetch_factor={settings.prefetch_factor}")
+                trial = trials.run(settings, min(one.batch_s or math.inf for one in tried))
+            everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
+            if everyones is None:
+                return original, "Another rank did not say how its trial went."
+            worst = min((facts["trial"] for facts in everyones), key=_speed)
+            tried.append(LoaderTrial(**{**worst, "settings": settings}))
+        return choose(case, tried)
+
+    with undisturbed(), _progress(budget_s, shown=bar) as show:
+        settings, reason = decide(show)
+    found = trial_of(tried, settings)
     return LoaderResult(
         original=original,
-        settings=decision.settings,
-        reason=decision.reason,
-        trials=tuple(trials),
+        settings=settings,
+        reason=reason,
+        trials=tuple(tried),
+        seconds=time.perf_counter() - began_s,
         wait_share=None if found is None or not found.batch_s else found.wait_s / found.batch_s,
     )
 
 
 def _probed(
-    loader: DataLoader[Any], terms: SearchTerms, tick: Callable[[], None]
-) -> tuple[TrialSetup | None, dict[str, Any]]:
-    """Return what is needed for trials here, and what the other ranks have to know of it."""
-    facts: dict[str, Any] = {"failed": None, "host": dataclasses.asdict(terms.host)}
+    loader: DataLoader[Any], step: StepCost, budget_s: float, alone_s: float | None
+) -> tuple[Trials | None, dict[str, Any]]:
+    """Return what makes the trials here, and what the other ranks have to know of it."""
     try:
-        setup = TrialSetup(loader, terms.step, terms.budget_s, tick)
+        trials = Trials(loader, step, budget_s)
     except Exception as error:  # noqa: BLE001 - anybody's sampler, in any way
-        return None, {**facts, "failed": f"its sampler cannot be copied ({type(error).__name__}: {error})"}
+        return None, {"failed": f"its sampler gives no batches to try ({type(error).__name__}: {error})"}
     try:
-        if not setup.batch_count:
-            raise ValueError("it has no batches")
         fingerprint(loader.dataset)
-        cost, start_s = setup.probe()
+        cost, start_s = trials.probe()
     except NotCopyableError as error:
-        return None, {**facts, "failed": f"worker processes cannot have copies of its dataset ({error})"}
+        return None, {"failed": f"worker processes cannot have copies of its dataset ({error})"}
     except Exception as error:  # noqa: BLE001 - anybody's dataset: what fails here is not used in the training
-        return None, {**facts, "failed": f"a worker process cannot load a batch ({in_one_line(error)})"}
-    alone_s = cost.wall_s if terms.alone_s is None else terms.alone_s
-    return setup, {
-        **facts,
+        return None, {"failed": f"a worker process cannot load a batch ({in_one_line(error)})"}
+    return trials, {
+        "failed": None,
         "cost": dataclasses.asdict(cost),
+        "alone_s": cost.wall_s if alone_s is None else alone_s,
         "start_s": start_s,
-        "alone_s": alone_s,
-        "left_s": setup.left_s,
+        "left_s": trials.left_s,
     }
 
 
@@ -151,64 +138,28 @@ def _alone(original: LoaderSettings, alone_s: float, step: StepCost) -> LoaderTr
     return LoaderTrial(settings=settings, batch_s=alone_s + step.wall_s, wait_s=alone_s, measured=False)
 
 
-def _of_all(trials: Sequence[LoaderTrial]) -> LoaderTrial:
-    """Return one trial for those of all ranks, made at the same time: they wait for each other in every step."""
-    failed = next((trial.failed for trial in trials if trial.failed is not None), None)
-    slowest = max(trials, key=lambda trial: trial.batch_s or 0.0)
-    return dataclasses.replace(
-        slowest,
-        seconds=max(trial.seconds for trial in trials),
-        start_s=max((trial.start_s for trial in trials if trial.start_s is not None), default=None),
-        batch_s=None if failed else slowest.batch_s,
-        failed=failed,
-    )
-
-
-def _trial_from(facts: dict[str, Any]) -> LoaderTrial:
-    return LoaderTrial(**{**facts, "settings": LoaderSettings(**facts["settings"])})
-
-
-def _dearest(costs: Sequence[LoadCost]) -> LoadCost:
-    def most(name: str) -> Any:
-        return max((value for cost in costs if (value := getattr(cost, name)) is not None), default=None)
-
-    return LoadCost(**{field.name: most(field.name) for field in dataclasses.fields(LoadCost)})
-
-
-def _tightest(hosts: Sequence[HostBudget]) -> HostBudget:
-    return HostBudget(
-        cores=min(host.cores for host in hosts),
-        memory_available_bytes=min(host.memory_available_bytes for host in hosts),
-        shm_free_bytes=min((host.shm_free_bytes for host in hosts if host.shm_free_bytes is not None), default=None),
-        local_ranks=max(host.local_ranks for host in hosts),
-    )
+def _speed(trial: dict[str, Any]) -> float:
+    """Return batches per second; less than none for a trial that failed."""
+    return -1.0 if trial["failed"] else 1 / trial["batch_s"] if trial["batch_s"] else 0.0
 
 
 @contextmanager
-def _progress(terms: SearchTerms) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Show on a terminal how much of the budget is used; no thread draws it, because processes are forked meanwhile."""
+def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is tried, from trial to trial: no thread draws it, because processes are forked."""
     bar = Progress(
         TextColumn("Trying DataLoader settings: {task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        TextColumn(f"of at most {terms.budget_s:g} s"),
+        TextColumn(f"of at most {budget_s:g} s"),
         console=Console(stderr=True),
         auto_refresh=False,
         transient=True,
-        disable=not (terms.bar and sys.stderr.isatty()),
+        disable=not (shown and sys.stderr.isatty()),
     )
-    began_s = shown_s = time.perf_counter()
+    began_s = time.perf_counter()
     with bar:
-        task = bar.add_task("", total=terms.budget_s)
-
-        def tick() -> None:
-            nonlocal shown_s
-            now_s = time.perf_counter()
-            if now_s - shown_s > 0.1:
-                shown_s = now_s
-                bar.update(task, completed=now_s - began_s, refresh=True)
-
-        yield lambda words: bar.update(task, description=words, refresh=True), tick
+        task = bar.add_task("", total=budget_s)
+        yield lambda words: bar.update(task, description=words, completed=time.perf_counter() - began_s, refresh=True)
 
 
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
@@ -252,7 +203,8 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         epoch_steps = len(loader)
     except TypeError:  # a sampler without a length
         epoch_steps = None
-    terms = SearchTerms(
+    return search(
+        loader,
         step=StepCost(wall_s=step_time_s),
         host=read_host_budget(),
         cuda=torch.cuda.is_available(),
@@ -260,4 +212,3 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         epoch_steps=epoch_steps,
         bar=True,
     )
-    return search(loader, terms)

@@ -52,19 +52,18 @@ def why_fixed(loader: object) -> str | None:
     return None
 
 
-def plain_loader(
-    loader: DataLoader[Any], settings: LoaderSettings, indices: Any, *, dataset: Any = None, **options: Any
-) -> DataLoader[Any]:
+def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
     """Return a plain torch DataLoader with other settings, which loads what the given one loads.
 
     Args:
         loader: The loader.
         settings: The settings of the new one.
         indices: What takes the place of its sampler, or of its batch sampler where it has one.
-        dataset: What takes the place of its dataset.
         **options: Further arguments of the new loader, in place of the given one's.
     """
     same: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    if device := getattr(loader, "pin_memory_device", ""):
+        same["pin_memory_device"] = device
     if settings.num_workers:  # a loader without workers insists on neither
         same |= {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
     else:
@@ -73,7 +72,7 @@ def plain_loader(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: what waits can use them
         return DataLoader(
-            loader.dataset if dataset is None else dataset,
+            loader.dataset,
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
             persistent_workers=settings.persistent_workers,

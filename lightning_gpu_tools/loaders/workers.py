@@ -28,6 +28,9 @@ _SIGNAL_TIMEOUTS_S = {BaseProcess.terminate: 0.5, BaseProcess.kill: 5.0}
 _CLOSING_S = 1.0
 _DYING_S = 5.0
 
+# What torch says of workers that are alive: none of them is waited for to die.
+_OF_LIVING_WORKERS = ("DataLoader timed out after", "in DataLoader worker process")
+
 _of_parents: list[Batches] = []
 
 
@@ -165,7 +168,9 @@ class _Deaths:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._fetching = False
-        if isinstance(error, (RuntimeError, OSError, EOFError)):  # torch may notice it first, and does not say why
+        lives = any(words in str(error) for words in _OF_LIVING_WORKERS)
+        if isinstance(error, (RuntimeError, OSError, EOFError)) and not lives:
+            # torch may notice first that one has died, and does not say why.
             closed = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], _CLOSING_S)
             dying = [worker for worker in self._workers if worker.sentinel in closed]
             until_s = time.monotonic() + _DYING_S

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 from lightning_gpu_tools.advice.noise import median_interval
-from lightning_gpu_tools.reports.report import Report, as_json
+from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.units import format_duration, printable
 
@@ -39,6 +40,9 @@ class Change:
     setting: str
     old: Any
     new: Any
+
+    def __str__(self) -> str:
+        return f"{_show(self.old)} -> {_show(self.new)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +87,7 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         if old.settings.get(name) != new.settings.get(name)
     )
     reasons = [
-        f"the {_MUST_MATCH[change.setting]} differs: {show_setting(change.old)} before, {show_setting(change.new)} now"
+        f"the {_MUST_MATCH[change.setting]} differs: {_show(change.old)} before, {_show(change.new)} now"
         for change in changes
         if change.setting in _MUST_MATCH
     ]
@@ -93,13 +97,16 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
                 f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
-    slowdown = low = high = None
-    old_interval, new_interval = median_interval(old.step_s_blocks), median_interval(new.step_s_blocks)
-    if old_interval and new_interval:
-        slowdown = median(new.step_s_blocks) / median(old.step_s_blocks) - 1
-        low, high = new_interval[0] / old_interval[1] - 1, new_interval[1] / old_interval[0] - 1
+    slowdown, low, high = change_of_median(old.step_s_blocks, new.step_s_blocks) or (None, None, None)
+    verdict: Verdict = "same"
+    if reasons or slowdown is None or low is None or high is None:
+        verdict = "not_comparable"
+    elif slowdown > max_slowdown and low > 0:
+        verdict = "slower"
+    elif high < 0:
+        verdict = "faster"
     return Comparison(
-        verdict=_verdict(bool(reasons), slowdown, low, high, max_slowdown),
+        verdict=verdict,
         reasons=tuple(reasons),
         old_step_s=median(old.step_s_blocks) if old.step_s_blocks else None,
         new_step_s=median(new.step_s_blocks) if new.step_s_blocks else None,
@@ -111,18 +118,19 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     )
 
 
-def _verdict(
-    has_reasons: bool, slowdown: float | None, low: float | None, high: float | None, max_slowdown: float
-) -> Verdict:
-    if has_reasons or slowdown is None or low is None or high is None:
-        return "not_comparable"
-    if slowdown > max_slowdown and low > 0:
-        return "slower"
-    return "faster" if high < 0 else "same"
+def change_of_median(old: Sequence[float], new: Sequence[float]) -> tuple[float, float, float] | None:
+    """Return how much larger the new median is (0.07 = 7 %) and its 95 % interval; ``None`` with too few values."""
+    old_interval, new_interval = median_interval(old), median_interval(new)
+    if old_interval is None or new_interval is None:
+        return None
+    return (
+        median(new) / median(old) - 1,
+        new_interval[0] / old_interval[1] - 1,
+        new_interval[1] / old_interval[0] - 1,
+    )
 
 
-def show_setting(value: Any) -> str:
-    """Return a setting as text."""
+def _show(value: Any) -> str:
     values = value if isinstance(value, list) else [] if value is None else [value]
     return printable(", ".join(map(printable, values)), 300) or "None"
 
@@ -146,29 +154,22 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _details(comparison))]).rstrip()
 
 
-def comparison_json(comparison: Comparison) -> str:
-    """Return the comparison as JSON text."""
-    return as_json(asdict(comparison))
-
-
 def _numbers(comparison: Comparison) -> str:
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
     if old_s is None or new_s is None:
         return "there are no steady steps to compare."
     steps = f"{format_duration(old_s)} per step before, {format_duration(new_s)} now"
-    if comparison.slowdown is None or comparison.slowdown_low is None or comparison.slowdown_high is None:
+    slowdown, low, high = comparison.slowdown, comparison.slowdown_low, comparison.slowdown_high
+    if slowdown is None or low is None or high is None:
         return steps + "."
-    low, high = 100 * comparison.slowdown_low, 100 * comparison.slowdown_high
     noise = ", within the noise of the runs" if low <= 0 <= high else ""
     limit = f"; the limit is {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
-    slowdown = f"{100 * comparison.slowdown:+.1f} % (95 % interval {low:+.1f} to {high:+.1f} %)"
-    return f"{steps}: {slowdown}{noise}{limit}."
+    interval = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} %"
+    return f"{steps}: {100 * slowdown:+.1f} % ({interval}){noise}{limit}."
 
 
 def _details(comparison: Comparison) -> list[str]:
-    lines = [f"Not comparable: {reason}." for reason in comparison.reasons]
-    lines += [
-        f"Changed: {printable(one.setting)}: {show_setting(one.old)} -> {show_setting(one.new)}"
-        for one in comparison.changes
+    return [
+        *(f"Not comparable: {reason}." for reason in comparison.reasons),
+        *(f"Changed: {printable(one.setting)}: {one}" for one in comparison.changes),
     ]
-    return lines

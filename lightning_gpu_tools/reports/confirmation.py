@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
-from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.comparison import Change, compare, show_setting
+from lightning_gpu_tools.reports.comparison import change_of_median, compare
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import phase_label
 from lightning_gpu_tools.training.phases import PAUSES
@@ -50,27 +49,21 @@ class Confirmation:
         return f"{result}, not confirmed: it is within the noise of the runs."
 
 
+def is_of_one_run(folder: Path) -> bool:
+    """Return whether the next run has another folder, as Lightning's loggers name them."""
+    return folder.name.startswith("version_")
+
+
 def earlier_report(folder: str | Path) -> Report | None:
     """Return the report of the previous run: in the same folder, or in the newest other version of the logger."""
     here = Path(folder)
-    files = [here / FILE_NAME]
-    if here.name.startswith("version_"):
-        others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if file.parent != here]
-        files += sorted(others, key=_modified_s, reverse=True)
-    for file in files:
-        if file.exists():
-            try:
-                return load_report(file)
-            except ReportError:  # of a newer version, or not ours: nothing to compare with
-                return None
-    return None
-
-
-def _modified_s(file: Path) -> float:
+    others = list(here.parent.glob(f"version_*/{FILE_NAME}")) if is_of_one_run(here) else []
+    newest = max((file for file in others if file.exists()), key=os.path.getmtime, default=None)
+    file = here / FILE_NAME if (here / FILE_NAME).exists() else newest
     try:
-        return file.stat().st_mtime
-    except OSError:  # a broken link, or just removed
-        return 0.0
+        return None if file is None else load_report(file)
+    except ReportError:  # of a newer version, or not ours: nothing to compare with
+        return None
 
 
 def confirm(new: Report, old: Report) -> Confirmation | None:
@@ -94,21 +87,16 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1
         return Confirmation(what=_phase_change(phase, new, old), speedup=speedup)
     if advised:
-        what = ", ".join(_setting_change(change) for change in advised)
+        what = ", ".join(f"{change.setting} {change}" for change in advised)
     elif phase is not None and took_less:
         what = _phase_change(phase, new, old)
     else:
         return None
-    old_s, new_s = _per_sample_s(old), _per_sample_s(new)
-    old_interval, new_interval = median_interval(old_s), median_interval(new_s)
-    if old_interval is None or new_interval is None:
+    measured = change_of_median(_per_sample_s(new), _per_sample_s(old))
+    if measured is None:
         return None
-    return Confirmation(
-        what=what,
-        speedup=median(old_s) / median(new_s) - 1,
-        low=old_interval[0] / new_interval[1] - 1,
-        high=old_interval[1] / new_interval[0] - 1,
-    )
+    speedup, low, high = measured
+    return Confirmation(what=what, speedup=speedup, low=low, high=high)
 
 
 def _per_sample_s(report: Report) -> list[float]:
@@ -134,7 +122,3 @@ def _phase_change(phase: str, new: Report, old: Report) -> str:
     group, _, name = phase.partition("/")
     before, now = (format_duration(_phase_per_step(phase, report)) for report in (old, new))
     return f"{printable(name) or phase_label(group)} {before} -> {now} per step"
-
-
-def _setting_change(change: Change) -> str:
-    return f"{change.setting} {show_setting(change.old)} -> {show_setting(change.new)}"

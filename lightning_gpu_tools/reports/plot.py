@@ -6,8 +6,9 @@ import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -30,6 +31,8 @@ _PANELS = (
     ("memory_used_bytes", "memory (GiB)", 2.0**30, 1.0),
     ("power_watts", "power (W)", 1.0, 1.0),
 )
+# Whatever the user's own style is. Text may hold dollar signs, which are not meant as mathematics.
+_STYLE: list[Any] = ["default", {"text.parse_math": False}]
 _MIN_VISIBLE = 0.01  # of a span, which is a pixel of the panel's height
 
 
@@ -42,9 +45,9 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     Raises:
         OSError: The folder is not writable.
     """
-    figure, target = _draw(report), Path(folder) / PLOT_NAME
-    with replacing(str(target)) as file:
-        figure.savefig(file, format="png", dpi=120)
+    target = Path(folder) / PLOT_NAME
+    with style.context(_STYLE), replacing(str(target)) as file:
+        _draw(report).savefig(file, format="png", dpi=120)
     return target
 
 
@@ -55,7 +58,7 @@ def _draw(report: Report) -> Figure:
     axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0])
     verdict = report.diagnosis.verdict.replace("_", " ").upper()
     title = textwrap.fill(f"{verdict}: {printable(report.diagnosis.why, 1000)}", 110)
-    figure.suptitle(_literal(title), x=0.01, ha="left", weight="bold", fontsize="medium")
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
     _draw_phases(axes[0], report)
     axes[0].set_ylabel("time (%)")
     for axis, (timeline, label, divisor, _) in zip(axes[1:], panels, strict=True):
@@ -70,11 +73,6 @@ def _draw(report: Report) -> Figure:
     axes[0].set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")
     figure.legend(handles=_legend(report), loc="outside lower left", ncols=4, fontsize="small", frameon=False)
     return figure
-
-
-def _literal(text: str) -> str:
-    """Return text that matplotlib shows literally, without a formula between two dollar signs."""
-    return text.replace("$", r"\$")
 
 
 def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
@@ -130,5 +128,5 @@ def _legend(report: Report) -> list[Patch]:
         percent = 100 * sum(parts.values()) / max(report.wall_s, 1e-9)
         if max([percent / 100, *_shares(report, group)]) >= _MIN_VISIBLE:
             amount = f"{percent:.0f} %" if percent >= 0.5 else "< 1 %"
-            patches.append(Patch(color=_color(group), label=_literal(f"{phase_label(group)} {amount}")))
+            patches.append(Patch(color=_color(group), label=f"{phase_label(group)} {amount}"))
     return patches

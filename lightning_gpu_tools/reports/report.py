@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -24,6 +25,7 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
 FILE_NAME = "gpu_report.json"
+PREVIOUS_NAME = "gpu_report.previous.json"
 # The largest possible report has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
@@ -212,8 +214,6 @@ def _unbounded(finding: Finding) -> Finding:
 def load_report(path: str | os.PathLike[str]) -> Report:
     """Return the report in a file, or in the folder that holds a ``gpu_report.json``.
 
-    It never waits, whatever the path leads to, and reads at most 16 MiB.
-
     Raises:
         ReportError: There is no report, or it cannot be read; see :func:`from_json`.
     """
@@ -221,26 +221,22 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     try:
         if file.is_dir():
             file = file / FILE_NAME
-        with open(file, "rb", opener=_open_without_waiting) as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise ValueError("it is a pipe or a device; save its content to a file first")
-            content = stream.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # would wait for a writer, or never end
+            raise ValueError("it is not a file; save its content to one first")
+        if status.st_size > _MAX_BYTES:
             raise ValueError(f"it is larger than {format_bytes(_MAX_BYTES)}, the limit for a report")
-        text = content.decode("utf-8")
+        text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
         raise ReportError(f"Cannot read a report from {printable(repr(str(file)), 300)}: {reason}.") from None
     return from_json(text, str(file))
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe, too, without waiting for a writer."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-
-
 def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:
     """Write ``gpu_report.json`` into ``folder``, completely or not at all, and return its path.
+
+    A former report there is kept as ``gpu_report.previous.json``.
 
     Raises:
         OSError: The folder is not writable.
@@ -248,4 +244,7 @@ def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:
     target = Path(folder) / FILE_NAME
     with replacing(str(target)) as file:
         file.write(to_json(report).encode())
+        file.flush()  # a full disk shows here, before the former report has another name
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(target, target.with_name(PREVIOUS_NAME))
     return target

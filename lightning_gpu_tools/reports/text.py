@@ -24,31 +24,26 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 def render_text(report: Report) -> str:
     """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
     diagnosis = report.diagnosis
-    lines = [
-        _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
-        _paragraph("Why", diagnosis.why),
-        _paragraph("Next", diagnosis.next_step),
-        *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
-        "",
-        *(_gpu_line(gpu) for gpu in report.gpus),
+    details = [
+        *map(_gpu_line, report.gpus),
+        *([report.gpu_note] if report.gpu_note else []),
+        *map(str, report.memory_growth),
+        *_rank_lines(report),
+        *_idle_lines(report),
+        *([_loader_line(report.loader)] if report.loader is not None else []),
     ]
-    if report.gpu_note:
-        lines.append(_wrapped(report.gpu_note))
-    lines += (_wrapped(line) for line in (*map(str, report.memory_growth), *_rank_lines(report)))
-    lines += (_wrapped(line) for line in _idle_lines(report))
-    if report.loader is not None:
-        lines.append(_wrapped(_loader_line(report.loader)))
-    if report.wall_s > 0:
-        lines += _time_tree(report)
-    if report.unseen:
-        unseen = ", ".join(map(printable, report.unseen))
-        lines.append(_wrapped(f"Not measured, because this version of Lightning or torch lacks it: {unseen}."))
-    if report.monitor_us_per_step is not None:
-        line = f"Measuring added at least {report.monitor_us_per_step:.0f} us per step"
-        if report.monitor_thread_us_per_step is not None:
-            line += f", and {report.monitor_thread_us_per_step:.0f} us of CPU time per step in a background thread"
-        lines.append(line + ".")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
+            _paragraph("Why", diagnosis.why),
+            _paragraph("Next", diagnosis.next_step),
+            *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
+            "",
+            *map(_wrapped, details),
+            *(_time_tree(report) if report.wall_s > 0 else []),
+            *map(_wrapped, _measuring_lines(report)),
+        ]
+    )
 
 
 def render_markdown(report: Report) -> str:
@@ -137,6 +132,19 @@ def _idle_label(phase: str) -> str:
     return printable(name) or ("inside the training step" if phase == TRAINING_STEP else phase_label(group))
 
 
+def _measuring_lines(report: Report) -> list[str]:
+    lines = []
+    if report.unseen:
+        unseen = ", ".join(map(printable, report.unseen))
+        lines.append(f"Not measured, because this version of Lightning or torch lacks it: {unseen}.")
+    if report.monitor_us_per_step is not None:
+        thread = _known(
+            ", and {:.0f} us of CPU time per step in a background thread", report.monitor_thread_us_per_step
+        )
+        lines.append(f"Measuring added at least {report.monitor_us_per_step:.0f} us per step{''.join(thread)}.")
+    return lines
+
+
 def _run_line(report: Report) -> str:
     parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
     if report.step_s_median:
@@ -148,51 +156,29 @@ def _run_line(report: Report) -> str:
 
 
 def _gpu_line(gpu: GpuSummary) -> str:
+    busy, low, high = gpu.utilization_percent_mean, gpu.utilization_percent_p5, gpu.utilization_percent_p95
+    peak, total, others = gpu.memory_used_bytes_max, gpu.memory_total_bytes, gpu.others_memory_bytes_max
+    parts = [
+        *(_known("{:.0f} % busy (p5 {:.0f}, p95 {:.0f})", busy, low, high) or _known("{:.0f} % busy", busy)),
+        *(["utilization not reported"] if busy is None else []),
+        *_known("{:.0f} % busy with other jobs", gpu.others_utilization_percent or None),
+        *_known("SMs {:.0f} % active", gpu.sm_active_percent),
+        *_known("tensor cores {:.0f} %", gpu.tensor_active_percent),
+        *([f"peak memory {format_bytes(peak)} of {format_bytes(total)}"] if peak is not None and total else []),
+        *([f"other jobs up to {format_bytes(others)}"] if others else []),
+        *_known("{:.0f} W", gpu.power_watts_mean),
+        *_known("{:,.1f} Wh", None if gpu.energy_joules is None else gpu.energy_joules / 3600),
+        *_known("{:.0f} C", gpu.temperature_celsius_max),
+        *_known("throttled {:.0f} % of the time", gpu.throttled_percent),
+        *(["ERRORS: " + ", ".join(map(printable, gpu.errors))] if gpu.errors else []),
+    ]
     node = f"node {gpu.node} " if gpu.node else ""
-    parts = _utilization_parts(gpu) + _memory_parts(gpu)
-    if gpu.power_watts_mean is not None:
-        power = f"{gpu.power_watts_mean:.0f} W"
-        if gpu.energy_joules is not None:
-            power += f" ({_energy(gpu.energy_joules)})"
-        parts.append(power)
-    if gpu.temperature_celsius_max is not None:
-        parts.append(f"{gpu.temperature_celsius_max:.0f} C")
-    if gpu.throttled_percent is not None:
-        parts.append(f"throttled {gpu.throttled_percent:.0f} % of the time")
-    if gpu.errors:
-        parts.append("ERRORS: " + ", ".join(map(printable, gpu.errors)))
-    return _wrapped(f"{node}GPU {gpu.index} {printable(gpu.name or gpu.uuid)}: " + ", ".join(parts))
+    return f"{node}GPU {gpu.index} {printable(gpu.name or gpu.uuid)}: {', '.join(parts)}"
 
 
-def _utilization_parts(gpu: GpuSummary) -> list[str]:
-    if gpu.utilization_percent_mean is None:
-        parts = ["utilization not reported"]
-    else:
-        busy = f"{gpu.utilization_percent_mean:.0f} % busy"
-        if gpu.utilization_percent_p5 is not None and gpu.utilization_percent_p95 is not None:
-            busy += f" (p5 {gpu.utilization_percent_p5:.0f}, p95 {gpu.utilization_percent_p95:.0f})"
-        parts = [busy]
-    if gpu.others_utilization_percent:
-        parts.append(f"{gpu.others_utilization_percent:.0f} % busy with other jobs")
-    if gpu.sm_active_percent is not None:
-        parts.append(f"SMs {gpu.sm_active_percent:.0f} % active")
-    if gpu.tensor_active_percent is not None:
-        parts.append(f"tensor cores {gpu.tensor_active_percent:.0f} %")
-    return parts
-
-
-def _memory_parts(gpu: GpuSummary) -> list[str]:
-    parts = []
-    if gpu.memory_used_bytes_max is not None and gpu.memory_total_bytes is not None:
-        peak, total = format_bytes(gpu.memory_used_bytes_max), format_bytes(gpu.memory_total_bytes)
-        parts.append(f"peak memory {peak} of {total}")
-    if gpu.others_memory_bytes_max:
-        parts.append(f"other jobs up to {format_bytes(gpu.others_memory_bytes_max)}")
-    return parts
-
-
-def _energy(joules: float) -> str:
-    return f"{joules / 3.6e6:.3g} kWh" if joules >= 3.6e5 else f"{joules / 1e3:.3g} kJ"
+def _known(template: str, *values: float | None) -> list[str]:
+    """Return the template with these values, or nothing if one of them is unknown."""
+    return [] if None in values else [template.format(*values)]
 
 
 def phase_label(group: str) -> str:

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import pwd
 import re
 import stat
 import time
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path, user_name
 
 # A pick holds the lock for about 0.1 s, so this is some 300 picks ahead of ours: the holder hangs, or means to.
 TIMEOUT_LOCK_S = 30.0
@@ -256,13 +255,6 @@ def locked_folder(path: str) -> Iterator[Folder]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has this descriptor, too
             os.close(descriptor)
         time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that those who wait do not move in step
-
-
-def user_name(user_id: int) -> str:
-    """Return what messages call a user."""
-    with contextlib.suppress(KeyError):  # a user without a name, as in many containers
-        return printable(pwd.getpwuid(user_id).pw_name)
-    return f"uid {user_id}"
 
 
 def why_private(path: str) -> str | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter
-from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path
+from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
 if sys.platform == "linux":
     from lightning_gpu_tools.selection import claim_files
@@ -210,7 +210,7 @@ class Ledger:
                 continue
             except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
                 # Somebody else's mistake, or malice, must not keep anybody from the GPUs.
-                owner = claim_files.user_name(entry.owner_id)
+                owner = user_name(entry.owner_id)
                 file = printable_path(os.path.join(self._path, f"{entry.name}.json"))
                 warn_once(f"{file} of {owner} cannot be read and is ignored: {printable(repr(error))}")
                 continue
@@ -280,7 +280,7 @@ def _parse_claim(record: Any, entry: Entry) -> _ClaimRecord:
         kind=kind,
         memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
         pid=_number(record, "pid", 1, _MAX_PID),
-        user=claim_files.user_name(entry.owner_id),
+        user=user_name(entry.owner_id),
         owner_id=entry.owner_id,
         hostname=printable(_text(record, "hostname", 255)),
         since_s=entry.since_ns / 1e9,
@@ -295,7 +295,7 @@ def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
         uuids=_uuids(record),
         requested=_number(record, "requested", 1, _MAX_UUIDS),
         pid=_number(record, "pid", 1, _MAX_PID),
-        user=claim_files.user_name(entry.owner_id),
+        user=user_name(entry.owner_id),
         since_s=entry.since_ns / 1e9,
     )
 

@@ -160,7 +160,7 @@ def select_gpus(
             options this is only a warning, and the GPUs are not claimed.
         ValueError: An option is out of range.
     """
-    request = Request.parse(
+    request = Request(
         count, min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
     )
     return pick(request, Attempt.choose)
@@ -184,12 +184,11 @@ class Attempt:
         request: Request,
         ledger: claims.Ledger,
         problem: ClaimsError | None,
-        read_gpus: Callable[[bool], tuple[GpuReading, ...]],
+        read_gpus: Callable[[], tuple[GpuReading, ...]],
         *,
         ahead: Sequence[GpuWaiter] = (),
         group: str | None = None,
         among: Sequence[str] | None = None,
-        uuids_only: bool = False,
     ) -> None:
         self.request = request
         self.ledger = ledger
@@ -198,14 +197,11 @@ class Attempt:
         self.group = group
         self.among = among
         self._read_gpus = read_gpus
-        # By number, the PCI address or the name may matter; with claims or for ``exclusive`` the processes.
-        by_uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-").startswith(("GPU-", "MIG-"))
-        self._brief = uuids_only and by_uuid and not request.exclusive and not ledger.claims()
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
         """All GPUs of the machine, not read before somebody asks for them."""
-        return self._read_gpus(self._brief)
+        return self._read_gpus()
 
     @property
     def visible(self) -> tuple[GpuReading, ...]:
@@ -255,10 +251,6 @@ class Attempt:
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
         ranking = rank_gpus(visible, self.others, self.request, {os.getpid()}, self.ahead)
         if len(ranking.candidates) < self.request.count:
-            if self._brief:  # the reasons take all there is to read
-                self._brief = False
-                del self.gpus, self.live_claims
-                return self.choose()
             raise self._not_enough(ranking, visible)
         chosen = _best_set(ranking.candidates, self.request)
         if self.among is not None:  # children of a process in which CUDA has started number them like this
@@ -325,7 +317,6 @@ def pick(
     *,
     group: str | None = None,
     among: Sequence[str] | None = None,
-    uuids_only: bool = False,
 ) -> _T:
     """Decide once, or, where the request says so, again and again until GPUs qualify. Opens the driver at most once.
 
@@ -334,7 +325,6 @@ def pick(
         decide: Makes the decision, with the claims to itself. ``NotEnoughGpusError``: wait if there is time.
         group: As in :class:`Attempt`.
         among: UUIDs to pick from, instead of those that ``CUDA_VISIBLE_DEVICES`` shows.
-        uuids_only: Whether nothing but the UUIDs is wanted. Then no more is read than the decision takes.
     """
     from lightning_gpu_tools.gpus import nvml
 
@@ -342,11 +332,6 @@ def pick(
     announce_s = -math.inf
     place = None  # in the queue
     with contextlib.ExitStack() as until_the_end:
-
-        def read_gpus(brief: bool) -> tuple[GpuReading, ...]:
-            until_the_end.enter_context(nvml.session())  # does nothing where it is open already
-            return nvml.read_gpus(brief=brief)
-
         if not claims.own_jobs():  # else all may be settled without the driver
             # Before the lock is taken: without persistence mode it takes seconds.
             until_the_end.enter_context(nvml.session())
@@ -357,11 +342,10 @@ def pick(
                     request,
                     ledger,
                     problem,
-                    read_gpus,
+                    nvml.read_gpus,
                     ahead=_ahead_of(place, ledger) if give_up_s is not None else (),
                     group=group,
                     among=among,
-                    uuids_only=uuids_only and give_up_s is None,
                 )
                 try:
                     return decide(attempt)
@@ -423,7 +407,7 @@ def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candid
     return best_set(
         candidates,
         request.count,
-        nvml.read_links(uuids),
+        nvml.read_nvlinks(uuids),
         nvml.read_numa_nodes(uuids),
         memory_matters=request.min_free_bytes is None,
     )

@@ -56,7 +56,7 @@ def how_many(request: Request) -> int:
 
     At least 1: asking for one where none qualifies gives the reasons.
     """
-    return pick(replace(request, claim=False, wait_s=None), _how_many)
+    return pick(replace(request, claim=False, wait=None), _how_many)
 
 
 def _place(devices: int, attempt: Attempt) -> list[int]:

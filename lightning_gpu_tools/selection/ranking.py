@@ -153,7 +153,7 @@ def sharding_hint(
 ) -> str:
     """Return what to do if no GPU is large enough but several together are; else nothing."""
     needed_bytes = request.min_free_bytes or 0
-    relaxed = replace(request, min_free_bytes=None, count=max(2, request.count))
+    relaxed = replace(request, min_free=None, count=max(2, request.count))
     candidates = rank_gpus(gpus, others, relaxed, own_process_ids).candidates
     free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
     enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
@@ -200,7 +200,7 @@ def _objections(
         f"claimed exclusively by {claim.user} (pid {claim.pid})" for claim in claims if claim.kind == "exclusive"
     )
     yield from _memory_objection(candidate, request.min_free_bytes)
-    yield from _utilization_objection(gpu.utilization_percent, request.max_utilization_percent)
+    yield from _utilization_objection(gpu.utilization_percent, request.max_utilization)
     if request.exclusive:
         yield from (
             f"claimed by {claim.user} (pid {claim.pid}), but exclusive asks for a GPU without claims"

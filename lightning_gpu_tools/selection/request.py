@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from lightning_gpu_tools.units import parse_bytes, parse_duration
@@ -19,27 +19,20 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for.
-
-    Attributes:
-        count: How many GPUs.
-        min_free_bytes: Effective free memory that each must have.
-        max_utilization_percent: Highest utilization that each may have, 0 to 100.
-        exclusive: Whether nobody else may be on them, now or, as far as they use this package, later.
-        wait_s: How long to wait for them; ``None``: not at all.
-        claim: Whether to claim them.
+    """What a job asks for; see :func:`lightning_gpu_tools.select_gpus`.
 
     Raises:
-        ValueError: One of them is out of range.
+        ValueError: An option is out of range.
     """
 
     count: int = 1
-    min_free_bytes: int | None = None
-    max_utilization_percent: float | None = None
+    _: KW_ONLY
+    min_free: int | str | None = None
+    max_utilization: float | None = None
     exclusive: bool = False
-    wait_s: float | None = None
+    wait: float | str | None = None
     claim: bool = True
 
     def __post_init__(self) -> None:
@@ -48,35 +41,21 @@ class Request:
         for name in ("exclusive", "claim"):
             if getattr(self, name) not in (True, False):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        percent = self.max_utilization_percent
+        percent = self.max_utilization
         is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
+        _ = self.min_free_bytes, self.wait_s  # raise what is wrong with them
 
-    @classmethod
-    def parse(
-        cls,
-        count: int = 1,
-        *,
-        min_free: int | str | None = None,
-        max_utilization: float | None = None,
-        exclusive: bool = False,
-        wait: float | str | None = None,
-        claim: bool = True,
-    ) -> Request:
-        """Check what the user typed; see :func:`lightning_gpu_tools.select_gpus`.
+    @property
+    def min_free_bytes(self) -> int | None:
+        """Effective free memory that each GPU must have."""
+        return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
 
-        Raises:
-            ValueError: An option is out of range.
-        """
-        return cls(
-            count=count,
-            min_free_bytes=None if min_free is None else parse_bytes(min_free, "min_free"),
-            max_utilization_percent=max_utilization,
-            exclusive=exclusive,
-            wait_s=None if wait is None else parse_duration(wait, "wait"),
-            claim=claim,
-        )
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for the GPUs; ``None``: not at all."""
+        return None if self.wait is None else parse_duration(self.wait, "wait")
 
 
 def documented(cls: _Class) -> _Class:

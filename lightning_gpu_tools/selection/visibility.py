@@ -16,7 +16,6 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 _T = TypeVar("_T")
 
 _INTEGER = re.compile(r"[+-]?\d+")
-_LEGACY_MIG_NAME = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
 
 
 def parse_visible_devices(text: str) -> tuple[int | str, ...]:
@@ -67,20 +66,9 @@ def visible_gpus(
     return _instances(_distinct_until([_find(str(entry), nameable) for entry in entries]))
 
 
-def _find(entry: str, gpus: Sequence[GpuReading]) -> GpuReading | None:
-    """Return the one GPU or instance that an entry names; ``None`` if there is none or more than one."""
-    legacy = _LEGACY_MIG_NAME.fullmatch(entry)
-    if legacy:
-        parents = [gpu for gpu in gpus if gpu.uuid and gpu.uuid.startswith(legacy[1])]
-        ids = (int(legacy[2]), int(legacy[3]))
-        matches = [
-            instance
-            for gpu in parents
-            for instance in gpu.mig_instances
-            if (instance.mig_gpu_instance_id, instance.mig_compute_instance_id) == ids
-        ]
-    else:
-        matches = [gpu for gpu in gpus if gpu.uuid and gpu.uuid.startswith(entry)]
+def _find(beginning: str, gpus: Sequence[GpuReading]) -> GpuReading | None:
+    """Return the one GPU or instance whose UUID begins like this; ``None`` if there is none or more than one."""
+    matches = [gpu for gpu in gpus if gpu.uuid and gpu.uuid.startswith(beginning)]
     return matches[0] if len(matches) == 1 else None
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
+from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.selection import placement
-from lightning_gpu_tools.selection.request import Request, documented
+from lightning_gpu_tools.selection.picking import list_gpus
+from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
+from lightning_gpu_tools.selection.visibility import parse_visible_devices
 
 
 @documented
@@ -48,14 +52,9 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        self._options: dict[str, Any] = {
-            "min_free": min_free,
-            "max_utilization": max_utilization,
-            "exclusive": exclusive,
-            "wait": wait,
-            "claim": claim,
-        }
-        request = Request.parse(**self._options)
+        request = Request(
+            min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
+        )
         # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
         # to be where the class can see them: each accelerator is the only one of a class of its own.
         cls = type(self)
@@ -63,7 +62,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         self.__class__ = type(cls.__name__, (cls,), names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(FreeMemoryCUDAAccelerator, **self._options), ()  # its own class has no name
+        options = {name: getattr(self._request, name) for name in OPTIONS}
+        return functools.partial(FreeMemoryCUDAAccelerator, **options), ()  # its own class has no name
 
     @classmethod
     @override
@@ -92,3 +92,21 @@ def cuda_uuids() -> list[str]:
     """Return the UUIDs of the devices that CUDA shows this process."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"GPU-{one.uuid}" for one in properties]
+
+
+def why_no_cuda() -> str:
+    """Return a sentence that says why PyTorch can use no GPU here and what to do; empty if it can."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"This PyTorch ({torch.__version__}) was built without CUDA; see https://pytorch.org/get-started."
+    try:
+        gpus = list_gpus()
+    except NvmlUnavailableError as error:
+        return str(error)
+    if not gpus:
+        return "The NVIDIA driver lists no GPU."
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is not None and not parse_visible_devices(mask):
+        return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU."
+    return "CUDA does not start, although the driver lists GPUs: see `python -c 'import torch; torch.cuda.init()'`."

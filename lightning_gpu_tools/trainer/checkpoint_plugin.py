@@ -247,7 +247,7 @@ class PortableCheckpointIO(CheckpointIO):
         return _renamed(checkpoint, plan, state, model.strict_loading)
 
 
-class TrainerIntroduction(Callback):
+class PortableCheckpointHooks(Callback):
     """Hands the trainer to its plugin, in the process that loads and saves."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -280,7 +280,7 @@ def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
 
 def introductions() -> list[Callback]:
     """Return the callback that introduces trainer and plugin to each other; nothing if there is no plugin."""
-    return [TrainerIntroduction()] if _plugins else []
+    return [PortableCheckpointHooks()] if _plugins else []
 
 
 _plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
+import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -18,13 +22,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.host import processor_name, read_host_budget
-from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
-from lightning_gpu_tools.reports.report import RankSpeed, Report, save_report, summarize
+from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RankSpeed, Report, save_report, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 
 def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
@@ -85,49 +89,67 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def publish(report: Report, folder: str | None) -> None:
-    """Print the report, and write it into the folder if there is one."""
-    if folder is not None:
-        report = _confirmed(report, folder)
-    _print(f"\n{render_text(report)}")
-    if folder is not None:
-        _write(report, folder)
-
-
-def _confirmed(report: Report, folder: str) -> Report:
-    """Return the report with the result of the change that the run before has advised."""
-    try:
+def publish(report: Report, folder: str) -> None:
+    """Write the report into the folder, then print it. Whatever fails costs only itself and is printed, too."""
+    paths: list[Path] = []
+    lines = [""]
+    with _failure_added_to(lines, "The previous report could not be compared with"):
         earlier = earlier_report(folder)
         confirmation = None if earlier is None else confirm(report, earlier)
-    except Exception as error:  # noqa: BLE001 - anybody may have written the old one; it must not cost the new one
-        rank_zero_warn(f"The report of the run before, in {folder!r} or beside it, cannot be compared with: {error!r}")
-        return report
-    return report if confirmation is None else dataclasses.replace(report, confirmation=str(confirmation))
+        if confirmation is not None:
+            report = dataclasses.replace(report, confirmation=str(confirmation))
+    with _failure_added_to(lines, f"The report could not be written to {printable_path(folder)}"):
+        paths.append(save_report(report, folder))
+        with _failure_added_to(lines, "The report could not be drawn"):
+            if importlib.util.find_spec("matplotlib") is not None:
+                from lightning_gpu_tools.reports.plot import save_plot
 
-
-def _write(report: Report, folder: str) -> None:
-    try:
-        written = [save_report(report, folder)]
-        if importlib.util.find_spec("matplotlib") is not None:
-            from lightning_gpu_tools.reports.plot import save_plot
-
-            written.append(save_plot(report, folder))
-    except OSError as error:  # the disk is full, the folder has gone: the training itself went well
-        rank_zero_warn(f"The report could not be written to {folder!r}: {error}")
-    else:
-        _print("Report: " + " ".join(map(printable_path, written)))
+                paths.append(save_plot(report, folder))
+    with _failure_added_to(lines, "The report could not be shown"):
+        lines.insert(1, render_text(report))
+    if paths:
+        lines.append("Report: " + " ".join(map(printable_path, paths)))
         if report.diagnosis.verdict == "low":
-            _print(f"Verify a change: lightning-gpu-tools report NEW --against {printable_path(written[0])}")
+            lines.append(_how_to_verify(paths[0]))
+    say("\n".join(lines))
 
 
-def _print(text: str) -> None:
-    """Print for the person at the terminal, which may not be able to show every character."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))  # noqa: T201
+@contextlib.contextmanager
+def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file: the training itself went well
+        lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
 
 
-def is_writable(folder: str) -> bool:
-    """Find out before training, not after it, whether the report can be written."""
+def _how_to_verify(file: Path) -> str:
+    """Return the command that compares the next run with this one, by the name that its report will have then."""
+    command, folder = "lightning-gpu-tools report", file.parent
+    if is_of_one_run(folder):
+        return f"After the next run: {command} NEW --against {_quoted(file)}"
+    previous = _quoted(folder / PREVIOUS_NAME)
+    return f"After the next run in this folder: {command} {_quoted(folder)} --against {previous}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(printable_path(path))
+
+
+def say(text: str) -> None:
+    """Print for the person at the terminal, as far as it can show the characters.
+
+    In one write that ends the line: Rich's progress bar in a notebook prints an unfinished line over and over.
+    """
+    try:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        sys.stdout.flush()
+    except Exception:  # a closed terminal, a notebook's own stream: what is said here must not end the training
+        logging.getLogger(__name__).warning("The end of the training's report could not be printed.", exc_info=True)
+
+
+def warn_if_not_writable(folder: str) -> None:
+    """Warn before training, not after it, that the report cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -136,5 +158,3 @@ def is_writable(folder: str) -> bool:
             f"The report of this training will be printed, but not written to {folder!r}: {error}. To have it as a "
             "file, give the Trainer another default_root_dir or logger."
         )
-        return False
-    return True

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.trainer.fit_report import describe, is_writable, publish
+from lightning_gpu_tools.trainer.fit_report import describe, publish, say, warn_if_not_writable
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -84,7 +84,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         self.report = report
         self.gpm = gpm
         self.prog_bar = prog_bar
-        self._folder: str | None = None
+        self._folder = ""
         self._wrappers = Wrappers()
 
     @override
@@ -95,8 +95,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
     def _opened(self, trainer: Trainer, session: Session) -> None:
         if self.report:
             # Asking for the folder is a collective call, so every rank does it.
-            folder = trainer.log_dir or trainer.default_root_dir
-            self._folder = folder if not trainer.is_global_zero or is_writable(folder) else None
+            self._folder = trainer.log_dir or trainer.default_root_dir
+            if trainer.is_global_zero:
+                warn_if_not_writable(self._folder)
         session.monitor(devices=self.devices, interval_s=self.interval_s, gpm=self.gpm)
 
     @override
@@ -112,13 +113,19 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     @override
     def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
-        if session.recorder is None or not self.report:  # without a recorder training has not begun
+        if session.recorder is None or not self.report or not trainer.is_global_zero:  # without one, no training
             return
+        # What is missing is printed: filters may hide a warning.
         if not session.clock.ran:
             missing = ", ".join(session.unseen)
-            rank_zero_warn(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
-        elif trainer.is_global_zero:
-            publish(describe(session, trainer, outcome), self._folder)
+            say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
+            return
+        try:
+            report = describe(session, trainer, outcome)
+        except Exception as error:
+            say(f"This fit has no report because of an error in GPUUtilizationMonitor: {error!r}")
+            raise
+        publish(report, self._folder)
 
     @override
     def _give_up(self) -> None:

@@ -1,20 +1,20 @@
-"""What the monitor and the advisor have in common: a session from ``setup`` to the end of the fit, and a guard."""
+"""What the monitor and the advisor have in common: a session from ``setup`` to the end of the fit."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 
 
-class MeasuringCallback(Callback):
-    """Takes part in the session of each fit. No error in it stops the training.
+class MeasuringCallback(GuardedCallback):
+    """Takes part in the session of each fit.
 
     Attributes:
         yields: Whether it does nothing where the user has a callback of the same class: one that an entry point added.
@@ -40,7 +40,6 @@ class MeasuringCallback(Callback):
         """Use what the session has measured of a fit that has ended."""
 
     @override
-    @never_stops_training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.yields and any(type(other) is type(self) and other is not self for other in callbacks):
@@ -51,14 +50,12 @@ class MeasuringCallback(Callback):
             self._opened(trainer, self._session)
 
     @override
-    @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is not None:
             self._session.begin()
             self._began(trainer, self._session)
 
     @override
-    @never_stops_training
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -68,18 +65,15 @@ class MeasuringCallback(Callback):
             self._stepped(trainer, session)
 
     @override
-    @never_stops_training
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is not None:
             self._session.end_epoch()
 
     @override
-    @never_stops_training
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end(trainer, f"stopped by {type(exception).__name__} at step {trainer.global_step}", timeout_s=0.0)
 
     @override
-    @never_stops_training
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end(trainer, "completed", timeout_s=TIMEOUT_S)
 
@@ -90,8 +84,8 @@ class MeasuringCallback(Callback):
             self._ended(trainer, session, outcome)
         self._give_up()
 
+    @override
     def _give_up(self) -> None:
-        """Measure no more in this fit."""
         session, self._session = self._session, None
         if session is not None:
             session.release()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.loader_trials import LoaderResult
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, combined
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
@@ -28,13 +27,14 @@ from lightning_gpu_tools.loaders.plan import (
     is_slower,
     settled,
     step_cost,
+    steps_between,
     wait_share,
     why_no_search,
 )
-from lightning_gpu_tools.loaders.search import SearchTerms, search
+from lightning_gpu_tools.loaders.search import search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import local_ranks, trains_on_gpu
-from lightning_gpu_tools.trainer.never_stop_training import never_stops_training
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import RankExchange
@@ -45,7 +45,7 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 _RANKS_TIMEOUT_S = 10.0
 
 
-class NumWorkersFinder(Callback):
+class NumWorkersFinder(GuardedCallback):
     """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory``, and applies them.
 
     It measures 25 steps with the original settings. If training waits for data, it pauses, usually for 2 to 10 s and at
@@ -80,6 +80,9 @@ class NumWorkersFinder(Callback):
         budget_s: How long training may pause, in seconds; a hard limit, also if an item of the dataset hangs.
         apply: Whether to use what was found. Else it is only measured.
 
+    Attributes:
+        result: What was found: ``.settings``, ``.reason``, ``.trials``; ``None`` until it is known.
+
     Raises:
         ValueError: ``budget_s`` is not a positive number.
 
@@ -95,36 +98,27 @@ class NumWorkersFinder(Callback):
             raise ValueError(f"budget_s must be a positive number of seconds, got {budget_s!r}.")
         self.budget_s = budget_s
         self.apply = apply
-        self._result: LoaderResult | None = None
+        self.result: LoaderResult | None = None
         self._fit: _Fit | None = None
 
-    @property
-    def result(self) -> LoaderResult | None:
-        """What was found: ``.settings``, ``.reason``, ``.trials``; ``None`` until it is known."""
-        return self._result if self._fit is None else self._fit.result
-
     @override
-    @never_stops_training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
-            self._result = None
+            self.result = None
             self._fit = _Fit(trainer, Session.of(trainer), self)
 
     @override
-    @never_stops_training
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
             self._fit.start()
 
     @override
-    @never_stops_training
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
             self._fit.next_round()
 
     @override
-    @never_stops_training
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -132,12 +126,10 @@ class NumWorkersFinder(Callback):
             self._fit.after_step()
 
     @override
-    @never_stops_training
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._finish()
 
     @override
-    @never_stops_training
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._finish()
 
@@ -145,17 +137,32 @@ class NumWorkersFinder(Callback):
         fit = self._fit
         if fit is not None:
             fit.close()
-            # Not before: if Ctrl-C comes meanwhile, this is called once more.
-            self._result, self._fit = fit.result, None
+            self._fit = None  # not before: if Ctrl-C comes meanwhile, this is called once more
             fit.release()
 
+    @override
     def _give_up(self) -> None:
         if self._fit is not None:
-            with suppress(Exception):  # what is broken may break here, too, and training must go on
-                self._fit.give_up()
+            self._fit.give_up()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_fit": None}
+
+
+class _Adopted(NamedTuple):
+    """A training loader: what the Trainer was given, what it got, and why that cannot be changed if it cannot."""
+
+    given: object
+    made: object
+    fixed: str | None = None
+
+    @property
+    def switch(self) -> Switch | None:
+        return getattr(self.made, "switch", None) if self.fixed is None else None
+
+    def restore(self) -> None:
+        if self.switch is not None:
+            restore(self.made)  # type: ignore[arg-type]
 
 
 class _Fit:
@@ -165,9 +172,7 @@ class _Fit:
         self._trainer = trainer
         self._session = session
         self._finder = finder
-        self._budget_s = finder.budget_s
-        self._made: dict[int, tuple[object, object]] = {}  # what the Trainer was given, and what it got, by place
-        self._fixed: dict[int, str] = {}  # why loaders are left alone
+        self._adopted: dict[int, _Adopted] = {}  # by place
         self._place = 0
         self._tuned: int | None = None
         self._study: list[Step] = []
@@ -192,27 +197,24 @@ class _Fit:
         return process_dataloader
 
     def _adopt(self, loader: object) -> object:
-        place = self._place
-        self._place += 1
-        given, made = self._made.get(place, (None, None))
-        if loader is given or loader is made:  # made again, but the same one: its persistent workers go on
-            return made
-        self._fixed.pop(place, None)
-        new = loader
+        place, self._place = self._place, self._place + 1
+        before = self._adopted.get(place)
+        if before is not None and (loader is before.given or loader is before.made):
+            return before.made  # made again, but the same one: its persistent workers go on
         try:
-            new = switchable(loader)  # type: ignore[arg-type]
+            after = _Adopted(loader, switchable(loader))  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
-            self._fixed[place] = str(error)
-        self._made[place] = loader, new
-        before, after = _switch(made), _switch(new)
-        if after is not None:
-            after.log = [] if before is None else before.log
-            after.as_own_work = self._as_own_work
-            if before is not None and before.chosen is not None:
-                self._change(after, before.chosen)
+            after = _Adopted(loader, loader, str(error))
+        self._adopted[place] = after
+        replaced = None if before is None else before.switch
+        if (switch := after.switch) is not None:
+            switch.fetches = [] if replaced is None else replaced.fetches
+            switch.as_own_work = self._as_own_work
+            if replaced is not None and replaced.chosen is not None:
+                switch.use(replaced.chosen)
         if before is not None:
-            restore(made)  # type: ignore[arg-type]
-        return new
+            before.restore()
+        return after.made
 
     def next_round(self) -> None:
         """Say that the loaders of this epoch have been made."""
@@ -221,11 +223,11 @@ class _Fit:
     @property
     def result(self) -> LoaderResult | None:
         """What was found; the session has it, so that the report can tell it."""
-        return self._session.loader_result
+        return self._finder.result
 
     @result.setter
     def result(self, found: LoaderResult) -> None:
-        self._session.loader_result = found
+        self._finder.result = self._session.loader_result = found
 
     def start(self) -> None:
         """Begin to count the steps."""
@@ -244,12 +246,7 @@ class _Fit:
 
     @property
     def _switches(self) -> list[Switch]:
-        return [switch for _, made in self._made.values() if (switch := _switch(made)) is not None]
-
-    @property
-    def _current(self) -> Switch | None:
-        """What changes the loader that is tuned."""
-        return None if self._tuned is None else _switch(self._made[self._tuned][1])
+        return [switch for one in self._adopted.values() if (switch := one.switch) is not None]
 
     def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Return the facts of all ranks, in their order; ``None`` if one is missing."""
@@ -260,7 +257,7 @@ class _Fit:
         self._turn += 1
         exchange.publish(self._turn, now=facts, before=self._published)
         self._published = facts
-        everyones = exchange.read(self._turn, self._budget_s + _RANKS_TIMEOUT_S)
+        everyones = exchange.read(self._turn, self._finder.budget_s + _RANKS_TIMEOUT_S)
         # A rank that has read this turn of all may have published the next one already.
         turns = {self._turn: "now", self._turn + 1: "before"}
         found: list[dict[str, Any]] = [one[turns[one["turn"]]] for one in everyones if one["turn"] in turns]
@@ -270,12 +267,12 @@ class _Fit:
 
     def _search(self) -> None:
         trainer = self._trainer
-        begun = (place for place, (_, made) in self._made.items() if (one := _switch(made)) is not None and one.begun)
+        begun = (place for place, one in self._adopted.items() if one.switch is not None and one.switch.begun)
         self._tuned = min(begun, default=None)
-        switch = self._current
-        self._study = [] if switch is None else list(settled(switch.log or []))
+        switch = None if self._tuned is None else self._adopted[self._tuned].switch
+        self._study = [] if switch is None else list(settled(steps_between(switch.fetches or [])))
         for one in self._switches:
-            one.log = None
+            one.fetches = None
         obstacle, nothing = self._obstacle(switch)
         cost = None if obstacle else dataclasses.asdict(step_cost(self._study, torch.get_num_threads()))
         everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
@@ -292,94 +289,87 @@ class _Fit:
         if all(facts["nothing"] for facts in everyones):
             self._leave(nothing or "")
             return
-        # Who waits for other ranks does so inside the step, so the shortest one is the step itself.
-        step = StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"])))
-        given = self._made[self._tuned][0] if self._tuned is not None else None
+        given = self._adopted[self._tuned].given if self._tuned is not None else None
         assert isinstance(given, DataLoader)
         steps = trainer.num_training_batches
         rank_zero_info(
-            f"NumWorkersFinder: training pauses for at most {self._budget_s:g} s to try DataLoader settings."
+            f"NumWorkersFinder: training pauses for at most {self._finder.budget_s:g} s to try DataLoader settings."
         )
         found = search(
             given,
-            SearchTerms(
-                step=step,
-                host=read_host_budget(local_ranks=local_ranks(trainer)),
-                cuda=trains_on_gpu(trainer),
-                budget_s=self._budget_s,
-                alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),
-                # Where loaders are made again for an epoch their workers cannot live on.
-                epoch_steps=None if _reloads(trainer) or math.isinf(steps) else int(steps),
-                bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
-            ),
-            self._gather,
+            # Who waits for other ranks does so inside the step, so the shortest one is the step itself.
+            step=StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"]))),
+            host=read_host_budget(local_ranks=local_ranks(trainer)),
+            cuda=trains_on_gpu(trainer),
+            budget_s=self._finder.budget_s,
+            alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),
+            # Where loaders are made again for an epoch their workers cannot live on.
+            epoch_steps=None if _reloads(trainer) or math.isinf(steps) else int(steps),
+            bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
+            gather=self._gather,
         )
         self._use(switch, found)
 
     def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
         """Return why the loader has to be left alone, and why there is nothing to gain."""
         if switch is None:
-            kinds = [type(made).__qualname__ for _, made in self._made.values()]
-            own_way = f"a {kinds[0]} is iterated in a way of its own" if kinds else "there is none"
-            return next(iter(self._fixed.values()), own_way), None
+            reasons = [
+                one.fixed or f"a {type(one.made).__qualname__} is iterated in a way of its own"
+                for one in self._adopted.values()
+            ]
+            return next(iter(reasons), "there is none"), None
         if not self._study:
             return "its epochs are too short to measure a step", None
         return switch.obstacle(), why_no_search(self._study)
 
     def _use(self, switch: Switch, found: LoaderResult) -> None:
         self.result = found
-        if found.settings is None or found.settings == found.original or not self._finder.apply:
-            self._show()
-            return
-        self._change(switch, found.settings)
-        moved = (
-            " The dataset draws random numbers (augmentation): they come from the workers now, no longer from the "
-            "training process."
-        )
-        self.result = dataclasses.replace(
-            found, applied=True, reason=found.reason + (moved if switch.moved_draws else "")
-        )
+        if found.settings is not None and found.settings != found.original and self._finder.apply:
+            switch.use(found.settings)
+            moved = (
+                " The dataset draws random numbers (augmentation): they come from the workers now, no longer from the "
+                "training process."
+            )
+            reason = found.reason + (moved if switch.moved_draws else "")
+            self.result = dataclasses.replace(found, applied=True, reason=reason)
+            switch.fetches = []
+            self._ramp_up = found.settings.num_workers * (1 + (found.settings.prefetch_factor or 0)) + 2
+            self._due = self._steps + self._ramp_up + CONFIRM_STEPS
+            self._next = self._confirm
         self._show()
-        switch.log = []
-        self._ramp_up = found.settings.num_workers * (1 + (found.settings.prefetch_factor or 0)) + 2
-        self._due = self._steps + self._ramp_up + CONFIRM_STEPS
-        self._next = self._confirm
-
-    def _change(self, switch: Switch, settings: LoaderSettings) -> None:
-        """Set the loader, which may be in the place of another one by now, to what was found for that one."""
-        switch.use(dataclasses.replace(settings, batch_size=switch.original.batch_size))
 
     def _confirm(self) -> None:
-        switch, result = self._current, self.result
-        if switch is None or result is None:
+        switch = None if self._tuned is None else self._adopted[self._tuned].switch
+        if switch is None or self.result is None:
             return
-        steps, switch.log = (switch.log or [])[self._ramp_up :], None
-        fault = switch.fault
+        steps, switch.fetches = steps_between(switch.fetches or [])[self._ramp_up :], None
         slower = bool(steps) and is_slower(steps, self._study)
-        everyones = self._gather({"fault": fault, "slower": slower})
-        if everyones is None or any(facts["fault"] for facts in everyones):
-            why = next((facts["fault"] for facts in everyones or [] if facts["fault"]), "another rank did not answer")
-            self._take_back(switch, f"They failed in use ({why}), so the original settings are back.")
-        elif any(facts["slower"] for facts in everyones):
-            self._take_back(switch, "In their first hundred steps they were slower, so the original settings are back.")
+        everyones = self._gather({"fault": switch.fault, "slower": slower})
+        faults = ["another rank did not answer"] if everyones is None else [facts["fault"] for facts in everyones]
+        fault = next(filter(None, faults), None)
+        if fault:
+            self._take_back(f"They failed in use ({fault}), so the original settings are back.")
+        elif any(facts["slower"] for facts in everyones or []):
+            self._take_back("In their first hundred steps they were slower, so the original settings are back.")
         elif steps:
-            self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(steps))
+            self.result = dataclasses.replace(self.result, confirmed=True, wait_share=wait_share(steps))
 
-    def _take_back(self, switch: Switch, why: str) -> None:
-        assert self.result is not None
-        if switch.in_use != switch.original:
-            switch.use(switch.original)
-        self.result = dataclasses.replace(
-            self.result,
-            settings=self.result.original,
-            applied=False,
-            confirmed=False,
-            reason=f"{self.result.reason} {why}",
-        )
-        rank_zero_warn(f"NumWorkersFinder: {why}")
+    def _take_back(self, why: str) -> None:
+        """Go back to the original settings, where others are in use."""
+        for switch in self._switches:
+            switch.fetches = None
+            if switch.in_use != switch.original:
+                switch.use(switch.original)
+        result = self.result
+        if result is not None and result.applied:
+            reason = f"{result.reason} {why}"
+            self.result = dataclasses.replace(
+                result, settings=result.original, applied=False, confirmed=False, reason=reason
+            )
+            rank_zero_warn(f"NumWorkersFinder: {why}")
 
     def _leave(self, reason: str) -> None:
-        given = next((given for given, _ in self._made.values()), None)
+        given = next((one.given for one in self._adopted.values()), None)
         original = settings_of(given) if isinstance(given, DataLoader) else None
         share = wait_share(self._study) if self._study else None
         self.result = LoaderResult(original=original, settings=original, reason=reason, wait_share=share)
@@ -391,12 +381,15 @@ class _Fit:
         for trial in result.trials:
             if trial.failed is not None:
                 rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {trial.failed}")
-            elif trial.batch_s is not None:
-                rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {1 / trial.batch_s:.4g} batches/s")
-        state = "in use" if result.applied else "not in use"
-        found = "" if result.settings is None else f"{_words(result.settings)} ({state}). "
-        rank_zero_info(f"NumWorkersFinder: {found}{result.reason}")
-        if self._trainer.is_global_zero and result.settings is not None:
+        for trial in combined(result.trials):
+            rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
+        if result.settings is None:
+            return
+        state = (
+            "stays" if result.settings == result.original else "is in use now" if result.applied else "is not in use"
+        )
+        rank_zero_info(f"NumWorkersFinder: {_words(result.settings)} {state}. {result.reason}")
+        if self._trainer.is_global_zero:
             settings = {**dataclasses.asdict(result.settings), "applied": result.applied}
             for logger in self._trainer.loggers:
                 _log_to(logger, {"num_workers_finder": settings})
@@ -404,12 +397,7 @@ class _Fit:
     def give_up(self) -> None:
         """Go back to the original settings, because of a fault in here."""
         self._next = None
-        for switch in self._switches:
-            switch.log = None
-            if switch.in_use != switch.original:
-                switch.use(switch.original)
-        if self.result is not None and self.result.applied:
-            self.result = dataclasses.replace(self.result, settings=self.result.original, applied=False)
+        self._take_back("An error ended their use, so the original settings are back.")
 
     def release(self) -> None:
         """Give the session back."""
@@ -418,22 +406,13 @@ class _Fit:
     def close(self) -> None:
         """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
         self._wrappers.undo()
-        for _, made in self._made.values():
-            switch = _switch(made)
-            if switch is not None:
-                fault = switch.fault
-                restore(made)  # type: ignore[arg-type]
-                if fault is not None and self.result is not None and self.result.applied:
-                    reason = f"{self.result.reason} They failed in use ({fault}), so the original settings came back."
-                    self.result = dataclasses.replace(
-                        self.result, settings=self.result.original, applied=False, confirmed=False, reason=reason
-                    )
+        fault = next((switch.fault for switch in self._switches if switch.fault is not None), None)
+        if fault is not None:
+            self._take_back(f"They failed in use ({fault}), so the original settings came back.")
+        for one in self._adopted.values():
+            one.restore()
         if self.result is None and self._steps:
             self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
-
-
-def _switch(loader: object) -> Switch | None:
-    return getattr(loader, "switch", None) if isinstance(loader, DataLoader) else None
 
 
 def _reloads(trainer: Trainer) -> bool:

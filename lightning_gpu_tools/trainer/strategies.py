@@ -17,15 +17,16 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     SingleDeviceStrategy,
     Strategy,
-    StrategyRegistry,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.affinity import bind_to_gpus
 from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
-from lightning_gpu_tools.trainer.accelerator import cuda_uuids
+from lightning_gpu_tools.trainer.accelerator import cuda_uuids, why_no_cuda
+from lightning_gpu_tools.trainer.entry_points import register_strategies
 
 # Lightning shows what its own loggers say from INFO on.
 _log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")
@@ -72,7 +73,7 @@ class _FreeMemory(_Base):
         **kwargs: Any,
     ) -> None:
         self._refuse_unknown(kwargs)
-        self._request = Request.parse(
+        self._request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
         self._bind_numa = bind_numa
@@ -91,13 +92,16 @@ class _FreeMemory(_Base):
             is_count = indices == list(range(len(indices)))  # so it is where the Trainer was given a number
             placed = placement.place(len(indices) if is_count else indices, self._request, cuda_uuids)
             devices = [torch.device("cuda", index) for index in placed]
-        elif devices and not self._runs_on_cpu:
-            name, accelerator = type(self).__name__, type(self.accelerator).__name__
-            raise NotEnoughGpusError(
-                f"{name} picks CUDA GPUs, but this Trainer would run on the {accelerator}. Is there a GPU that PyTorch "
-                f"can use here? To train on the CPU, say Trainer(accelerator='cpu') without {name}.",
-                requested=1,
-            )
+        elif devices:
+            name, accelerator, why = type(self).__name__, type(self.accelerator).__name__, why_no_cuda()
+            if not self._runs_on_cpu:
+                raise NotEnoughGpusError(
+                    f"{name} picks CUDA GPUs, but this Trainer would run on the {accelerator}. {why} To train on the "
+                    f"CPU, use Trainer(accelerator='cpu') without {name}.".replace("  ", " "),
+                    requested=1,
+                )
+            if why:
+                rank_zero_warn(f"{name} picks no GPU, and the training runs on the {accelerator}. {why}")
         self._picked = devices
 
     @override
@@ -176,8 +180,4 @@ class FreeMemoryDeepSpeedStrategy(_FreeMemory, DeepSpeedStrategy):
         super().set_world_ranks()
 
 
-for _strategy in (FreeMemoryStrategy, FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy, FreeMemoryDeepSpeedStrategy):
-    # Overriding, so that the module can be imported again, in a notebook for example.
-    StrategyRegistry.register(
-        _strategy.strategy_name, _strategy, description="On the GPUs with the most free memory.", override=True
-    )
+register_strategies()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from fake_driver import Driver, Gpu, gpu, mig, process
+from fake_driver import Driver, gpu, process
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import main
@@ -160,9 +160,9 @@ def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli) -> None:
 def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu() for _ in range(8)]
     pick()
-    # 6 functions of nvidia-ml-py; its one for the samples makes two calls, the first for their number. The handle is
-    # asked for by index, so it counts for no GPU.
-    assert set(driver.calls_by_gpu().values()) == {6}
+    # 10 functions of nvidia-ml-py for each GPU; its one for the samples makes two calls, the first for their number.
+    calls = [call for call in driver.calls() if call.function.startswith("nvmlDeviceGet")]
+    assert len(calls) == 1 + 8 * 11  # and the number of GPUs
 
 
 @pytest.mark.parametrize(
@@ -171,35 +171,8 @@ def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
 def test_a_selection_opens_and_reads_the_driver_once(driver: Driver, run_cli: RunCli, arguments: list[str]) -> None:
     driver.gpus = [gpu() for _ in range(3)]
     assert run_cli(*arguments).returncode == 0
-    functions = [call.function for call in driver.calls()]
-    assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 1
-    assert functions.count("nvmlDeviceGetMemoryInfo") == 3
-
-
-BUSY = [process(pid=4711, memory="3GiB")]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "arguments", "mask"),
-    [
-        ([gpu(memory_free="10GiB"), gpu(memory_free="20GiB", utilization=90)], ["-n", "2"], None),
-        ([gpu(), gpu(compute_mode="exclusive_process", processes=BUSY)], [], None),
-        ([gpu(), gpu(compute_mode="prohibited")], [], None),
-        ([gpu(memory_free="1GiB"), gpu(mig=[mig(memory_free="9GiB"), mig(memory_free="5GiB")])], [], None),
-        ([gpu(memory_total=None, name="NVIDIA GB10"), gpu(memory_free="1GiB")], [], None),
-        ([gpu(name="NVIDIA GB10", memory_free="1MiB")], ["--min-free", "1GiB"], None),
-        ([gpu(pci=(0, 32, 0), memory_free="9GiB"), gpu(pci=(0, 16, 0))], [], "1"),
-        ([gpu(lost=True), gpu(errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}), gpu(memory_free="1GiB")], [], None),
-    ],
-)
-def test_reading_less_changes_no_choice(
-    driver: Driver, pick: Pick, monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], arguments: list[str], mask: str | None
-) -> None:
-    driver.gpus = gpus
-    if mask is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    all_read = pick(*arguments, "--format", "json").out
-    assert pick(*arguments).out.split() == [json.loads(all_read)["cuda_visible_devices"]]
+    assert driver.stays_open()
+    assert [call.function for call in driver.calls()].count("nvmlDeviceGetMemoryInfo") == 3
 
 
 def test_memory_that_a_claims_holder_uses_counts_once(driver: Driver, pick: Pick) -> None:

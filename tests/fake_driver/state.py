@@ -9,7 +9,6 @@ import os
 import re
 import time
 import uuid as uuids
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +50,6 @@ def process(pid: int | None = None, memory: int | str | None = "1GiB", **fields:
 class MigInstance:
     uuid: str | None = None
     gpu_instance: int = 0
-    compute_instance: int = 0
     profile: str = "1g.10gb"
     memory_total: int | None = 10 * GIB
     memory_free: int | None = 10 * GIB
@@ -76,26 +74,21 @@ class Gpu:
     name: str = "NVIDIA H200"
     memory_total: int | None = 80 * GIB
     memory_free: int | None = 80 * GIB
-    memory_reserved: int = 0
     # Percent over time. The driver keeps one sample for each period, with the mean over that period.
     utilization: Series = 0.0
     sample_period_s: float = 1 / 6
     sample_depth: int = 120
     samples: list[tuple[float, float]] | None = None  # (seconds since the epoch, value): instead of `utilization`
     utilization_rate: int | None = None  # the instantaneous reading, where it shall differ from the last sample
-    memory_utilization: int = 0
     processes: list[Process] | None = field(default_factory=list)
     compute_mode: str | None = "default"  # exclusive_thread, prohibited, exclusive_process
     mig_capable: bool = True
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
-    memory_numa_node: int | None = None  # only where GPU memory is a NUMA node of its own (Grace Hopper)
     cpus: list[int] | None = field(default_factory=lambda: [0, 1])
     addressing_mode: str | None = "hmm"  # none, hmm, ats
     power_watts: Series = 100.0
-    energy_joules_at_start: float | None = 0.0  # the counter; grows with power_watts
     temperature_celsius: float | None = 40.0
-    clocks_event_reasons: int | None = 0
     throttled_power: Series = 0.0  # fraction of the time, 0 to 1
     throttled_thermal: Series = 0.0
     sm_clock_mhz: int | None = 1980
@@ -125,12 +118,11 @@ def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "
 class Link:
     gpus: tuple[int, int]  # positions in Driver.gpus
     nvlink: bool | None = False
-    level: int | None = 40
 
 
-def link(a: int, b: int, *, nvlink: bool | None = False, level: int | None = 40) -> Link:
+def link(a: int, b: int, *, nvlink: bool | None = False) -> Link:
     """How two GPUs, given by position, are joined; ``None`` is NOT_SUPPORTED."""
-    return Link(gpus=(a, b), nvlink=nvlink, level=level)
+    return Link(gpus=(a, b), nvlink=nvlink)
 
 
 class Call(NamedTuple):
@@ -149,13 +141,10 @@ class Driver:
         self._calls.touch()
         self._gpus: list[Gpu] = []
         self.links: list[Link] = []
-        self.driver_version = "580.95.05"
-        self.cuda_version = 13000
         self.library_missing = False
         self.init_error: str | None = None  # for example DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, NO_PERMISSION
         self.missing_functions: list[str] = []  # what an older driver does not have
         self.errors: dict[str, str] = {}  # C function -> error name, for every GPU
-        self.latency_s: dict[str, float] = {}  # C function -> how long a call takes
         self.start_s = 0.0  # where the segments of a Series begin, and the counters
         self.now_s: float | None = None  # None: the clock of the system; a number: time stands still at it
         self._write()
@@ -210,9 +199,14 @@ class Driver:
             for pid, function, uuid, thread in (line.split(" ", 3) for line in lines)
         ]
 
-    def calls_by_gpu(self) -> Counter[str]:
-        """How many calls named each GPU or MIG instance."""
-        return Counter(call.uuid for call in self.calls() if call.uuid)
+    def stays_open(self) -> bool:
+        """Whether the driver was opened and stayed open until it was closed for good."""
+        opened, closings = 0, 0
+        for call in self.calls():
+            opened += call.function.startswith("nvmlInit")
+            opened -= call.function == "nvmlShutdown"
+            closings += call.function == "nvmlShutdown" and opened == 0
+        return closings == 1 and opened == 0
 
     def forget_calls(self) -> None:
         os.truncate(self._calls, 0)
@@ -239,4 +233,4 @@ class Driver:
 
 
 def _sizes(card: Gpu) -> dict[str, int | None]:
-    return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free", "memory_reserved")}
+    return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free")}

@@ -1,34 +1,34 @@
-"""From looks to windows and timelines: arithmetic that must not lose, double or invent anything."""
+"""From samples to windows and timelines: arithmetic that must not lose, double or invent anything."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import sys
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary, over_run
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
-from lightning_gpu_tools.gpus.samples import GpuSample
 from lightning_gpu_tools.gpus.utilization import mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.gpus.window import PercentHistogram, WindowBuilder, counter_difference
+from lightning_gpu_tools.gpus.window import GpuTimelines, PercentHistogram, Phases, WindowBuilder, counter_difference
 from lightning_gpu_tools.training.timeline import Timeline
 
 
-def samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:
+def utilization_samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:
     return tuple(UtilizationSample(time_s=time_s, percent=percent) for time_s, percent in pairs)
 
 
-def look(time_s: float, *utilization: tuple[float, float], **fields) -> GpuSample:
-    return GpuSample(uuid="GPU-a", time_s=time_s, utilization=samples(*utilization), **fields)
+def at(time_s: float, *utilization: tuple[float, float], **fields) -> GpuSample:
+    return GpuSample(uuid="GPU-a", time_s=time_s, utilization=utilization_samples(*utilization), **fields)
 
 
-def window_of(*looks: GpuSample):
+def window_of(*seen: GpuSample):
     builder = WindowBuilder("GPU-a")
-    for one in looks:
+    for one in seen:
         builder.add(one)
     return builder.take()
 
@@ -54,7 +54,7 @@ durations = st.floats(0.01, 1.0)
     ],
 )
 def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, expected):
-    assert weights_s(samples(*((time_s, 0) for time_s in times)), previous_s) == pytest.approx(expected)
+    assert weights_s(utilization_samples(*((time_s, 0) for time_s in times)), previous_s) == pytest.approx(expected)
 
 
 def test_a_mean_of_nothing_is_unknown():
@@ -67,7 +67,7 @@ def test_a_mean_of_nothing_is_unknown():
 def test_mean_lies_within_the_samples_and_does_not_depend_on_the_hour(steps, start_s):
     def at(origin_s: float) -> list[UtilizationSample]:
         times = [origin_s + sum(step for step, _ in steps[: i + 1]) for i in range(len(steps))]
-        return list(samples(*zip(times, (percent for _, percent in steps), strict=True)))
+        return list(utilization_samples(*zip(times, (percent for _, percent in steps), strict=True)))
 
     mean = mean_percent(at(start_s))
     assert min(percent for _, percent in steps) - 1e-6 <= mean <= max(percent for _, percent in steps) + 1e-6
@@ -116,13 +116,13 @@ def test_at_most_the_share_of_the_time_is_spent_below_a_percentile(observations,
 def test_windows_together_hold_what_one_window_would(steps, cuts):
     """Whenever the windows are taken, no sample is lost or counted twice."""
     times = [1000.0 + sum(step for step, _ in steps[: i + 1]) for i in range(len(steps))]
-    looks = [
-        look(time_s, (time_s, percent), energy_joules=10.0 * i, power_watts=1.0)
+    seen = [
+        at(time_s, (time_s, percent), energy_joules=10.0 * i, power_watts=1.0)
         for i, (time_s, (_, percent)) in enumerate(zip(times, steps, strict=True))
     ]
-    whole = window_of(*looks)
+    whole = window_of(*seen)
     builder, windows = WindowBuilder("GPU-a"), []
-    for one, cut in zip(looks, cuts, strict=False):
+    for one, cut in zip(seen, cuts, strict=False):
         builder.add(one)
         if cut:
             windows.append(builder.take())
@@ -134,8 +134,8 @@ def test_windows_together_hold_what_one_window_would(steps, cuts):
     assert sum(percent_seconds) == pytest.approx(whole.utilization_mean_percent * whole.utilization_observed_s)
 
 
-def test_the_first_sample_of_a_look_counts_from_the_last_one_of_the_look_before():
-    window = window_of(look(1.0, (1.0, 0)), look(1.25, (1.25, 100)), look(2.25, (2.25, 0)))
+def test_the_time_between_two_polls_counts():
+    window = window_of(at(1.0, (1.0, 0)), at(1.25, (1.25, 100)), at(2.25, (2.25, 0)))
     assert window.utilization_observed_s == 1.0 + 0.25 + 1.0
     assert window.utilization_mean_percent == pytest.approx(25 / 2.25)
 
@@ -145,27 +145,27 @@ def test_an_empty_window_knows_nothing():
     assert window.duration_s == window.utilization_observed_s == 0
     assert window.utilization_mean_percent is window.memory_used_bytes is window.energy_joules is None
     builder = WindowBuilder("GPU-a")
-    builder.add(look(5.0, (5.0, 50), power_watts=1.0))
+    builder.add(at(5.0, (5.0, 50), power_watts=1.0))
     builder.take()
     again = builder.take()
     assert again.duration_s == 0
     assert again.power_watts is None
 
 
-def test_gauges_are_those_of_the_last_look_and_memory_keeps_its_peak():
-    first = look(1.0, memory_used_bytes=900, power_watts=50.0, temperature_celsius=60.0, processes=(GpuProcess(pid=1),))
-    window = window_of(first, look(2.0, memory_used_bytes=300, power_watts=70.0, memory_total_bytes=1000))
+def test_gauges_are_those_of_the_last_poll_and_memory_keeps_its_peak():
+    first = at(1.0, memory_used_bytes=900, power_watts=50.0, temperature_celsius=60.0, processes=(GpuProcess(pid=1),))
+    window = window_of(first, at(2.0, memory_used_bytes=300, power_watts=70.0, memory_total_bytes=1000))
     assert (window.memory_used_bytes, window.memory_used_peak_bytes, window.memory_total_bytes) == (300, 900, 1000)
     assert window.power_watts == 70
-    assert window.temperature_celsius is None  # not that of a look before
+    assert window.temperature_celsius is None  # not that of a poll before
     assert window.processes is None
 
 
 def test_counters_become_rates_over_their_own_time():
     window = window_of(
-        look(10.0, throttled_s=5.0, power_capped_s=5.0, thermal_throttled_s=0.0, pcie_tx_bytes=0),
-        look(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0, pcie_tx_bytes=400, pcie_rx_bytes=50),
-        look(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=0.0, pcie_tx_bytes=800, pcie_rx_bytes=70),
+        at(10.0, throttled_s=5.0, power_capped_s=5.0, thermal_throttled_s=0.0, pcie_tx_bytes=0),
+        at(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0, pcie_tx_bytes=400, pcie_rx_bytes=50),
+        at(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=0.0, pcie_tx_bytes=800, pcie_rx_bytes=70),
     )
     assert window.duration_s == 4
     assert (window.throttled_percent, window.power_capped_percent, window.thermal_throttled_percent) == (25, 25, 0)
@@ -174,17 +174,17 @@ def test_counters_become_rates_over_their_own_time():
 
 
 def test_power_and_heat_at_once_are_not_more_than_always():
-    window = window_of(look(0.0, throttled_s=0.0), look(1.0, throttled_s=1.9))
+    window = window_of(at(0.0, throttled_s=0.0), at(1.0, throttled_s=1.9))
     assert window.throttled_percent == 100
 
 
 def test_a_counter_that_was_set_back_starts_again():
-    window = window_of(look(1.0, energy_joules=900.0), look(2.0, energy_joules=5.0), look(3.0, energy_joules=25.0))
+    window = window_of(at(1.0, energy_joules=900.0), at(2.0, energy_joules=5.0), at(3.0, energy_joules=25.0))
     assert window.energy_joules == 20
 
 
-def test_a_counter_that_was_away_for_a_look_goes_on():
-    window = window_of(look(1.0, energy_joules=100.0), look(2.0), look(3.0, energy_joules=300.0))
+def test_a_counter_that_was_away_for_a_poll_goes_on():
+    window = window_of(at(1.0, energy_joules=100.0), at(2.0), at(3.0, energy_joules=300.0))
     assert window.energy_joules == 200
 
 
@@ -196,28 +196,43 @@ def test_counter_difference(before, after, difference):
 
 
 def test_means_of_the_hardware_counters_are_weighted_by_time():
-    window = window_of(look(0.0), look(1.0, sm_active_percent=90.0), look(4.0, sm_active_percent=10.0))
+    window = window_of(at(0.0), at(1.0, sm_active_percent=90.0), at(4.0, sm_active_percent=10.0))
     assert window.sm_active_percent == pytest.approx((90 + 3 * 10) / 4)
     assert window.tensor_active_percent is None
 
 
-def test_a_problem_is_told_once_a_window():
+def test_a_problem_is_reported_once_a_window():
     builder = WindowBuilder("GPU-a")
     for time_s in range(3):
-        builder.add(look(time_s, problems=("lost",)))
+        builder.add(at(time_s, problems=("lost",)))
     assert builder.take().problems == ("lost",)
     assert builder.take().problems == ()
 
 
-def test_a_window_of_a_week_is_as_small_as_one_of_a_minute():
-    def size(looks: int) -> int:
-        builder = WindowBuilder("GPU-a")
-        for i in range(looks):
-            builder.add(look(float(i), (float(i), i % 101), energy_joules=float(i), problems=("lost",)))
-        state = vars(builder)
-        return sum(sys.getsizeof(value) for value in state.values()) + sys.getsizeof(state["_utilization"]._seconds)
-
-    assert size(20_000) == size(60)
+def test_a_week_takes_the_memory_of_a_day():
+    phases = Phases("training")
+    builder = WindowBuilder("GPU-a", functools.partial(phases.overlap_s, "training"))
+    timelines = GpuTimelines(max_points=2000, width_s=1.0)
+    sizes = []
+    for second in range(0, 7 * 24 * 3600, 60):
+        if second % 3600 == 0:
+            phases.enter("validation" if second % 7200 else "training", float(second))
+        one = at(
+            second + 1.0,
+            *((second + sixth / 6, second % 101) for sixth in range(1, 7)),
+            memory_used_bytes=second,
+            energy_joules=100.0 * second,
+            processes=(GpuProcess(pid=second, utilization_percent=50.0),),
+            errors=(f"Xid {second}",),
+            problems=(f"problem {second}",),
+        )
+        builder.add(one)
+        timelines.add(one)
+        if second % (24 * 3600) == 0:
+            sizes.append(len(pickle.dumps((builder, timelines))))
+    assert sizes[-1] < 1.2 * sizes[1] < 1e6
+    assert builder.take().energy_joules == pytest.approx(100 * 7 * 24 * 3600 / 2, rel=0.02)
+    assert max(map(len, timelines.points().values())) <= 2000
 
 
 # Timelines
@@ -268,8 +283,8 @@ def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has
 def test_peaks_and_counters_of_a_run_include_validation_and_means_do_not():
     training, validation = (
         window_of(
-            look(0.0, energy_joules=0.0, sm_active_percent=percent),
-            look(1.0, (1.0, percent), energy_joules=joules, sm_active_percent=percent, memory_used_bytes=used),
+            at(0.0, energy_joules=0.0, sm_active_percent=percent),
+            at(1.0, (1.0, percent), energy_joules=joules, sm_active_percent=percent, memory_used_bytes=used),
         )
         for percent, joules, used in ((90.0, 100.0, 5), (10.0, 30.0, 7))
     )

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -146,16 +145,6 @@ def test_a_forked_process_does_not_end_its_parents_workers() -> None:
     restore(made)
 
 
-def test_an_iteration_goes_on_after_its_workers_were_ended() -> None:
-    made = switchable(DataLoader(Samples(10), num_workers=2))
-    batches = iter(made)
-    seen = [int(next(batches)[0, 0]) for _ in range(3)]
-    made.switch.use(settings(1))  # type: ignore[attr-defined]
-    seen += [int(batch[0, 0]) for batch in batches]
-    assert seen == list(range(10))
-    restore(made)
-
-
 INTERRUPTED = """
 import json, multiprocessing, os, signal, sys, time
 from pathlib import Path
@@ -204,13 +193,3 @@ def test_ctrl_c_during_the_search_ends_the_training_as_always(run_python: Run, t
         assert ended in ("SystemExit", "KeyboardInterrupt")
         assert steps == 25
         assert children == 0
-
-
-def test_no_thread_of_ours_is_left() -> None:
-    batches = Batches(DataLoader(Samples(10), num_workers=1))
-    next(batches)
-    batches.close()
-    until_s = time.monotonic() + 5
-    while threading.active_count() > 1 and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

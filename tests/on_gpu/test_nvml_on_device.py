@@ -10,35 +10,21 @@ from collections.abc import Iterator
 import nvml_contract
 import pytest
 
-from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.sampler import subscribe
+from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
+from lightning_gpu_tools.gpus.sampler import Sampler
 
 
 @pytest.fixture(autouse=True)
 def session() -> Iterator[None]:
-    try:
-        context = nvml.session()
-        context.__enter__()
-    except NvmlUnavailableError as error:
-        pytest.skip(str(error))
-    yield
-    context.__exit__(None, None, None)
+    with nvml.session():
+        yield
 
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        nvml_contract.check_handles,
-        nvml_contract.check_memory,
-        nvml_contract.check_utilization_samples,
-        nvml_contract.check_counters,
-        nvml_contract.check_readings,
-    ],
-)
+@pytest.mark.parametrize("check", nvml_contract.CHECKS)
 def test_driver_keeps_the_contract(check):
     check()
 
@@ -72,15 +58,15 @@ def test_uuid_is_the_one_torch_gives(cuda):
 def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
     uuid = f"GPU-{cuda.cuda.get_device_properties(0).uuid}"
     matrix = cuda.randn(8192, 8192, device="cuda:0")
-    with subscribe([uuid], interval_s=0.5) as reader:
-        reader.take(wait_s=10)
+    with Sampler([uuid], interval_s=0.5) as sampler:
+        sampler.take(wait_s=10)
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             matrix @ matrix
             cuda.cuda.synchronize()
-        window = reader.take(wait_s=10)[uuid]
+        window = sampler.take(wait_s=10)[uuid]
     print(window)
-    assert reader.failure is None
+    assert sampler.failure is None
     assert window.utilization_mean_percent > 70
     assert window.utilization_observed_s > 3
     assert window.memory_used_bytes >= matrix.numel() * 4
@@ -92,14 +78,14 @@ def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
         assert os.getpid() in {process.pid for process in gpu.processes}
 
 
-def test_a_look_is_cheap():
-    """The thread's share of a core, at one look a second."""
+def test_a_poll_is_cheap():
+    """The thread's share of a core, at one poll a second."""
     for gpu in nvml.read_gpus():
-        with nvml.GpuProbe(gpu.uuid) as probe:
+        with GpuProbe(gpu.uuid) as probe:
             probe.read()
             time.sleep(0.2)
             begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
             probe.read()
             wall_s, cpu_s = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
-        print(f"{gpu.name}: a look takes {wall_s * 1e3:.2f} ms, {cpu_s * 1e3:.2f} ms of them on the CPU")
+        print(f"{gpu.name}: a poll takes {wall_s * 1e3:.2f} ms, {cpu_s * 1e3:.2f} ms of them on the CPU")
         assert cpu_s < 0.02

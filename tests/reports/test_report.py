@@ -13,15 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
-from lightning_gpu_tools.reports.report import (
-    RankSpeed,
-    from_json,
-    load_report,
-    save_report,
-    to_json,
-)
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
+from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -33,7 +29,8 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    assert lines[0].startswith("Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step")
+    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step"
+    assert lines[0] == f"{verdict}, {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
     assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
@@ -74,7 +71,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
     for words in (
         "node 1 GPU 3 NVIDIA H200: 34 % busy",
         "other jobs up to 5.00 GiB",
-        "300 W (0.2 kWh)",
+        "300 W, 200.0 Wh",
         "throttled 12 % of the time",
         "ERRORS: Xid 31 (memory page fault)",
         "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
@@ -83,8 +80,30 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         assert words in text
 
 
-def test_samples_per_second_count_every_rank() -> None:
-    assert f"{64 * 2 / 0.051:.4g} samples/s" in render_text(REPORT)
+ORIGINAL = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+TRIED = replace(ORIGINAL, num_workers=4, prefetch_factor=2)
+FOUND = LoaderResult(
+    original=ORIGINAL,
+    settings=replace(TRIED, persistent_workers=True),
+    reason="80 batches/s against 20 with the original settings.",
+    applied=True,
+    trials=(LoaderTrial(settings=ORIGINAL, batch_s=0.05), LoaderTrial(settings=TRIED, batch_s=0.0125)),
+    seconds=3.0,
+)
+
+
+def test_a_search_for_loader_settings_is_reported_with_its_reason() -> None:
+    report = replace(REPORT, loader=summarize(FOUND))
+    assert from_json(to_json(report)) == report
+    assert (report.loader.users_batches_per_s, report.loader.batches_per_s) == (20.0, 80.0)  # type: ignore[union-attr]
+    line = (
+        "NumWorkersFinder found num_workers=4 in 3 s (in use). 80 batches/s against 20 with the original\n  settings."
+    )
+    assert line in render_text(report)
+    alone = LoaderResult(original=None, settings=None, reason="The training loader is left as it is: it is a Stream.")
+    text = render_text(replace(REPORT, loader=summarize(alone)))
+    assert "NumWorkersFinder: The training loader is left as it is: it is a Stream." in text
+    assert "NumWorkersFinder" not in render_text(REPORT)
 
 
 words = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"]), min_size=1, max_size=300)

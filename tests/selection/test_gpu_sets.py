@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lightning_gpu_tools.gpus.readings import GpuLink, GpuReading
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.gpu_sets import best_set
 from lightning_gpu_tools.selection.ranking import Candidate
 
@@ -26,8 +26,8 @@ def candidates(*free_gib: float, busy: tuple[int, ...] = (), claimed: tuple[int,
     return sorted(made, key=lambda one: one.order)
 
 
-def nvlinks(*pairs: tuple[int, int]) -> list[GpuLink]:
-    return [GpuLink(uuids=(f"GPU-{a:02}", f"GPU-{b:02}"), nvlink=True) for a, b in pairs]
+def nvlinks(*pairs: tuple[int, int]) -> list[tuple[str, str]]:
+    return [(f"GPU-{a:02}", f"GPU-{b:02}") for a, b in pairs]
 
 
 def nodes(*numbers: int | None) -> dict[str, int | None]:
@@ -35,7 +35,7 @@ def nodes(*numbers: int | None) -> dict[str, int | None]:
 
 
 def chosen(
-    made: list[Candidate], count: int, links: list[GpuLink], numa: dict[str, int | None], **kw: bool
+    made: list[Candidate], count: int, links: list[tuple[str, str]], numa: dict[str, int | None], **kw: bool
 ) -> list[int]:
     return [one.gpu.index for one in best_set(made, count, links, numa, **{"memory_matters": False, **kw})]
 

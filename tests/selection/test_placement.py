@@ -87,8 +87,8 @@ def test_jobs_of_two_users_share_no_choice_whatever_their_names(
         if not folder.stat().st_mode & 0o005:
             folder.chmod(0o755)
     (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
-    # What it would import only then may lie where this user must not look.
-    become = "import psutil, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
+    # What it would import only then may lie where this user may not read.
+    become = "import lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
     names = {"USER", "LOGNAME", "LNAME", "USERNAME"}  # as in a container that was given just a number
     users = [
         {name: value for name, value in torchrun(0, BECOME=user).items() if name not in names} for user in ("4711", "0")

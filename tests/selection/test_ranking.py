@@ -77,7 +77,7 @@ def test_jobs_spread_over_claimed_gpus() -> None:
 
 
 def test_claimed_memory_that_is_not_used_yet_is_not_free() -> None:
-    ranking = rank([gpu(0, free=40 * GIB)], (claim("GPU-0", kind="memory", memory=30 * GIB),), min_free_bytes=16 * GIB)
+    ranking = rank([gpu(0, free=40 * GIB)], (claim("GPU-0", kind="memory", memory=30 * GIB),), min_free=16 * GIB)
     assert reasons(ranking) == "GPU 0 (GPU-0): 10.0 GiB free (30.0 GiB more are claimed), asked for 16.0 GiB"
 
 
@@ -97,28 +97,25 @@ def test_using_more_than_claimed_gives_nothing_back() -> None:
 
 @pytest.mark.parametrize(("missing", "passes"), [(0, True), (1, False)], ids=["exact", "one-byte-short"])
 def test_min_free_is_a_limit_to_the_byte(missing: int, passes: bool) -> None:
-    assert bool(rank([gpu(0, free=8 * GIB - missing)], min_free_bytes=8 * GIB).candidates) is passes
+    assert bool(rank([gpu(0, free=8 * GIB - missing)], min_free=8 * GIB).candidates) is passes
 
 
 @pytest.mark.parametrize(("utilization", "passes"), [(50.0, True), (50.1, False), (None, False)])
 def test_max_utilization_is_a_limit_that_unknown_does_not_pass(utilization: float | None, passes: bool) -> None:
-    assert bool(rank([gpu(0, utilization=utilization)], max_utilization_percent=50).candidates) is passes
-
-
-MIG = {"uuid": "MIG-abc", "mig_gpu_instance_id": 1}
+    assert bool(rank([gpu(0, utilization=utilization)], max_utilization=50).candidates) is passes
 
 
 @pytest.mark.parametrize(
     ("reading", "requirements", "words"),
     [
-        (gpu(2, free=4 * GIB), {"min_free_bytes": 8 * GIB}, "4.00 GiB free, asked for 8.00 GiB"),
-        (gpu(2, free=None), {"min_free_bytes": 8 * GIB}, "does not report its free memory"),
-        (gpu(2, utilization=97.4), {"max_utilization_percent": 20}, "97 % busy, asked for at most 20 %"),
-        (gpu(2, utilization=None), {"max_utilization_percent": 20}, "does not report its utilization"),
+        (gpu(2, free=4 * GIB), {"min_free": 8 * GIB}, "4.00 GiB free, asked for 8.00 GiB"),
+        (gpu(2, free=None), {"min_free": 8 * GIB}, "does not report its free memory"),
+        (gpu(2, utilization=97.4), {"max_utilization": 20}, "97 % busy, asked for at most 20 %"),
+        (gpu(2, utilization=None), {"max_utilization": 20}, "does not report its utilization"),
         (gpu(2, error="has fallen off the bus: reboot"), {}, "has fallen off the bus: reboot"),
         (gpu(2, uuid=None), {}, "does not report its UUID"),
         (gpu(2, mig_mode=True), {}, "is in MIG mode but has no instance"),
-        (gpu(2, **MIG), {"count": 2}, "only one MIG instance, so it cannot be one of 2"),
+        (gpu(2, uuid="MIG-abc"), {"count": 2}, "only one MIG instance, so it cannot be one of 2"),
         (gpu(2, compute_mode="prohibited"), {}, "PROHIBITED"),
         (gpu(2, compute_mode="exclusive_process", processes=(GpuProcess(pid=7),)), {}, "in use by pid 7"),
         (gpu(2, compute_mode="exclusive_process", processes=None), {}, "in use by processes that cannot be read"),
@@ -139,7 +136,7 @@ def test_every_rejection_says_why_in_numbers(reading: GpuReading, requirements: 
 
 
 def test_a_rejection_gives_all_reasons_at_once() -> None:
-    text = reasons(rank([gpu(0, free=GIB, utilization=90)], min_free_bytes=2 * GIB, max_utilization_percent=50))
+    text = reasons(rank([gpu(0, free=GIB, utilization=90)], min_free=2 * GIB, max_utilization=50))
     assert "1.00 GiB free" in text
     assert "90 % busy" in text
 
@@ -182,7 +179,7 @@ def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
 def test_what_would_do_once_others_have_left() -> None:
     full = gpu(0, free=0, utilization=99, processes=(GpuProcess(pid=7),), compute_mode="exclusive_process")
     lost, small, silent = gpu(1, error="lost"), gpu(2, memory_total_bytes=4 * GIB), gpu(3, utilization=None)
-    asked = Request(min_free_bytes=8 * GIB, max_utilization_percent=5, exclusive=True)
+    asked = Request(min_free=8 * GIB, max_utilization=5, exclusive=True)
     assert attainable([full, lost, small, silent], asked) == ("GPU-0",)
 
 
@@ -202,10 +199,10 @@ def test_an_unused_gpu_in_exclusive_compute_mode_can_be_used() -> None:
         ("count", -1),
         ("count", 1.5),
         ("count", True),
-        ("max_utilization_percent", -1),
-        ("max_utilization_percent", 101),
-        ("max_utilization_percent", float("nan")),
-        ("max_utilization_percent", "50"),
+        ("max_utilization", -1),
+        ("max_utilization", 101),
+        ("max_utilization", float("nan")),
+        ("max_utilization", "50"),
         ("exclusive", "yes"),
     ],
 )
@@ -231,8 +228,8 @@ claim_lists = st.lists(
 ).map(tuple)
 requirements = st.builds(
     Request,
-    min_free_bytes=st.none() | st.integers(0, 80).map(lambda gib: gib * GIB),
-    max_utilization_percent=st.none() | st.floats(0, 100),
+    min_free=st.none() | st.integers(0, 80).map(lambda gib: gib * GIB),
+    max_utilization=st.none() | st.floats(0, 100),
     exclusive=st.booleans(),
 )
 
@@ -264,10 +261,8 @@ def test_law_nothing_outside_the_filters_and_nothing_lost(
     for candidate in ranking.candidates:
         free = candidate.effective_free_bytes
         percent = candidate.gpu.utilization_percent
-        assert asked.min_free_bytes is None or (free is not None and free >= asked.min_free_bytes)
-        assert asked.max_utilization_percent is None or (
-            percent is not None and percent <= asked.max_utilization_percent
-        )
+        assert asked.min_free is None or (free is not None and free >= asked.min_free)
+        assert asked.max_utilization is None or (percent is not None and percent <= asked.max_utilization)
         assert not any(claim.kind == "exclusive" and candidate.gpu.uuid in claim.uuids for claim in claims)
         assert not asked.exclusive or candidate.gpu.processes == ()
     assert sorted(order(ranking) + [rejection.gpu.index for rejection in ranking.rejections]) == list(range(len(gpus)))

@@ -70,10 +70,7 @@ def test_cudas_own_order_is_only_asked_where_it_matters(value: str, order: str |
 
 
 def divided() -> list[GpuReading]:
-    instances = tuple(
-        GpuReading(index=0, uuid=uuid, mig_gpu_instance_id=gi, mig_compute_instance_id=0)
-        for uuid, gi in (("MIG-1111", 7), ("MIG-2222", 8))
-    )
+    instances = (GpuReading(index=0, uuid="MIG-1111"), GpuReading(index=0, uuid="MIG-2222"))
     return [
         GpuReading(index=0, uuid="GPU-parent", name="A100", mig_mode=True, mig_instances=instances),
         GpuReading(index=1, uuid="GPU-whole", name="A100"),
@@ -88,8 +85,6 @@ def divided() -> list[GpuReading]:
         ("GPU-parent", ["MIG-1111", "MIG-2222"]),
         ("MIG-2", ["MIG-2222"]),
         ("MIG-2222,MIG-1111", ["MIG-2222", "MIG-1111"]),
-        ("MIG-GPU-parent/8/0", ["MIG-2222"]),
-        ("MIG-GPU-parent/9/0", []),
         ("MIG-2222,GPU-whole", ["MIG-2222"]),
         ("1,0", ["GPU-whole", "MIG-1111", "MIG-2222"]),
     ],

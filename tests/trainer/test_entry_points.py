@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 import trainings
 from lightning.pytorch import Callback, Trainer
 
-from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO, TrainerIntroduction
-from lightning_gpu_tools.trainer.entry_points import callbacks_factory
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
+from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
 HEAVY = (
@@ -39,7 +40,7 @@ def quiet_trainer(*callbacks: Callback, plugin: PortableCheckpointIO | None = No
     )
 
 
-def test_nothing_is_returned_and_nothing_imported_for_a_program_that_does_not_use_the_package(
+def test_a_program_without_the_package_imports_nothing_heavy(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     program = (
@@ -50,11 +51,102 @@ def test_nothing_is_returned_and_nothing_imported_for_a_program_that_does_not_us
         assert run_python("-c", program, env=env).stdout.strip() == "[] []"
 
 
+TRAIN = """
+import warnings
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+def train(name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                          enable_model_summary=False, max_steps=2, limit_val_batches=0)
+        trainer.fit(BoringModel())
+    ours = [str(one.message) for one in caught if "lightning_gpu_tools" in str(one.message)]
+    print("TRAINED", name, trainer.global_step, len(ours), *ours, flush=True)
+"""
+# As torch is built with USE_DISTRIBUTED=0: its C extension lacks what torch.distributed is made of.
+WITHOUT_DISTRIBUTED = """
+import importlib.machinery, sys
+class WithoutDistributed:
+    def find_spec(self, name, path, target=None):
+        if name != "torch._C":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            for part in ("_c10d_init", "_rpc_init", "_dist_autograd_init"):
+                delattr(module, part)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, WithoutDistributed())
+import torch
+assert not torch.distributed.is_available()
+"""
+BROKEN = """
+import os, sys
+before = set(sys.modules)
+from lightning_gpu_tools.trainer.entry_points import callbacks_factory
+callbacks_factory()
+print("IMPORTED", *sorted(set(sys.modules) - before), flush=True)
+for name, advise in (
+    ("torch.distributed.fsdp", ""), ("torch.distributed", ""), ("lightning_gpu_tools.trainer.strategies", ""),
+    ("psutil", "advise"), ("lightning_gpu_tools.trainer.session", "advise"),
+):
+    if os.fork() == 0:
+        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+            sys.modules[loaded] = None  # importing it raises an error
+        sys.modules[name] = None
+        os.environ["LIGHTNING_GPU_TOOLS"] = advise
+        train(name)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def trained(answer: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str, str]]:
+    """What was broken -> steps trained, number of warnings of ours, their text."""
+    lines = [line.split(" ", 4) for line in answer.stdout.splitlines() if line.startswith("TRAINED")]
+    return {name: (steps, warnings, " ".join(text)) for _, name, steps, warnings, *text in lines}
+
+
+def test_a_torch_without_distributed_trains(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    answer = run_python("-c", f"{WITHOUT_DISTRIBUTED}{TRAIN}import lightning_gpu_tools\ntrain('it')")
+    assert trained(answer) == {"it": ("2", "0", "")}, answer.stderr
+
+
+def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    answer = run_python("-c", f"{TRAIN}{BROKEN}", timeout=150)
+    package = "lightning_gpu_tools"
+    light = [package, f"{package}.environment", f"{package}.trainer", f"{package}.trainer.entry_points"]
+    assert f"IMPORTED {' '.join(light)}\n" in answer.stdout
+    found = trained(answer)
+    assert {name: (steps, count) for name, (steps, count, _) in found.items()} == {
+        "torch.distributed.fsdp": ("2", "0"),
+        "torch.distributed": ("2", "0"),
+        "lightning_gpu_tools.trainer.strategies": ("2", "0"),  # imported when a strategy is asked for
+        "psutil": ("2", "1"),
+        "lightning_gpu_tools.trainer.session": ("2", "1"),
+    }, answer.stderr
+    assert found["psutil"][2].startswith("LIGHTNING_GPU_TOOLS=advise has no effect: ModuleNotFoundError(")
+
+
+def test_a_broken_plugin_or_registry_costs_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning_gpu_tools.trainer.checkpoint_plugin", types.ModuleType("broken"))
+    with pytest.warns(UserWarning, match=r"^PortableCheckpointIO does not rename .*: AttributeError"):
+        assert callbacks_factory() == []
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", types.ModuleType("newer"))
+    with pytest.warns(UserWarning, match=r"^The names of strategies .* are not registered: ImportError"):
+        register_strategies()
+
+
 def test_a_plugin_is_introduced_to_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
     plugin = PortableCheckpointIO()
-    assert [type(callback) for callback in callbacks_factory()] == [TrainerIntroduction]
-    assert ours(quiet_trainer(plugin=plugin)) == ["TrainerIntroduction"]
+    assert [type(callback) for callback in callbacks_factory()] == [PortableCheckpointHooks]
+    assert ours(quiet_trainer(plugin=plugin)) == ["PortableCheckpointHooks"]
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     assert callbacks_factory() == []
     assert ours(quiet_trainer(plugin=plugin)) == []
@@ -80,6 +172,6 @@ def test_zero_code_mode_never_costs_the_training(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     # What a broken installation does: importing the module fails.
     monkeypatch.setitem(sys.modules, "lightning_gpu_tools.trainer.gpu_utilization_advisor", None)
-    with pytest.warns(RuntimeWarning, match="LIGHTNING_GPU_TOOLS=advise has no effect: .*gpu_utilization_advisor"):
+    with pytest.warns(UserWarning, match="LIGHTNING_GPU_TOOLS=advise has no effect: .*gpu_utilization_advisor"):
         trainer = quiet_trainer()
     assert "GPUUtilizationMonitor" not in ours(trainer)

@@ -328,20 +328,6 @@ def test_a_trainer_can_be_copied_in_mid_fit(tmp_path: Path, profiler: str | None
     assert copying.copy.save_checkpoint.__self__ is copying.copy
 
 
-def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    class Remove(Callback):
-        def on_train_end(self, *args: Any) -> None:
-            folder.rmdir()
-            folder.write_text("in the way")
-
-    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), Remove()])
-    with pytest.warns(UserWarning, match="The report could not be written"):
-        trainer.fit(Model(), loader(Samples(3)))
-    assert trainer.global_step == 3
-
-
 def test_the_docstring_lists_the_metrics_that_are_logged() -> None:
     listed: set[str] = set()
     for cell in re.findall(r"^    ((?:``[^`]+``(?:, )?)+) ", str(GPUUtilizationMonitor.__doc__), re.MULTILINE):

@@ -16,7 +16,6 @@ from trainings import Model, Samples, loader, logged, quiet_trainer, sampler_thr
 from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import load_report
-from lightning_gpu_tools.trainer import fit_report
 
 
 def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_path: Path) -> None:
@@ -138,12 +137,3 @@ def test_the_training_thread_never_asks_the_driver_and_errors_are_named(driver: 
     assert report.monitor_us_per_step is not None
     assert 0 < report.monitor_us_per_step < 5000
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)
-
-
-def test_a_fault_in_the_report_does_not_cost_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_report, "render_text", lambda report: 1 / 0)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    with pytest.warns(UserWarning, match=r"without a report.*ZeroDivisionError"):
-        trainer.fit(Model(), loader(Samples(3)))
-    assert trainer.global_step == 3
-    assert vars(trainer.strategy).get("batch_to_device") is None  # the clock's wrappers are off

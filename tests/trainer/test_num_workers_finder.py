@@ -1,9 +1,13 @@
-"""The finder in real trainings on the CPU: what it finds, and that it changes nothing else."""
+"""The finder in real trainings on the CPU: what it finds, that it changes nothing else, and what happens in a fault."""
 
 from __future__ import annotations
 
+import copy
 import io
+import multiprocessing
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,15 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from loader_switching import DrawsAlways, frozen_states
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, Stream, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, load_report
+from lightning_gpu_tools import GPUUtilizationMonitor, LoaderResult, NumWorkersFinder, load_report
+from lightning_gpu_tools.trainer import num_workers_finder
 
 # A batch takes four times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
 # workers are faster than none whatever else the machine does.
@@ -28,12 +33,31 @@ LOAD_S, STEP_S = 0.016, 0.004
 
 
 class Slow(Samples):
-    def __init__(self, count: int = 40, seconds: float = LOAD_S) -> None:
-        super().__init__(count, time.sleep, seconds)
+    """Does something in worker processes beside waiting."""
+
+    def __init__(self, count: int = 40, act: Callable[[], object] = lambda: None) -> None:
+        super().__init__(count, time.sleep, LOAD_S)
+        self.act = act
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if get_worker_info() is not None:
+            self.act()
+        return super().__getitem__(index)
 
 
-def finder(**options: Any) -> NumWorkersFinder:
-    return NumWorkersFinder(**{"budget_s": 2.0, **options})
+class Noisy(Model):
+    """A model whose steps draw random numbers, as dropout does, and that trains on one of several loaders."""
+
+    lr = 1e-5
+
+    def __init__(self, step_s: float = STEP_S, key: Any = None, width: int = 3) -> None:
+        super().__init__(time.sleep, step_s)
+        self.save_hyperparameters("width")
+        self.key = key
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        torch.rand(1)
+        return super().training_step(batch if self.key is None else batch[self.key], batch_idx)
 
 
 class Watch(Callback):
@@ -42,95 +66,96 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
         self.states: list[Any] = []
-        self.workers: list[int] = []
+        self.workers: list[Any] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        loaders = trainer.train_dataloader
+        if isinstance(loaders, dict):
+            self.workers = [loader.num_workers for loader in loaders.values()]
+            return
         self.batches.append(batch.flatten().tolist())
         self.states.append(frozen_states())
-        self.workers.append(getattr(trainer.train_dataloader, "num_workers", -1))
-
-
-class Noisy(Model):
-    """A model whose steps draw random numbers, as dropout does."""
-
-    def __init__(self, step_s: float = STEP_S) -> None:
-        super().__init__(time.sleep, step_s)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        torch.rand(1)
-        return super().training_step(batch, batch_idx)
+        self.workers.append(getattr(loaders, "num_workers", -1))
 
 
 def train(
-    folder: Path, callbacks: list[Callback], loader: Any, step_s: float = STEP_S, **options: Any
-) -> tuple[Watch, list[torch.Tensor]]:
+    folder: Path, callbacks: list[Callback], loader: Any, model: LightningModule | None = None, **options: Any
+) -> Watch:
     seed_everything(7)
-    watch, module = Watch(), Noisy(step_s)
-    quiet_trainer(folder, callbacks=[*callbacks, watch], **{"max_epochs": 3, **options}).fit(module, loader)
-    return watch, [parameter.detach().clone() for parameter in module.parameters()]
+    watch = Watch()
+    trainer = quiet_trainer(folder, callbacks=[*callbacks, watch], **options)
+    trainer.fit(
+        model or Noisy(),
+        **({"datamodule": loader} if isinstance(loader, LightningDataModule) else {"train_dataloaders": loader}),
+    )
+    return watch
 
 
-def shuffled(dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
+def shuffled(dataset: Samples | None = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset or Slow(), **{"batch_size": 1, "shuffle": True, **options})
+
+
+def find(
+    folder: Path, loader: Any, *others: Callback, budget_s: float = 2.0, **options: Any
+) -> tuple[LoaderResult, Watch]:
+    """Train with a finder; return what it found, and what the training did."""
+    finder = NumWorkersFinder(budget_s=budget_s)
+    watch = train(folder, [*others, finder], loader, **options)
+    assert not multiprocessing.active_children()
+    assert finder.result is not None
+    return finder.result, watch
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    count = 40 + 20 * len(options)
-    tuned = train(tmp_path, [found := finder(budget_s=4.0)], shuffled(Slow(count), **options))
-    as_usual = train(tmp_path, [], shuffled(Samples(count), **options), step_s=0.0)
-    result = found.result
-    assert result is not None
+    tuned = Noisy()
+    plain = copy.deepcopy(tuned)
+    plain.step_s = 0.0
+    loader = shuffled(Slow(60), **options)
+    result, watch = find(tmp_path, loader, GPUUtilizationMonitor(), budget_s=4.0, model=tuned, max_epochs=3)
+    as_usual = train(tmp_path, [], shuffled(Samples(60), **options), plain, max_epochs=3)
     assert result.applied
+    assert result.confirmed
     assert result.settings is not None
     assert result.settings.num_workers >= 2
     assert "batches/s against" in result.reason
     assert result.seconds < 4.5
-    assert tuned[0].workers[-1] == result.settings.num_workers
-    assert tuned[0].batches == as_usual[0].batches
-    assert tuned[0].states == as_usual[0].states
-    assert all(map(torch.equal, tuned[1], as_usual[1]))
-
-
-def test_settings_as_good_as_promised_are_confirmed_and_reported(tmp_path: Path) -> None:
-    train(tmp_path, [found := finder(), GPUUtilizationMonitor()], shuffled(Slow(100)))
-    assert found.result is not None
-    assert found.result.confirmed
-    assert found.result.wait_share is not None
+    assert watch.workers[-1] == result.settings.num_workers
+    assert watch.batches == as_usual.batches
+    assert watch.states == as_usual.states
+    assert all(map(torch.equal, tuned.parameters(), plain.parameters()))
     report = load_report(tmp_path)
     assert report.loader is not None
     assert report.loader.confirmed
-    assert report.unseen == ()  # the loader had no workers to be polled until the search was over
+    assert report.unseen == ()  # a loader without workers has none to be polled until the search is over
 
 
 def test_without_apply_the_settings_are_only_measured(tmp_path: Path) -> None:
-    watch, _ = train(tmp_path, [found := finder(apply=False)], shuffled())
-    assert found.result is not None
-    assert found.result.settings is not None
-    assert found.result.settings.num_workers >= 2
-    assert not found.result.applied
+    finder = NumWorkersFinder(budget_s=2.0, apply=False)
+    watch = train(tmp_path, [finder], shuffled())
+    assert finder.result is not None
+    assert finder.result.settings is not None
+    assert finder.result.settings.num_workers >= 2
+    assert not finder.result.applied
     assert set(watch.workers) == {0}
 
 
-class Drawing(Slow):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) + torch.rand(4)
-
-
 def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Path) -> None:
-    watch, _ = train(tmp_path, [found := finder()], shuffled(Drawing()))
-    assert found.result is not None
-    assert found.result.applied
-    assert "they come from the workers now" in found.result.reason
+    class Drawing(Slow):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index) + torch.rand(4)
+
+    result, watch = find(tmp_path, shuffled(Drawing()), max_epochs=2)
+    assert result.applied
+    assert "they come from the workers now" in result.reason
     assert watch.workers[-1] >= 2
     assert sorted(int(batch[0]) for batch in watch.batches[:40]) == list(range(40))
 
 
 def test_a_loader_that_feeds_the_step_is_left_as_it_is(tmp_path: Path) -> None:
-    watch, _ = train(tmp_path, [found := finder()], shuffled(Samples(30)), 0.05, max_epochs=1)
-    assert found.result is not None
-    assert found.result.settings == found.result.original
-    assert "no settings can make it 5 % faster" in found.result.reason
+    result, watch = find(tmp_path, shuffled(Samples(30)), model=Noisy(0.05))
+    assert result.settings == result.original
+    assert "no settings can make it 5 % faster" in result.reason
     assert set(watch.workers) == {0}
 
 
@@ -139,35 +164,19 @@ def test_what_was_found_holds_for_loaders_that_are_made_again(tmp_path: Path) ->
         def train_dataloader(self) -> DataLoader[Any]:
             return shuffled(Slow(20))
 
-    seed_everything(7)
-    watch = Watch()
-    callbacks = [found := finder(), watch]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, max_epochs=4, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Noisy(), datamodule=Data())
-    assert found.result is not None
-    assert found.result.settings is not None
-    assert found.result.applied
-    assert watch.workers[-40:] == [found.result.settings.num_workers] * 40
-    assert not found.result.settings.persistent_workers
+    result, watch = find(tmp_path, Data(), max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    assert result.settings is not None
+    assert result.applied
+    assert watch.workers[-40:] == [result.settings.num_workers] * 40
+    assert not result.settings.persistent_workers
 
 
 def test_of_several_loaders_the_first_that_can_be_changed_is(tmp_path: Path) -> None:
     loaders = {"stream": DataLoader(Stream(Samples(60))), "slow": shuffled(Slow(60)), "fast": DataLoader(Samples(60))}
-
-    class Both(Noisy):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch["slow"], batch_idx)
-
-    class Each(Watch):
-        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            self.workers = [trainer.train_dataloader[name].num_workers for name in loaders]
-
-    watch = Each()
-    quiet_trainer(tmp_path, callbacks=[found := finder(), watch]).fit(Both(), loaders)
-    assert found.result is not None
-    assert found.result.settings is not None
-    assert found.result.applied
-    assert watch.workers == [0, found.result.settings.num_workers, 0]
+    result, watch = find(tmp_path, loaders, model=Noisy(key="slow"))
+    assert result.settings is not None
+    assert result.applied
+    assert watch.workers == [0, result.settings.num_workers, 0]
 
 
 class OwnKind:
@@ -198,15 +207,15 @@ class Endless(DataLoader[Any]):
             self.kept = DataLoader(self.dataset).__iter__()
 
 
-class Holding(Slow):
+class Holding(Samples):
     """A dataset that holds something."""
 
     def __init__(self, thing: object) -> None:
-        super().__init__()
+        super().__init__(30)
         self.thing = thing
 
 
-class Caching(Slow):
+class Caching(Samples):
     def __getitem__(self, index: int) -> torch.Tensor:
         vars(self)[str(index)] = index
         return super().__getitem__(index)
@@ -224,19 +233,18 @@ class Caching(Slow):
         (lambda: shuffled(Holding(io.FileIO(__file__))), "it holds an open file"),
         (lambda: shuffled(Holding(threading.Lock())), "cannot pickle '_thread.lock' object"),
         (lambda: shuffled(Holding(i for i in range(3))), "cannot pickle 'generator' object"),
-        (lambda: shuffled(Caching()), "its dataset changes while it is used"),
-        (lambda: DataLoader(Slow(), sampler=DrawsAlways()), "its sampler draws random numbers during the epoch"),
+        (lambda: shuffled(Caching(30)), "its dataset changes while it is used"),
+        (lambda: DataLoader(Samples(30), sampler=DrawsAlways()), "its sampler draws random numbers during the epoch"),
     ],
 )
 def test_what_cannot_be_changed_is_left_alone_with_the_reason(
     tmp_path: Path, loader: Callable[[], Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        watch, _ = train(tmp_path, [found := finder()], loader(), limit_train_batches=30, max_epochs=2)
-    assert found.result is not None
-    assert why in found.result.reason
+        result, watch = find(tmp_path, loader(), model=Noisy(0.0), limit_train_batches=30, max_epochs=2)
+    assert why in result.reason
     assert caplog.text.count(why) == 1
-    assert not found.result.applied
+    assert not result.applied
     assert len(set(watch.workers)) == 1
 
 
@@ -244,16 +252,12 @@ def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> Non
     loader, other = shuffled(), shuffled()
     before = dict(vars(loader))
     combined = CombinedLoader([other], "max_size_cycle")
-
-    class First(Noisy):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch[0], batch_idx)
-
-    for model, loaders in ((Noisy(), loader), (First(), combined)):
-        trainer = quiet_trainer(tmp_path, callbacks=[found := finder()], max_epochs=1)
+    for model, loaders in ((Noisy(), loader), (Noisy(key=0), combined)):
+        finder = NumWorkersFinder(budget_s=2.0)
+        trainer = quiet_trainer(tmp_path, callbacks=[finder])
         trainer.fit(model, loaders)
-        assert found.result is not None
-        assert found.result.applied
+        assert finder.result is not None
+        assert finder.result.applied
         assert "process_dataloader" not in vars(trainer.strategy)
     assert vars(loader) == before
     (left,) = combined.flattened
@@ -263,43 +267,30 @@ def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> Non
 
 
 def test_a_second_fit_starts_anew_and_the_callback_pickles(tmp_path: Path) -> None:
-    found = pickle.loads(pickle.dumps(finder()))
+    finder = pickle.loads(pickle.dumps(NumWorkersFinder(budget_s=2.0)))
     loader = shuffled()
     for steps in (20, -1):
-        quiet_trainer(tmp_path, callbacks=[found], max_steps=steps, max_epochs=1).fit(Noisy(), loader)
-        assert found.result is not None
-        assert found.result.applied == (steps == -1)
-    assert pickle.loads(pickle.dumps(found)).result == found.result
+        train(tmp_path, [finder], loader, max_steps=steps, max_epochs=1)
+        assert finder.result is not None
+        assert finder.result.applied == (steps == -1)
+    assert pickle.loads(pickle.dumps(finder)).result == finder.result
 
 
 def test_trial_runs_of_a_tuner_are_no_training(tmp_path: Path) -> None:
-    class WithRate(Noisy):
-        lr = 1e-5
-
     tuner = LearningRateFinder(num_training_steps=20, min_lr=1e-9, max_lr=1e-6)
-    watch = Watch()
-    quiet_trainer(tmp_path, callbacks=[tuner, found := finder(), watch]).fit(WithRate(), shuffled())
-    assert found.result is not None
-    assert found.result.applied
+    result, watch = find(tmp_path, shuffled(), tuner)
+    assert result.applied
     assert watch.workers[:24] == [0] * 24
 
 
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"overfit_batches": 5}])
-def test_it_stays_out_of_runs_that_are_no_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
-    train(tmp_path, [found := finder()], shuffled(Samples(50)), 0.0, **options)
-    assert found.result is None
-
-
-def test_a_variable_switches_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
-    train(tmp_path, [found := finder()], shuffled(Samples(50)), 0.0)
-    assert found.result is None
-
-
-def test_a_training_that_is_too_short_says_so(tmp_path: Path) -> None:
-    train(tmp_path, [found := finder()], shuffled(Samples(7)), 0.0)
-    assert found.result is not None
-    assert "Training ended after 21 steps" in found.result.reason
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"overfit_batches": 5}, {}])
+def test_it_stays_out_where_it_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "0" if options else "1")
+    finder = NumWorkersFinder()
+    train(tmp_path, [finder], shuffled(Samples(50)), Noisy(0.0), **options)
+    assert finder.result is None
 
 
 @pytest.mark.parametrize("logger_type", [CSVLogger, TensorBoardLogger])
@@ -308,22 +299,77 @@ def test_the_loggers_learn_the_settings_beside_the_users_hyperparameters(
 ) -> None:
     if logger_type is TensorBoardLogger:
         pytest.importorskip("tensorboard")
-
-    class WithHparams(Noisy):
-        def __init__(self, width: int = 3) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
     logger = logger_type(tmp_path)
-    quiet_trainer(tmp_path, callbacks=[found := finder()], logger=logger).fit(WithHparams(), shuffled())
-    assert found.result is not None
-    assert found.result.settings is not None
+    result, _ = find(tmp_path, shuffled(), logger=logger)
+    assert result.settings is not None
     written = (Path(str(logger.log_dir)) / "hparams.yaml").read_text()
     assert "width: 3" in written
-    assert f"num_workers: {found.result.settings.num_workers}" in written
+    assert f"num_workers: {result.settings.num_workers}" in written
 
 
 @pytest.mark.parametrize("budget_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_budget_that_is_none_is_refused(budget_s: float) -> None:
     with pytest.raises(ValueError, match="budget_s must be a positive number of seconds"):
         NumWorkersFinder(budget_s=budget_s)
+
+
+# What fails
+
+
+def fail() -> None:
+    raise OSError("not in a worker")
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (fail, "OSError: not in a worker"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+        (lambda: time.sleep(1000), "timed out"),
+    ],
+)
+def test_what_fails_in_a_trial_costs_no_more_than_the_budget(tmp_path: Path, act: Any, said: str) -> None:
+    result, watch = find(tmp_path, DataLoader(Slow(act=act)), budget_s=1.5)
+    assert [int(batch[0]) for batch in watch.batches] == list(range(40))
+    assert set(watch.workers) == {0}
+    assert said in result.reason
+    assert result.seconds < 2.5
+
+
+class WhenApplied(Callback):
+    """Does something once other settings have been in use for some steps."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.steps = act, 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.steps += trainer.train_dataloader.num_workers > 0
+        if self.steps == 5:
+            self.act()
+
+
+def kill_the_workers() -> None:
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="killed by SIGKILL.*The original settings are back"):
+        result, watch = find(tmp_path, DataLoader(Slow(60)), WhenApplied(kill_the_workers))
+    assert [int(batch[0]) for batch in watch.batches] == list(range(60))
+    assert watch.workers[-1] == 0
+    assert result.settings == result.original
+    assert result.confirmed is False
+    assert "They failed in use" in result.reason
+
+
+def test_settings_that_turn_out_slower_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(num_workers_finder, "CONFIRM_STEPS", 20)
+    flag = tmp_path / "slow"
+    dataset = Slow(100, lambda: flag.exists() and time.sleep(0.3))
+    result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch))
+    assert [int(batch[0]) for batch in watch.batches] == list(range(100))
+    assert max(watch.workers) >= 2
+    assert watch.workers[-1] == 0
+    assert result.confirmed is False
+    assert "they were slower" in result.reason

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import pickle
-import sys
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import cpu_as_cuda
 import pytest
@@ -21,7 +20,7 @@ from launched_jobs import live_claims
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from lightning.pytorch.strategies import StrategyRegistry, deepspeed
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gpu_tools import (
     CudaAlreadyInitializedError,
@@ -36,7 +35,7 @@ from lightning_gpu_tools import (
 )
 from lightning_gpu_tools.selection import request
 from lightning_gpu_tools.selection.request import Request
-from lightning_gpu_tools.trainer import strategies
+from lightning_gpu_tools.trainer.entry_points import register_strategies
 
 BY_NAME = {
     "free_memory": FreeMemoryStrategy,
@@ -44,17 +43,16 @@ BY_NAME = {
     "fsdp_free_memory": FreeMemoryFSDPStrategy,
     "deepspeed_free_memory": FreeMemoryDeepSpeedStrategy,
 }
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+NAMES = [pytest.param(name, marks=needs_deepspeed if "deepspeed" in name else ()) for name in BY_NAME]
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
 @pytest.fixture
 def cuda(driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Four idle GPUs; the higher the number, the more free memory. DeepSpeed counts as installed."""
+    """Four idle GPUs; the higher the number, the more free memory."""
     driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
     cpu_as_cuda.install(monkeypatch.setattr)
-    monkeypatch.setattr(deepspeed, "_DEEPSPEED_AVAILABLE", True)
-    monkeypatch.setattr(deepspeed, "_DEEPSPEED_GREATER_EQUAL_0_16", True)
-    monkeypatch.setitem(sys.modules, "deepspeed", MagicMock(name="deepspeed"))  # only its logger is touched
     return driver
 
 
@@ -67,7 +65,7 @@ def positions(made: Trainer, driver: Driver) -> list[int]:
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_by_name_gets_the_freest_gpus(cuda: Driver, name: str, accelerator: str) -> None:
     made = trainer(name, accelerator=accelerator)
     assert type(made.strategy) is BY_NAME[name]
@@ -78,8 +76,9 @@ def test_a_strategy_by_name_gets_the_freest_gpus(cuda: Driver, name: str, accele
     assert made.num_devices == len(expected)
 
 
-@pytest.mark.parametrize("strategy", BY_NAME.values())
-def test_options_are_those_of_a_selection_and_of_lightning(cuda: Driver, strategy: Any) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_options_are_those_of_a_selection_and_of_lightning(cuda: Driver, name: str) -> None:
+    strategy = BY_NAME[name]
     with pytest.raises(NotEnoughGpusError, match=r"asked for 50\.0 GiB"):
         trainer(strategy(min_free="50GiB"))
     assert positions(trainer(strategy(min_free="8GiB", precision_plugin=None, claim=False), devices=1), cuda) == [3]
@@ -90,6 +89,10 @@ def test_options_of_lightnings_strategy_reach_it(cuda: Driver) -> None:
     assert made._ddp_kwargs == {"find_unused_parameters": True}
     assert made.process_group_backend == "gloo"
     assert FreeMemoryFSDPStrategy(state_dict_type="sharded")._state_dict_type == "sharded"
+
+
+@needs_deepspeed
+def test_options_of_deepspeed_reach_it(cuda: Driver) -> None:
     assert FreeMemoryDeepSpeedStrategy(stage=3).config["zero_optimization"]["stage"] == 3  # type: ignore[index]
 
 
@@ -128,7 +131,8 @@ def test_after_cuda_has_started_devices_are_picked_by_number(cuda: Driver) -> No
     assert cpu_as_cuda.device_numbers(trainer("free_memory")) == [3]
 
 
-def test_deepspeed_cannot_be_given_other_numbers(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_deepspeed
+def test_deepspeed_cannot_be_given_other_numbers(cuda: Driver) -> None:
     cpu_as_cuda.start()
     with pytest.raises(CudaAlreadyInitializedError, match=r"DeepSpeed can only use .* \[2, 3\]"):
         trainer("deepspeed_free_memory")
@@ -141,19 +145,49 @@ def test_without_cuda_the_message_says_what_to_do(driver: Driver, name: str, acc
         trainer(name, accelerator=accelerator, devices=1)
 
 
-def test_ddp_on_the_cpu_is_plain_ddp(driver: Driver) -> None:
+def test_ddp_on_the_cpu_is_plain_ddp(cuda: Driver, recwarn: pytest.WarningsRecorder) -> None:
     made = trainer("ddp_free_memory", accelerator="cpu", devices=2)
     assert made.strategy.parallel_devices == [torch.device("cpu")] * 2
-    assert driver.calls() == []
+    assert cuda.calls() == []
+    assert not [one for one in recwarn if "FreeMemory" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "state", "mask", "why"),
+    [
+        (None, {}, None, r"This PyTorch \(.*\) was built without CUDA"),
+        ("13.0", {"library_missing": True}, None, r"libnvidia-ml\.so\.1"),
+        ("13.0", {"gpus": []}, None, r"The NVIDIA driver lists no GPU\."),
+        ("13.0", {}, "", r"CUDA_VISIBLE_DEVICES='' hides every GPU\."),
+        ("13.0", {}, None, r"CUDA does not start, although"),
+    ],
+    ids=["cpu-build", "no-driver", "no-gpu", "hidden", "cuda-fails"],
+)
+def test_ddp_warns_once_why_it_trains_on_the_cpu(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    built_for: str | None,
+    state: dict[str, Any],
+    mask: str | None,
+    why: str,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    driver.gpus = [gpu()]
+    with driver.change():
+        for name, value in state.items():
+            setattr(driver, name, value)
+    made = trainer("ddp_free_memory", devices=1)
+    assert made.strategy.root_device.type == "cpu"
+    (warning,) = [str(one.message) for one in recwarn if "FreeMemory" in str(one.message)]
+    assert re.match(f"FreeMemoryDDPStrategy picks no GPU, and the training runs on the CPUAccelerator. {why}", warning)
 
 
 def test_names_can_be_registered_again() -> None:
-    before = dict(vars(strategies))
-    again = importlib.reload(strategies)
-    assert StrategyRegistry["ddp_free_memory"]["strategy"] is again.FreeMemoryDDPStrategy
-    vars(strategies).update(before)  # the other tests know the classes of the first time
-    for name, strategy in BY_NAME.items():
-        StrategyRegistry.register(name, strategy, override=True)
+    register_strategies()
+    assert type(StrategyRegistry.get("ddp_free_memory")) is FreeMemoryDDPStrategy
 
 
 def test_a_picked_strategy_can_be_sent_to_spawned_processes(cuda: Driver) -> None:
@@ -199,8 +233,8 @@ def test_lightning_cli_builds_both_from_yaml(cuda: Driver, tmp_path: Path) -> No
     assert positions(made, cuda) == [3, 2]
 
 
-@pytest.mark.parametrize("name", BY_NAME.values())
-def test_lightning_cli_knows_every_strategy_and_its_options(cuda: Driver, tmp_path: Path, name: Any) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_lightning_cli_knows_every_strategy_and_its_options(cuda: Driver, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").write_text(
         f"""
 trainer:
@@ -208,7 +242,7 @@ trainer:
   logger: false
   enable_checkpointing: false
   strategy:
-    class_path: lightning_gpu_tools.{name.__name__}
+    class_path: lightning_gpu_tools.{BY_NAME[name].__name__}
     init_args:
       max_utilization: 50
       exclusive: true
@@ -242,12 +276,12 @@ def test_the_single_device_strategy_trains_near_its_gpu(cuda: Driver, cores: lis
 OPTIONS = list(inspect.signature(select_gpus).parameters.values())[1:]
 
 
-@pytest.mark.parametrize("taker", [*BY_NAME.values(), FreeMemoryCUDAAccelerator, Request.parse])
+@pytest.mark.parametrize("taker", [*BY_NAME.values(), FreeMemoryCUDAAccelerator, Request])
 def test_every_signature_shows_the_options_of_a_selection(taker: Any) -> None:
     assert [one.name for one in OPTIONS] == list(request.OPTIONS)
     parameters = inspect.signature(taker).parameters
     assert [parameters[one.name] for one in OPTIONS] == OPTIONS
-    if taker != Request.parse:
+    if taker is not Request:
         parser = ArgumentParser()
         parser.add_class_arguments(taker, "it")
         shown = " ".join(parser.format_help().split())

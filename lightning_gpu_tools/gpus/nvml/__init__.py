@@ -7,13 +7,13 @@ sees every GPU of the machine. ``nvml.probe``, which a pick does not need, is im
 
 from lightning_gpu_tools.gpus.nvml.inventory import pids_are_ours, read_gpus
 from lightning_gpu_tools.gpus.nvml.session import session
-from lightning_gpu_tools.gpus.nvml.topology import read_cpu_affinity, read_links, read_numa_nodes
+from lightning_gpu_tools.gpus.nvml.topology import read_cpu_affinity, read_numa_nodes, read_nvlinks
 
 __all__ = [
     "pids_are_ours",
     "read_cpu_affinity",
     "read_gpus",
-    "read_links",
     "read_numa_nodes",
+    "read_nvlinks",
     "session",
 ]

@@ -14,10 +14,10 @@ import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus.nvml.calls import ask, product_name, utilization_samples, why_unreadable
-from lightning_gpu_tools.gpus.nvml.session import identify, session, why_unavailable
+from lightning_gpu_tools.gpus.nvml.session import session, why_unavailable
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading
 from lightning_gpu_tools.gpus.utilization import mean_percent
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import printable, user_name
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
@@ -35,19 +35,11 @@ _STALE_AFTER_S = 30.0
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
-def read_gpus(*, brief: bool = False) -> tuple[GpuReading, ...]:
+def read_gpus() -> tuple[GpuReading, ...]:
     """Read every GPU of this machine, in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
 
-    For a GPU without MIG that is 4 calls of NVML the first time in a session (handle, UUID, name, PCI address) and 6
-    each time: memory, utilization samples, compute and graphics processes, compute mode, MIG mode. ``numa_node`` is
-    left to ``read_numa_nodes``.
-
-    A GPU that cannot be read is listed with the reason in ``error``, and the others are not affected.
-
-    Args:
-        brief: Read only what it takes to pick one where nobody has claimed any: 6 calls, without name, PCI address and
-            processes. The GPUs come in NVML's order, and processes are read only where the compute mode makes them
-            matter.
+    That takes 10 calls of NVML for a GPU without MIG. A GPU that cannot be read is listed with the reason in ``error``,
+    and the others are not affected.
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
@@ -57,7 +49,7 @@ def read_gpus(*, brief: bool = False) -> tuple[GpuReading, ...]:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(why_unavailable(error)) from error
-        found = [_read_gpu(nvml_index, brief=brief and count > 1) for nvml_index in range(count)]
+        found = [_read_gpu(nvml_index) for nvml_index in range(count)]
     # NVML promises no order. A GPU that does not even report its address keeps the place that NVML gave it.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
     ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
@@ -71,33 +63,33 @@ def read_gpus(*, brief: bool = False) -> tuple[GpuReading, ...]:
     )
 
 
-def _read_gpu(nvml_index: int, brief: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
+def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]:
     """Return the PCI address, ``None`` if that is not known, and the reading."""
+    address, reading = None, GpuReading(index=nvml_index)
     try:
-        gpu = identify(nvml_index, brief=brief)
-    except pynvml.NVMLError as error:
-        return None, GpuReading(index=nvml_index, error=why_unreadable(error))
-    reading = GpuReading(index=nvml_index, uuid=gpu.uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id)
-    try:
-        integrated, total_bytes, free_bytes = _memory(gpu.handle, gpu.name)
-        mig_mode = ask(pynvml.nvmlDeviceGetMigMode, gpu.handle)
-        compute_mode = ask(pynvml.nvmlDeviceGetComputeMode, gpu.handle)
-        needs_processes = not brief or compute_mode != pynvml.NVML_COMPUTEMODE_DEFAULT
+        handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
+        reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
+        pci = pynvml.nvmlDeviceGetPciInfo(handle)
+        address = (pci.domain, pci.bus, pci.device)
+        # As nvidia-smi writes it.
+        reading = replace(reading, pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0")
+        integrated, total_bytes, free_bytes = _memory(handle, reading.name)
+        mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         reading = replace(
             reading,
             integrated=integrated,
             memory_total_bytes=total_bytes,
             memory_free_bytes=free_bytes,
-            utilization_percent=_utilization_percent(gpu.handle),
-            processes=_processes(gpu.handle) if needs_processes else None,
-            compute_mode=_COMPUTE_MODES.get(compute_mode),
+            utilization_percent=_utilization_percent(handle),
+            processes=_processes(handle),
+            compute_mode=_COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
             mig_mode=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
     except pynvml.NVMLError as error:
-        return gpu.pci, replace(reading, error=why_unreadable(error))
+        return address, replace(reading, error=why_unreadable(error))
     if reading.mig_mode:
-        reading = replace(reading, mig_instances=_read_mig_instances(gpu.handle, reading))
-    return gpu.pci, reading
+        reading = replace(reading, mig_instances=_read_mig_instances(handle, reading))
+    return address, reading
 
 
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
@@ -112,8 +104,6 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
             _, total_bytes, free_bytes = _memory(handle, reading.name)
             reading = replace(
                 reading,
-                mig_gpu_instance_id=ask(pynvml.nvmlDeviceGetGpuInstanceId, handle),
-                mig_compute_instance_id=ask(pynvml.nvmlDeviceGetComputeInstanceId, handle),
                 memory_total_bytes=total_bytes,
                 memory_free_bytes=free_bytes,
                 processes=_processes(handle),
@@ -131,8 +121,6 @@ def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int
     # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
     # https://github.com/XuehaiPan/nvitop/pull/30.
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    if memory is None and name is None:  # a brief reading has left it out
-        name = product_name(handle)
     integrated = name is not None and _INTEGRATED_NAME.search(name) is not None
     if not integrated and memory is not None:
         return False, memory.total, memory.free
@@ -178,11 +166,11 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
 def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> GpuProcess:
     user = name = None
     if pids_are_ours():
-        import psutil  # only now: it takes as long to import as all the rest of a pick without processes
-
-        with contextlib.suppress(psutil.Error):  # ended in the meantime, or hidden from this user
-            process = psutil.Process(pid)
-            user, name = printable(process.username()), printable(process.name())
+        # Not by psutil, whose import takes as long as half a pick.
+        with contextlib.suppress(OSError):  # ended in the meantime, hidden from this user, or no Linux
+            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
+                name = printable(file.read().rstrip("\n"))
+            user = user_name(os.stat(f"/proc/{pid}").st_uid)
     return GpuProcess(pid=pid, memory_used_bytes=memory_used_bytes, user=user, name=name, graphics_only=graphics_only)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pynvml
 
+from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.nvml.calls import (
     GONE,
@@ -21,7 +22,6 @@ from lightning_gpu_tools.gpus.nvml.calls import (
 from lightning_gpu_tools.gpus.nvml.error_events import ErrorEvents
 from lightning_gpu_tools.gpus.nvml.session import close_driver, open_driver
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
-from lightning_gpu_tools.gpus.samples import GpuSample
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S
 
 # Field values, by number because older versions of nvidia-ml-py lack the names. Not the finer throttle counters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,35 +10,25 @@ import pynvml
 
 from lightning_gpu_tools.gpus.nvml.calls import tolerate
 from lightning_gpu_tools.gpus.nvml.session import session
-from lightning_gpu_tools.gpus.readings import GpuLink
 
 _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
 
 
-def read_links(uuids: Sequence[str]) -> tuple[GpuLink, ...]:
-    """Return how each pair of these GPUs is joined. A GPU that cannot be read has links of which nothing is known.
+def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
+    """Return which of these GPUs are joined by NVLink or NVSwitch, as pairs of UUIDs in alphabetical order.
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
     """
     with session():
-        handles = {uuid: _handle(uuid) for uuid in sorted(set(uuids))}
-        return tuple(
-            GpuLink(
-                uuids=(a, b),
-                nvlink=_nvlink(handles[a], handles[b]),
-                topology_level=tolerate(pynvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b]),
-            )
-            for a in handles
-            for b in handles
-            if a < b
+        handles = {uuid: _handle(uuid) for uuid in uuids}
+        # Asking for the status of peer access finds NVSwitch, too, where the far end of a link is no GPU.
+        return frozenset(
+            (a, b)
+            for a, b in itertools.combinations(sorted(handles), 2)
+            if tolerate(pynvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            == pynvml.NVML_P2P_STATUS_OK
         )
-
-
-def _nvlink(a: Any, b: Any) -> bool | None:
-    # Asking for the status of peer access finds NVSwitch as well as bridges, where the far end of a link is no GPU.
-    status = tolerate(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    return None if status is None else status == pynvml.NVML_P2P_STATUS_OK
 
 
 def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:

@@ -19,8 +19,8 @@ def _run_the_next_sitecustomize() -> None:
 
 
 def _install_the_fake_driver() -> None:
-    # Only this one module, by its path: the folder of the tests does not come onto sys.path.
-    path = os.path.join(os.path.dirname(_FOLDER), "library.py")
+    # Only this one package, by its path: the folder of the tests does not come onto sys.path.
+    path = os.path.join(os.path.dirname(_FOLDER), "library", "__init__.py")
     spec = importlib.util.spec_from_file_location("fake_driver_library", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,0 +1,57 @@
+"""Keeps an error of what only measures from ending the training that it measures."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_gpu_tools.units import printable
+
+
+class GuardedCallback(Callback):
+    """A callback whose hooks turn each of their errors into a warning: the training has nothing to do with it.
+
+    Attributes:
+        intended: Errors that are meant for the user, and so end the training.
+    """
+
+    intended: ClassVar[tuple[type[Exception], ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, hook in list(vars(cls).items()):
+            if callable(hook) and callable(getattr(Callback, name, None)) and not name.startswith("_"):
+                setattr(cls, name, _guarded(hook))
+
+    def _give_up(self) -> None:
+        """Do nothing more in this fit."""
+
+
+def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def guarded(self: GuardedCallback, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(self, *args, **kwargs)
+        except self.intended:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training has nothing to do with it
+            with suppress(Exception):  # what is broken may break here, too
+                self._give_up()
+            what = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
+            message = (
+                f"{type(self).__name__} is off for the rest of this fit, without a report of it, because of an error "
+                f"in it: {what}"
+            )
+            try:
+                rank_zero_warn(message)
+            except Warning:  # a program that turns warnings into errors trains on, too
+                rank_zero_info(message)
+            return None
+
+    return guarded

@@ -1,0 +1,138 @@
+"""The end of a fit: its report is written, then printed, and what fails costs only itself."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import shlex
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from sample_report import REPORT
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.trainer import fit_report
+from lightning_gpu_tools.trainer.fit_report import publish
+
+
+def train(folder: Path, *others: Callback, steps: int = 3) -> None:
+    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), *others])
+    trainer.fit(Model(), loader(Samples(steps)))
+    assert trainer.global_step == steps
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("of ours")
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise RecursionError("as in a notebook under Rich")
+
+
+class PrintsUnfinishedLines(io.StringIO):
+    """Rich's stand-in for the stdout of a notebook: it prints an unfinished line by printing it once more."""
+
+    def write(self, text: str) -> int:
+        if not text.endswith("\n"):
+            raise RecursionError
+        return super().write(text)
+
+
+@pytest.mark.parametrize("stdout", [Closed(), None], ids=["broken", "none"])
+def test_a_terminal_that_cannot_print_costs_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO | None
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        train(tmp_path)
+    assert load_report(tmp_path).steps == 3
+
+
+def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", PrintsUnfinishedLines())
+        train(tmp_path)
+        printed = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert "Verdict: " in printed
+    assert f"Report: {tmp_path / 'gpu_report.json'}" in printed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "says", "files"),
+    [
+        (fit_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
+        (fit_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
+        (fit_report, "save_report", "The report could not be written to", []),
+        ("lightning_gpu_tools.reports.plot", "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
+        ("lightning_gpu_tools.trainer.session", "diagnose", "no report because of an error in GPUUtilization", []),
+    ],
+)
+def test_a_fault_in_the_report_costs_only_itself_and_is_printed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    owner: Any,
+    name: str,
+    says: str,
+    files: list[str],
+) -> None:
+    if isinstance(owner, str):
+        owner = importlib.import_module(owner)
+    monkeypatch.setattr(owner, name, fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(tmp_path)
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert ("Verdict: " in printed) is (name not in ("render_text", "diagnose"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"gpu_report.{kind}" for kind in files]
+
+
+def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+
+    class Remove(Callback):
+        def on_train_end(self, *args: Any) -> None:
+            folder.rmdir()
+            folder.write_text("in the way")
+
+    train(folder, Remove())
+    printed = capsys.readouterr().out
+    assert f"The report could not be written to {folder}: " in printed
+    assert "Verdict: " in printed
+
+
+def test_a_warning_that_is_an_error_costs_only_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown_letter = replace(
+        REPORT, settings={}, diagnosis=replace(REPORT.diagnosis, why="\N{LINEAR B SYLLABLE B008 A}")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        publish(unknown_letter, str(tmp_path))
+    assert "The report could not be drawn: UserWarning: Glyph" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu_report.json"]
+
+
+@pytest.mark.parametrize("folders", [("my runs", "my runs"), ("version_0", "version_1")])
+def test_the_advised_command_compares_the_next_run_with_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folders: tuple[str, str]
+) -> None:
+    commands = []
+    for folder, step_s in zip(folders, (0.1, 0.05), strict=True):
+        blocks = tuple(step_s + i / 1e4 for i in range(8))
+        publish(replace(REPORT, step_s_blocks=blocks), str(tmp_path / folder))
+        commands += re.findall("lightning-gpu-tools (report .*)", capsys.readouterr().out)
+    advised = commands[0].replace("NEW", str(tmp_path / folders[1]))
+    assert main(shlex.split(advised)) == 0
+    assert capsys.readouterr().out.startswith("FASTER: 100 ms per step before, 50.4 ms now")

@@ -1,0 +1,52 @@
+"""Trainings in a real Jupyter kernel, with each of Lightning's progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gpu_tools import load_report
+
+manager = pytest.importorskip("jupyter_client.manager", reason="needs ipykernel")
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+
+CELL = """
+from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+bars = {bars}
+Trainer(
+    accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=bool(bars),
+    default_root_dir={folder!r}, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(), *bars],
+).fit(BoringModel())
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Any]:
+    kernel, client = manager.start_new_kernel(startup_timeout=120)
+    yield client
+    client.stop_channels()
+    kernel.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize("bars", ["[callbacks.RichProgressBar()]", "[callbacks.TQDMProgressBar()]", "[]"])
+def test_the_report_is_shown_and_written_under_every_progress_bar(notebook: Any, tmp_path: Path, bars: str) -> None:
+    shown: list[str] = []
+
+    def hook(message: dict[str, Any]) -> None:
+        content = message["content"]
+        shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
+
+    code = CELL.format(bars=bars, folder=str(tmp_path))
+    reply = notebook.execute_interactive(code, output_hook=hook, timeout=120)["content"]
+    assert reply["status"] == "ok", reply
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_report.json", "gpu_report.png"]
+    assert load_report(tmp_path).steps == 64
+    output = "".join(shown)
+    assert output.count("Verdict: ") == 1
+    assert f"Report: {tmp_path}" in output.replace("\n", " ").replace("  ", " ")
+    assert "error" not in output
