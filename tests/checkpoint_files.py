@@ -10,10 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError
+
+TENSORS = st.builds(
+    lambda shape, dtype, seed: (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
+    st.one_of(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([[300], [1 << 11], [2, 700]])),
+    st.sampled_from(
+        [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16]
+    ),
+    st.integers(0, 9),
+)
 
 
 def saved(content: object, **options: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 Every class and function that the pickle names is replaced by an inert stand-in, so nothing is imported and nothing is
 called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`. What torch
-would have to trust (the place of a tensor in its block of numbers, what an item is put into) is checked on the way.
+would have to trust (the place of a tensor in its storage, what an item is put into) is checked on the way.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _MAX_ARGUMENTS = 10
 # Nobody changes one. But a frozen one takes three times as long to make, and a file may describe 300,000 of them.
 @dataclass(slots=True, unsafe_hash=True)
 class StorageInfo:
-    """A block of numbers in the file.
+    """A storage in the file: a block of numbers.
 
     Attributes:
         key: Its name in the file.
@@ -167,7 +167,7 @@ class StructureReader(pickle._Unpickler):
     Attributes:
         globals: Every class and function that was named, ``module.name``, and as ``module.name(...)`` what
             ``weights_only=True`` would call, but plain data never needs.
-        storages: Every block of numbers that was referred to, by its key.
+        storages: Every storage that was referred to, by its key.
     """
 
     # What the type stubs leave out.
@@ -217,23 +217,23 @@ class StructureReader(pickle._Unpickler):
         if self._is_legacy and kind_of_pid in ("module", b"module"):
             return Opaque("persistent id", pid)
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
-            raise damaged("it describes a block of numbers in a way that no version of torch does")
+            raise damaged("it describes a storage in a way that no version of torch does")
         _, kind, key, location, numel, *part = pid
         if part and part[0] is not None:
             raise Fault(
-                "has tensors that share their numbers as torch before 0.4 wrote it, which is not read here",
+                "has tensors that share a storage as in files of torch before 0.4, which are not supported",
                 "Load it with torch.load and save it again with torch.save.",
             )
         dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
-            raise damaged(f"it has numbers of a kind that torch cannot read: {printable(kind)}")
+            raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")
         if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
-            raise damaged(f"it describes the block of numbers {printable(key)} by what is no name and size")
+            raise damaged(f"the name or the size of the storage {printable(key)} is invalid")
         place = location if isinstance(location, str) else location.decode("ascii", "replace")
         storage = StorageInfo(key, dtype, place, numel)
         before = self.storages.setdefault(key, storage)  # torch goes by the first
         if before.size_bytes != storage.size_bytes or (before.dtype != dtype and before.size_bytes):
-            raise damaged(f"it describes the block of numbers {printable(key)} in two ways")
+            raise damaged(f"it describes the storage {printable(key)} in two ways")
         return storage
 
     # -- opcodes: as in pickle, but for what would run, copy or trust something ------------------------------------
@@ -263,10 +263,10 @@ class StructureReader(pickle._Unpickler):
             vars(target).update(state)
         elif isinstance(target, Opaque) and not target.is_plain:
             target.state = state
-        elif isinstance(target, (Opaque, TensorInfo)):  # torch would have a tensor grow beyond its block of numbers
+        elif isinstance(target, (Opaque, TensorInfo)):  # torch would have a tensor grow beyond its storage
             self.globals.add("torch.Tensor.__setstate__(...)")
         else:
-            raise damaged(f"it gives attributes to a {type(target).__name__}")
+            raise damaged("it sets attributes of what has none")
 
     def _setitem(self) -> None:
         items = self.stack[-2:]
@@ -292,7 +292,7 @@ class StructureReader(pickle._Unpickler):
         elif isinstance(target, Opaque) and not target.is_plain:
             target.extend([(items[i], items[i + 1]) for i in range(0, len(items), 2)])
         else:
-            raise damaged(f"it puts items into a {type(target).__name__}, which is no dictionary")
+            raise damaged("it puts items into what is not a dictionary")
 
     def _appends(self) -> None:
         items = self.pop_mark()
@@ -330,7 +330,7 @@ class StructureReader(pickle._Unpickler):
     def _call(self, function: Any, arguments: Any) -> Any:
         """Describe a call."""
         if not isinstance(arguments, tuple) or not isinstance(function, (_StandIn, Opaque)):
-            raise damaged(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+            raise damaged("it calls what is not a function")
         if isinstance(function, Opaque):
             return Opaque(function, arguments)
         if function.module == "torch._utils":
@@ -378,7 +378,7 @@ class StructureReader(pickle._Unpickler):
         is_view = maker.name in _MAKERS_OF_VIEWS
         counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
         if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
-            raise damaged("it describes a tensor as no version of torch does")
+            raise damaged("it describes a tensor in a way that no version of torch does")
         dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
         is_common = maker.name.startswith(("_rebuild_tensor", "_rebuild_device"))
         kind = "tensor" if is_common else maker.name.removeprefix("_rebuild_")
@@ -396,7 +396,7 @@ class StructureReader(pickle._Unpickler):
         if maker.name == "_rebuild_sparse_tensor":
             parts = arguments[1] if len(arguments) == 2 else None
             if not isinstance(parts, tuple) or len(parts) not in (3, 4):
-                raise damaged("it describes a tensor as no version of torch does")
+                raise damaged("it describes a tensor in a way that no version of torch does")
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
@@ -413,18 +413,18 @@ def _is_short(value: Any) -> bool:
 
 
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, *, dtype: str) -> None:
-    """Raise unless every element of a tensor is inside its block of numbers."""
+    """Raise unless every element of a tensor is inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
         described = f"{printable(dtype)}, shape {printable(shape)}, strides {printable(strides)}"
-        raise damaged(f"it describes a tensor that cannot be: {described}")
+        raise damaged(f"it describes an impossible tensor: {described}")
     elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
     if 0 in shape:
         return
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if last >= elements or math.prod(shape) >= 2**63:
         raise damaged(
-            f"a tensor of the shape {printable(shape)} does not fit into its block of numbers {printable(storage.key)}"
+            f"a tensor of the shape {printable(shape)} does not fit into its storage {printable(storage.key)}"
         )
 
 

@@ -246,7 +246,7 @@ def _check_record(storage: StorageInfo, record: Record | None) -> None:
 
 def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     file.seek(0)
-    # The magic number, the version, what machine wrote it, the contents, and the keys of the blocks of numbers.
+    # The magic number, the version, what machine wrote it, the contents, and the keys of the storages.
     readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
     *_, content, keys = [reader.load() for reader in readers]
     named = frozenset().union(*(reader.globals for reader in readers))
@@ -255,7 +255,7 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise damaged("it does not hold the numbers that it describes")
     place = file.tell()
-    for key in keys:  # each block of numbers comes after its length in 8 bytes
+    for key in keys:  # each storage comes after its length in 8 bytes
         storage = storages[key]
         file.seek(place)
         length = file.read(8)

@@ -165,7 +165,7 @@ def _pickled(weights: Mapping[str, Any], keys: Mapping[Any, bytes]) -> Iterator[
 
     Args:
         weights: By name.
-        keys: The pickled name of each block of numbers.
+        keys: The pickled key of each storage.
     """
     memo: dict[bytes, bytes] = {}
 
@@ -178,7 +178,7 @@ def _pickled(weights: Mapping[str, Any], keys: Mapping[Any, bytes]) -> Iterator[
         return program + pickle.BINPUT + name
 
     def around_name(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bytes, bytes]:
-        """Push a tensor; what comes before and after the name of its block of numbers."""
+        """Push a tensor; what comes before and after the key of its storage."""
         begin = once(b"ctorch._utils\n_rebuild_tensor_v2\n") + b"((" + once(_text("storage"))
         begin += once(_STORAGE_OF_DTYPE[dtype])
         end = once(_text("cpu")) + _integer(math.prod(shape)) + b"tQ" + _integer(0)

@@ -90,7 +90,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_file_says_what_it_is_and_what_to_do(fault: str, tmp_path: Path) -> None:
+def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Path) -> None:
     content, message = FAULTS[fault]
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
@@ -143,19 +143,6 @@ def test_a_folder_says_which_tool_makes_a_file_of_it(inside: str, message: str, 
         read_checkpoint(folder)
 
 
-def test_a_flipped_bit_in_the_weights_is_found_by_verifying_only(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    position = GOOD.index(struct.pack("<3f", 100, 101, 102)) + 1
-    path.write_bytes(GOOD[:position] + bytes([GOOD[position] ^ 1]) + GOOD[position + 1 :])
-    assert not torch.equal(read_checkpoint(path)["state_dict"]["a"], torch.arange(600.0).view(30, 20))
-    with pytest.raises(BrokenCheckpointError, match=r"is damaged: the checksum of the record data/0 is wrong"):
-        read_checkpoint(path, verify=True)
-    path.write_bytes(GOOD)
-    seen: list[int] = []
-    verify_checkpoint(str(path), seen.append)
-    assert sum(seen) >= 600 * 4
-
-
 class Exploit:
     def __init__(self, witness: Path) -> None:
         self.witness = witness
@@ -174,7 +161,7 @@ def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path:
         read_checkpoint(path)
     text = str(caught.value)
     assert "Nothing of it has run" in text
-    assert "can run code when opened: posix.mkdir. Only who wrote the file can vouch for it." in text
+    assert "can run code when opened: posix.mkdir. Only its author can vouch for it." in text
     assert "weights_only" not in text
     assert "add_safe_globals" not in text
     structure = read_structure(str(path))
@@ -209,7 +196,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_line_that_allows_what_only_holds_values_does_allow_it(name: str, tmp_path: Path) -> None:
+def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"hyper_parameters": VALUES[name]}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
@@ -224,7 +211,7 @@ def test_the_line_that_allows_what_only_holds_values_does_allow_it(name: str, tm
         torch.serialization.add_safe_globals(before)
 
 
-def test_what_torch_refuses_although_it_was_allowed_is_not_called_damaged(tmp_path: Path) -> None:
+def test_what_torch_refuses_though_allowed_is_not_called_damaged(tmp_path: Path) -> None:
     torch.save({"hyper_parameters": collections.deque([1])}, tmp_path / "last.ckpt")
     with (
         torch.serialization.safe_globals([collections.deque]),

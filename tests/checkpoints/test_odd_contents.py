@@ -244,7 +244,7 @@ ODD_TENSORS = {
 
 
 @pytest.mark.parametrize("kind", ODD_TENSORS)
-def test_256_gib_in_a_file_of_1_kib_are_never_allocated(
+def test_256_gib_in_a_small_file_are_never_allocated(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save({**WEIGHTS, "mask": ODD_TENSORS[kind]()}, tmp_path / "odd.ckpt")

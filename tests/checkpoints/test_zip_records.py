@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import records_of, refuse_everywhere, saved, zipped
+from checkpoint_files import TENSORS, records_of, refuse_everywhere, saved, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,15 +126,6 @@ def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path:
     assert torch.equal(model.weight, CONTENT["weight"])
 
 
-DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
-TENSORS = st.builds(
-    lambda shape, dtype, seed: (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
-    st.lists(st.integers(0, 5), max_size=3),
-    DTYPES,
-    st.integers(0, 9),
-)
-
-
 @given(content=st.dictionaries(st.text(max_size=5), TENSORS, max_size=4), method=st.sampled_from([STORED, DEFLATED]))
 def test_any_weights_survive_an_archive_tool(
     content: dict[str, torch.Tensor], method: int, tmp_path_factory: pytest.TempPathFactory
@@ -148,7 +139,7 @@ def test_any_weights_survive_an_archive_tool(
     )
 
 
-def test_places_of_records_are_read_even_where_torch_would_compute_them(tmp_path: Path) -> None:
+def test_record_offsets_are_read_even_where_torch_computes_them(tmp_path: Path) -> None:
     config = pytest.importorskip("torch.utils.serialization.config")
     path = tmp_path / "last.ckpt"
     path.write_bytes(PLAIN)
