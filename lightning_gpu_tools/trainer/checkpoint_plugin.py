@@ -25,11 +25,13 @@ from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, KeyCollisionError
 from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint, migrated
 from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
 from lightning_gpu_tools.units import printable, printable_path
@@ -229,8 +231,10 @@ class PortableCheckpointIO(CheckpointIO):
         return fitted
 
 
-class PortableCheckpointHooks(Callback):
+class PortableCheckpointHooks(GuardedCallback):
     """Hands the trainer to its plugin, in the process that loads and saves."""
+
+    intended = (CheckpointError,)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Introduce them before anything is loaded."""
