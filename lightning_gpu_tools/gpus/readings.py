@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-ComputeMode = Literal["default", "exclusive_thread", "prohibited", "exclusive_process"]
+ComputeMode = Literal["default", "prohibited", "exclusive_process"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,8 +111,11 @@ def _loader_line(loader: LoaderSummary) -> str:
     if loader.settings is None or not loader.seconds:
         return f"NumWorkersFinder: {loader.reason}"
     found = f"num_workers={printable(loader.settings.get('num_workers'))}"
+    duration = format_duration(loader.seconds)
+    if loader.settings == loader.users:
+        return f"NumWorkersFinder kept {found} after {duration} of trials. {loader.reason}"
     state = "in use" if loader.applied else "not in use"
-    return f"NumWorkersFinder found {found} in {format_duration(loader.seconds)} ({state}). {loader.reason}"
+    return f"NumWorkersFinder found {found} in {duration} ({state}). {loader.reason}"
 
 
 def _idle_lines(report: Report) -> list[str]:

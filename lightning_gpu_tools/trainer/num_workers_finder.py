@@ -126,6 +126,11 @@ class NumWorkersFinder(GuardedCallback):
             self._fit.after_step()
 
     @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.end()
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._finish()
 
@@ -191,8 +196,13 @@ class _Fit:
             loader = process(loader)
             trainer = self._trainer
             # A tuner (LearningRateFinder, BatchSizeFinder) takes the callbacks out while it tries something.
-            ours = trainer.training and self._finder in trainer.callbacks  # type: ignore[attr-defined]
-            return self._adopt(loader) if ours else loader
+            if not trainer.training or self._finder not in trainer.callbacks:  # type: ignore[attr-defined]
+                return loader
+            try:
+                return self._adopt(loader)
+            except Exception as error:  # noqa: BLE001 - like an error in a hook
+                self._finder.turn_off(error)
+                return loader
 
         return process_dataloader
 
@@ -312,6 +322,8 @@ class _Fit:
 
     def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
         """Return why the loader has to be left alone, and why there is nothing to gain."""
+        if self._wrappers.missing:
+            return f"this version of Lightning has no {self._wrappers.missing[0]}", None
         if switch is None:
             reasons = [
                 one.fixed or f"a {type(one.made).__qualname__} is iterated in a way of its own"
@@ -403,16 +415,19 @@ class _Fit:
         """Give the session back."""
         self._session.release()
 
-    def close(self) -> None:
-        """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
-        self._wrappers.undo()
+    def end(self) -> None:
+        """Say, before the report is made, how it went to the end."""
         fault = next((switch.fault for switch in self._switches if switch.fault is not None), None)
         if fault is not None:
             self._take_back(f"They failed in use ({fault}), so the original settings came back.")
+        if self.result is None:
+            self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
+
+    def close(self) -> None:
+        """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
+        self._wrappers.undo()
         for one in self._adopted.values():
             one.restore()
-        if self.result is None and self._steps:
-            self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
 
 
 def _reloads(trainer: Trainer) -> bool:

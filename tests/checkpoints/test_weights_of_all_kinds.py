@@ -137,7 +137,10 @@ def test_a_model_on_the_meta_device_takes_tensors_of_its_own(tmp_path: Path) -> 
     torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
     with torch.device("meta"):
         target = TiedTransformer()
-    load_weights(target, tmp_path / "a.pt")
+        target.register_buffer("positions", torch.ones(3), persistent=False)
+    report = load_weights(target, tmp_path / "a.pt")
+    assert "still on the meta device: positions" in str(report)
+    target.positions = None
     assert contents(target) == contents(source)
     assert target.head.weight is target.embed.weight
     (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))

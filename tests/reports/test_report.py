@@ -100,6 +100,9 @@ def test_a_search_for_loader_settings_is_reported_with_its_reason() -> None:
         "NumWorkersFinder found num_workers=4 in 3 s (in use). 80 batches/s against 20 with the original\n  settings."
     )
     assert line in render_text(report)
+    kept = replace(FOUND, settings=ORIGINAL, applied=False, reason="Nothing is faster.")
+    kept_line = "NumWorkersFinder kept num_workers=0 after 3 s of trials. Nothing is faster."
+    assert kept_line in render_text(replace(REPORT, loader=summarize(kept)))
     alone = LoaderResult(original=None, settings=None, reason="The training loader is left as it is: it is a Stream.")
     text = render_text(replace(REPORT, loader=summarize(alone)))
     assert "NumWorkersFinder: The training loader is left as it is: it is a Stream." in text

@@ -197,8 +197,8 @@ class GpuProbe:
         if samples or is_first:
             self._last_sample_s = now_s
             return [] if is_first else samples
-        # On some products (GB10) the buffer is not filled while the GPU is idle. Two of the longest sample periods tell
-        # that from a read that was just too early for the next sample.
+        # On some products (GB10) the buffer is not filled while the GPU is idle. Two of the longest sample periods
+        # distinguish that from a read that was just too early for the next sample.
         if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
