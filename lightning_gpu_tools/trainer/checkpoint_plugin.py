@@ -25,7 +25,8 @@ from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, KeyCollisionError
@@ -121,10 +122,9 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is no checkpoint, or damaged.
             UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, or the model's types cannot hold its numbers. Nothing
-                has been loaded then. A model with its own ``on_load_checkpoint`` or ``load_state_dict`` may
-                still make it fit, and is left to itself. What ``fit`` restores beside the weights is checked when all
-                hooks have run, and raises the same.
+            CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. Nothing was
+                loaded. A model with its own ``on_load_checkpoint`` or ``load_state_dict`` may still make it fit, and is
+                left to itself. What ``fit`` restores beside the weights is checked after all hooks.
         """
         checkpoint: Any
         if self.inner is not None:
