@@ -91,17 +91,28 @@ class Stream:
             yield torch.ones(1, 4)
 
 
+class SlowLayer(torch.nn.Linear):
+    """Takes its time in ``forward``, where tools that hook into modules see it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(4, 1)
+        self.seconds = seconds
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return super().forward(batch)
+
+
 class ToyModel(LightningModule):
     def __init__(self, step_s: float = 0.0, validation_s: float = 0.005, *, fail_at: int | None = None) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.step_s, self.validation_s, self.fail_at = step_s, validation_s, fail_at
+        self.layer = SlowLayer(step_s)
+        self.validation_s, self.fail_at = validation_s, fail_at
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == self.fail_at:
             raise KeyError("a label that is not in the table")
-        if self.step_s:
-            time.sleep(self.step_s)
         loss = self.layer(batch).square().mean() / 1e9
         self.log("loss", loss)
         return loss

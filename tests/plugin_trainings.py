@@ -1,11 +1,12 @@
 """Tiny trainings that save and load through the checkpoint plugin."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import wrapped_models
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -13,16 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
-
-def compiled(net: nn.Module) -> nn.Module:
-    return torch.compile(net, backend="eager")  # type: ignore[return-value]
-
-
-WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda net: net,
-    "DataParallel": nn.DataParallel,
-    "compiled": compiled,
-    "DataParallel(compiled)": lambda net: nn.DataParallel(compiled(net)),
+WRAPPINGS = {
+    name: wrapped_models.WRAPPINGS[name] for name in ("plain", "DataParallel", "compile", "compile(DataParallel)")
 }
 
 
@@ -67,13 +60,17 @@ def loader(batch_size: int = 4) -> DataLoader[Any]:
 def trainer(folder: Path, plugin: Any = None, *, epochs: int = 1, **options: Any) -> Trainer:
     keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        default_root_dir=folder,
-        plugins=[PortableCheckpointIO() if plugin is None else plugin],
-        **{**quiet, "enable_checkpointing": keeps, **options},
-    )
+    plugins = [PortableCheckpointIO() if plugin is None else plugin]
+    defaults = {**quiet, "enable_checkpointing": keeps, "plugins": plugins}
+    return Trainer(accelerator="cpu", max_epochs=epochs, default_root_dir=folder, **{**defaults, **options})
+
+
+def trained(folder: Path, wrapping: str = "plain", plugin: Any = None, **options: Any) -> tuple[Trainer, Lit]:
+    """A Trainer and its model after a fit, saved as ``a.ckpt``."""
+    run, model = trainer(folder, plugin, **options), Lit(wrapping)
+    run.fit(model)
+    run.save_checkpoint(folder / "a.ckpt")
+    return run, model
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
-"""The pages of docs/ name every cause and verdict, and every link works."""
+"""The pages name every cause and verdict, their links work, and every table is what its source gives."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,12 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.advice import data_loading
 from lightning_gpu_tools.advice.findings import Cause, Verdict
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from tables import PAGES, TABLES, filled
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
@@ -41,3 +47,11 @@ def test_links_work_and_reports_fit_a_terminal(page: Path) -> None:
             assert (DOCS / target).exists(), target
     for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL):
         assert max(len(line) for line in block.splitlines()) <= 100
+
+
+def test_every_table_is_what_its_source_gives() -> None:
+    pages = [path.read_text() for path in PAGES]
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == sorted(TABLES)
+    for page in pages:
+        assert filled(page) == page, "run: python -m benchmarks.tables"
+    assert f"**Schema version {SCHEMA_VERSION}.**" in (DOCS / "report_schema.md").read_text()

@@ -6,14 +6,12 @@ What the package reads of it (MIG, processes, links, events, errors) is tested w
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import fake_driver
 import nvml_contract
 import pynvml
 import pytest
-from fake_driver import GIB, gpu, mig, process
+from fake_driver import gpu, mig, process
 
 
 @pytest.fixture
@@ -42,26 +40,6 @@ def test_fake_keeps_the_contract_of_the_real_driver(machine, check):
 def test_fake_probe_keeps_the_contract_of_the_real_driver(machine):
     machine.gpus = [gpu(utilization=90), gpu(gpm={2: 80}), gpu(mig=[mig()], gpm={})]
     nvml_contract.check_probe(machine.advance)
-
-
-def test_a_running_child_process_sees_a_change(machine):
-    code = """
-import sys, pynvml
-pynvml.nvmlInit()
-for _ in sys.stdin:
-    print(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free, flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with child:
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert int(child.stdout.readline()) == 80 * GIB
-        with machine.change():
-            machine.gpus[0].memory_free = "1GiB"
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert int(child.stdout.readline()) == GIB
-        child.stdin.close()
 
 
 def test_calls_are_logged_by_gpu_and_process(machine, run_python):
@@ -116,15 +94,6 @@ if os.fork() == 0:
 os.wait()
 """
     assert run_python("-W", "ignore", "-c", code).stdout == "again 1\n"
-
-
-def test_an_error_of_one_call_hurts_no_other(machine):
-    with machine.change():
-        machine.gpus[0].errors = {"nvmlDeviceGetComputeRunningProcesses": "UNKNOWN"}  # without a suffix: every version
-    with pytest.raises(pynvml.NVMLError_Unknown):
-        pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle())
-    pynvml.nvmlDeviceGetName(handle())
-    pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle(1))
 
 
 # Quantities

@@ -24,6 +24,7 @@ from lightning_gpu_tools.advice.inside_step import (
     low_precision,
     unexplained_in_step,
 )
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
 from lightning_gpu_tools.advice.ranks import straggler
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
@@ -39,6 +40,7 @@ _MIN_UNEXPLAINED = 0.15
 def diagnose(
     run: RunMeasurements,
     *,
+    searched: LoaderResult | None = None,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
 ) -> Diagnosis:
@@ -46,12 +48,13 @@ def diagnose(
 
     Args:
         run: The measurements.
+        searched: What a search for the loader's settings has found in this run.
         min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
         min_steps: Steady steps needed to judge; 50 by default.
     """
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
-        verdict, findings = _judge(run, min_utilization_percent)
+        verdict, findings = _judge(run, min_utilization_percent, searched)
     else:
         findings = _epoch_starts(run) if run.steps >= min_steps else ()
         verdict = "low" if findings else "too_short"
@@ -81,11 +84,13 @@ def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
     return _worth_reporting(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
 
 
-def _judge(run: RunMeasurements, min_utilization_percent: float) -> tuple[Verdict, tuple[Finding, ...]]:
+def _judge(
+    run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
+) -> tuple[Verdict, tuple[Finding, ...]]:
     others = shared_gpu(run)
     if others is not None:
         return "shared_gpu", (others,)
-    found = _causes(run)
+    found = _causes(run, searched)
     if not run.on_gpu:
         return ("low" if found else "healthy"), found[:_MAX_FINDINGS]
     if run.utilization_percent is None:
@@ -105,9 +110,12 @@ def _judge(run: RunMeasurements, min_utilization_percent: float) -> tuple[Verdic
     return "low", _ordered([*found, *remarks])[:_MAX_FINDINGS]
 
 
-def _causes(run: RunMeasurements) -> tuple[Finding, ...]:
+def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
     """Return what leaves the GPU, or without one the training step, idle."""
-    found = [data_loading(run), straggler(run), *host_work(run), *inside_step(run)]
+    loading = data_loading(run)
+    if loading is not None and searched is not None:
+        loading = as_searched(loading, searched)
+    found = [loading, straggler(run), *host_work(run), *inside_step(run)]
     return _worth_reporting(run, [finding for finding in found if finding is not None])
 
 

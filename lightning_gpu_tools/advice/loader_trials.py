@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
@@ -90,6 +91,36 @@ def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> 
     if settings is None:
         return None
     return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)
+
+
+def as_searched(finding: Finding, result: LoaderResult) -> Finding:
+    """Return a finding of ``data_loading`` with what a search has measured instead of what was predicted."""
+    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
+    if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
+        hint = "NumWorkersFinder() finds and applies them."
+        return replace(finding, advice=finding.advice.replace(hint, result.reason))
+    evidence = dict(finding.evidence)
+    if result.settings != result.original and not result.applied:
+        changes = [
+            f"{name}={getattr(result.settings, name)} (now {old})"
+            for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+            if (old := getattr(result.original, name)) != getattr(result.settings, name)
+        ]
+        evidence |= {"kind": "too_few_workers", "advised_num_workers": after.settings.num_workers}
+        advice = f"In the DataLoader set {', '.join(changes)}. NumWorkersFinder measured it: {result.reason}"
+        bound = before.batch_s / after.batch_s
+    elif finding.evidence.get("kind") in ("too_few_workers", "io_bound"):  # whose advice is another number of workers
+        cpu_ms, wall_ms = (evidence.get(name, 0.0) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))
+        evidence["kind"] = "cpu_bound" if float(cpu_ms) >= float(wall_ms) / 2 else "io_bound"
+        advice = (
+            f"NumWorkersFinder measured it: {result.reason} To load faster, do less work per sample: cache what is "
+            "computed each time, or store decoded or smaller samples."
+        )
+        bound = ceiling(finding.share)
+    else:
+        return finding
+    lower = min(finding.ceiling_lower, bound)
+    return replace(finding, evidence=evidence, advice=advice, ceiling=bound, ceiling_lower=lower)
 
 
 def _key(settings: LoaderSettings) -> LoaderSettings:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.errors import CheckpointError, CheckpointNotFoundError
+from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
 
 if sys.platform != "win32":
@@ -39,15 +39,12 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "ad
 def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
     """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block.
 
-    Errors about the copy name ``path``: the copy is gone when the message is read.
-
     Raises:
         CheckpointNotFoundError: There is nothing at the URL.
     """
     filesystem, name = _place(path)
     if filesystem is None:
-        with _naming(path, name):
-            yield name
+        yield name
         return
     # In a folder of its own, so that nobody takes what else is in the temporary folder for its neighbours. On Windows a
     # mapped file cannot be removed; the temporary folder is cleaned anyway.
@@ -57,8 +54,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
             filesystem.get_file(name, copy)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"There is no checkpoint at {printable_path(path)}.") from None
-        with _naming(path, copy):
-            yield copy
+        yield copy
 
 
 @contextlib.contextmanager
@@ -238,16 +234,6 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
 
     filesystem, name = url_to_fs(text)
     return None if isinstance(filesystem, LocalFileSystem) else filesystem, name
-
-
-@contextlib.contextmanager
-def _naming(path: str | os.PathLike[str], local: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        if local != os.fspath(path):
-            error.args = tuple(part.replace(local, str(path)) if isinstance(part, str) else part for part in error.args)
-        raise
 
 
 def _upload(filesystem: Any, source: str, target: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
@@ -68,14 +67,6 @@ def describe_content(content: Any) -> str:
         names = [printable(name) for name in content]
         return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
     return f"a {printable(type(content).__name__)}"
-
-
-def name_file(error: CheckpointError, path: object, model_class: type) -> None:
-    """Begin the message of an error about keys with the file and, where it does not fit, with the model."""
-    where = f"{printable_path(path)}:"
-    if isinstance(error, CheckpointMismatchError):
-        where = f"{printable_path(path)} does not fit {printable(model_class.__name__)}."
-    error.args = (f"{where} {error.args[0]}", *error.args[1:])
 
 
 def _nested_state_dicts(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import behind_links, writing
+from lightning_gpu_tools.checkpoints.atomic_file import behind_links
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
@@ -32,16 +31,10 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shapes_of,
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.weights_files import alone, has_rest, write_safetensors, write_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
 
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
-    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-_BATCH_BYTES = 1 << 20  # our default: a copy of as much costs nothing
 Progress = Callable[[int], None]
 
 
@@ -83,15 +76,15 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     plan = _plan(shown, weights, content, changes)
     _check_written_size(source, weights, plan, changes, as_safetensors)
-    converted = _apply(plan, shown, weights, changes, as_safetensors)
+    converted = _apply(plan, shown, weights, changes)
     said = [f"{len(converted)} weights"]
     said += [
         part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
     ]
     if as_safetensors:
-        _write_safetensors(file, converted, content, progress)
+        write_safetensors(converted, file, _texts(content), progress)
     elif changes.weights_only or not isinstance(content, Mapping) or not entry:
-        write_checkpoint(converted, file, progress)
+        write_weights(converted, file, progress)
     else:
         rest = dict(content)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES:
@@ -99,10 +92,10 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
                 if is_state_dict(content.get(name)):
                     other = _plan(shown, content[name], content, changes)
                     _check_written_size(source, content[name], other, changes, as_safetensors)
-                    rest[name] = _apply(other, shown, content[name], changes, as_safetensors)
+                    rest[name] = alone(_apply(other, shown, content[name], changes))
             if "optimizer_states" in content:
                 rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(_put(rest, entry, converted), file, progress)
+        write_checkpoint(_put(rest, entry, alone(converted)), file, progress)
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {', '.join(said)}"
 
@@ -135,20 +128,20 @@ def _check_written_size(
 ) -> None:
     """Check those weights that are written out number by number, before any memory is taken for them."""
     all_numbers = as_safetensors or changes.dtype is not None
+    is_written_out = _has_numbers if all_numbers else has_rest
     taken = ((key, weights[key]) for key in (*plan.renames, *plan.tied.values()))
-    written_out = {
-        key: value
-        for key, value in taken
-        if shape_of(value) is not None and value.layout is torch.strided and (all_numbers or _has_rest(value))
-    }
-    check_repetition(source, written_out, changes.dtype)
+    check_repetition(source, {key: value for key, value in taken if is_written_out(value)}, changes.dtype)
 
 
-def _apply(
-    plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes, as_safetensors: bool
-) -> OrderedDict[str, Any]:
+def _has_numbers(value: Any) -> bool:
+    return shape_of(value) is not None and value.layout is torch.strided
+
+
+def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
     """Return the weights with their new names and precision; those that are tied stay tied."""
     converted = plan.apply(weights)
+    if changes.dtype is None:
+        return converted
     identity = same_tensors(converted)
     made: dict[Hashable, Any] = {}
     beyond_range = []
@@ -156,9 +149,7 @@ def _apply(
         same = identity.get(key, key)
         if same not in made:
             made[same] = _to_dtype(value, changes.dtype)
-            if not as_safetensors:
-                made[same] = _alone(made[same])
-            if changes.dtype is not None and _has_overflowed(value, made[same]):
+            if _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
     if beyond_range:
@@ -169,10 +160,9 @@ def _apply(
     return converted
 
 
-def _to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().to(dtype)
+def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    is_rounded = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().to(dtype) if is_rounded else value
 
 
 def _has_overflowed(before: Any, after: Any) -> bool:
@@ -183,92 +173,13 @@ def _has_overflowed(before: Any, after: Any) -> bool:
     return bool((before.isfinite() & ~after.isfinite()).any())
 
 
-def _alone(value: Any) -> Any:
-    """Return a tensor without the rest of the storage that it is a part of, which torch.save would write too."""
-    return value.detach().clone() if _has_rest(value) else value
-
-
-def _has_rest(value: Any) -> bool:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or shape_of(value) is None:
-        return False
-    if value.layout is not torch.strided or value.is_quantized:
-        return False
-    return bool(value.untyped_storage().nbytes() > value.numel() * value.element_size())
-
-
 def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
     first, _, rest = entry.partition(".")
     return {**content, first: _put(content[first], rest, weights) if rest else weights}
 
 
-def _write_safetensors(target: str, weights: Mapping[str, Any], content: Any, progress: Progress) -> None:
-    """Write the format itself, because its library writes in place: https://huggingface.co/docs/safetensors#format."""
-    unfit = [key for key, value in weights.items() if not _fits_safetensors(key, value)]
-    if unfit:
-        raise CheckpointError(
-            f"{printable_path(target)}: safetensors holds plain tensors only, not {list_groups(unfit)}, "
-            "under names in UTF-8 other than __metadata__. Choose another suffix than .safetensors to keep them."
-        )
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for key, value in weights.items():
-        leader = first.setdefault(id(value), key)
-        if leader != key:
-            tied[key] = leader
-    # The largest elements first, so that each tensor begins at a multiple of its element size.
-    order = sorted((item for item in weights.items() if item[0] not in tied), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": _texts(weights, tied, content)}
-    end = 0
-    for key, value in order:
-        start, end = end, end + value.numel() * value.element_size()
-        dtype = _SAFETENSORS_DTYPES[value.dtype]
-        header[key] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with writing(target) as file, torch.no_grad():
-        file.write(struct.pack("<Q", len(text)) + text)
-        for batch in _batches(value for _, value in order):
-            flat = [value if value.ndim == 1 else value.reshape(-1) for value in batch]
-            numbers = flat[0] if len(flat) == 1 else torch.cat(flat)
-            progress(file.write(_in_a_row(numbers).view(torch.uint8).numpy().data))
-
-
-def _batches(values: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors of one type together while they are small: one write each takes ten times as long."""
-    batch: list[torch.Tensor] = []
-    size_bytes = 0
-    for value in values:
-        if batch and (size_bytes + value.nbytes > _BATCH_BYTES or value.dtype is not batch[0].dtype):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(value)
-        size_bytes += value.nbytes
-    if batch:
-        yield batch
-
-
-def _in_a_row(value: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a tensor one after the other, as they are in memory if they are."""
-    return value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-
-
-def _fits_safetensors(key: str, value: Any) -> bool:
-    # Half of a surrogate pair is no Unicode; the second is the name of the format's own entry.
-    if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
-        return False
-    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
-        return False
-    return value.dtype in _SAFETENSORS_DTYPES
-
-
-def _texts(weights: Mapping[str, Any], tied: Mapping[str, str], content: Any) -> dict[str, str]:
+def _texts(content: Any) -> dict[str, str]:
     manifest: dict[str, Any] = {"version": 1, "torch": str(torch.__version__)}
     if is_lightning_checkpoint(content) and isinstance(content[LIGHTNING_VERSION], str):
         manifest["lightning"] = content[LIGHTNING_VERSION]
-    texts = {"format": "pt", MANIFEST: json.dumps(manifest)}
-    versions = getattr(weights, "_metadata", None)
-    if versions:
-        texts["module_versions"] = json.dumps(versions)
-    if tied:
-        texts["tied"] = json.dumps(tied)
-    return texts
+    return {MANIFEST: json.dumps(manifest)}

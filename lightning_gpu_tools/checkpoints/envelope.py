@@ -6,12 +6,11 @@ may rely on what is checked here, and need not ask again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, all_state_dicts
-from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -22,7 +21,7 @@ TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def check_contents(content: Any, path: object, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Check how deep everything is nested, and that the weights go by name; return these, as ``all_state_dicts`` does.
+    """Check that the weights go by name, and return these as ``all_state_dicts`` does.
 
     Args:
         content: What a file holds, loaded or described.
@@ -32,12 +31,6 @@ def check_contents(content: Any, path: object, tensor_type: type) -> dict[str, M
     Raises:
         BrokenCheckpointError: Nothing can work with these contents.
     """
-    # A description says nothing about what hangs on a tensor.
-    if _is_too_deep(content, () if tensor_type is TensorInfo else (tensor_type,)):
-        raise BrokenCheckpointError(
-            f"{printable_path(path)} nests its contents more than {MAX_DEPTH} levels deep, or without end. No "
-            "training needs that, and Python can neither copy nor save it."
-        )
     entries = all_state_dicts(content, tensor_type)
     for entry, weights in entries.items():
         where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
@@ -123,51 +116,6 @@ def manifest_of(content: Any) -> dict[str, Any]:
     if not isinstance(manifest, Mapping):
         return {}
     return {name: manifest[name] for name, is_right in _NOTES.items() if name in manifest and is_right(manifest[name])}
-
-
-def _is_too_deep(content: Any, carriers: tuple[type, ...]) -> bool:
-    """Whether containers are nested deeper than ``MAX_DEPTH``, counted along the longest way to each of them.
-
-    What hangs on objects of the classes ``carriers`` counts, too.
-    """
-    limit = MAX_DEPTH + 1  # with the list around all
-    heights: dict[int, int] = {}
-    path: list[tuple[Any, Iterator[Any]]] = [(None, iter([content]))]
-    tallest = [1]  # height of each container on the path, as far as it has been walked
-    while path:
-        container, rest = path[-1]
-        for part in rest:
-            if not (part.__dict__ if isinstance(part, carriers) else isinstance(part, _CONTAINERS)):
-                continue
-            if id(part) not in heights:
-                heights[id(part)] = limit  # until it is known: a container that is met within itself has no end
-                path.append((part, _parts(part)))
-                tallest.append(1)
-                break
-            tallest[-1] = max(tallest[-1], heights[id(part)] + 1)
-        else:
-            path.pop()
-            heights[id(container)] = height = tallest.pop()
-            if path:
-                tallest[-1] = max(tallest[-1], height + 1)
-        if len(path) > limit or (path and tallest[-1] > limit):
-            return True
-    return False
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-def _parts(container: Any) -> Iterator[Any]:
-    if isinstance(container, dict):
-        return chain(container, container.values(), _attributes(container))
-    return iter(container if isinstance(container, _CONTAINERS) else _attributes(container))
-
-
-def _attributes(value: Any) -> Collection[Any]:
-    """Return what a file has hung on a tensor or an OrderedDict, which is copied and saved with it."""
-    attributes: dict[str, Any] = getattr(value, "__dict__", {})
-    return attributes.values()
 
 
 def _are_versions(metadata: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_tree import (
@@ -64,7 +65,7 @@ def plan_renaming(
     Args:
         checkpoint: Shape of every key; ``None`` for what is not a tensor.
         model: The model's side.
-        root: Attribute that one side has and the other has not, as ``"model."``; ``""`` for none; ``None`` finds out.
+        root: Attribute that only one side has, such as ``"model."``; ``""`` for none; ``None`` searches for it.
         strict: Refuse unless every key of the model gets a weight of its shape and every key of the checkpoint finds
             its place, apart from keys beside a dropped root. If false, take what fits and list the rest.
         same_tensor: Returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
@@ -74,15 +75,7 @@ def plan_renaming(
         KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
         CheckpointMismatchError: Nothing fits.
     """
-    if root in (None, "") and _fits_as_it_is(checkpoint, model):
-        return RenamePlan(renames={key: key for key in checkpoint})
     return _Search(checkpoint, model, same_tensor).run(root, strict)
-
-
-def _fits_as_it_is(checkpoint: Mapping[str, Shape | None], model: ModelKeys) -> bool:
-    return checkpoint.keys() == model.shapes.keys() and all(
-        shape is None or model.shapes[key] is None or shape == model.shapes[key] for key, shape in checkpoint.items()
-    )
 
 
 @dataclass(frozen=True)
@@ -107,15 +100,18 @@ class _Search:
         self.shapes = checkpoint
         self.model = model
         self.same_tensor = same_tensor
-        self.checkpoint_tree = build_tree(checkpoint)
-        self.model_tree = build_tree(model.shapes, model.wrappers)
         self.overlay = Overlay(checkpoint, model.shapes)
         self.required = {model.tied.get(key, key) for key in model.shapes.keys() - model.optional}
 
     def run(self, root: str | None, strict: bool) -> RenamePlan:
+        unchanged = self._unchanged()
+        if not root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
+            return RenamePlan(renames=dict(unchanged.pairs))  # nearly always, and no tree is needed
+        self.checkpoint_tree = build_tree(self.shapes)
+        self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
         tried: list[_Reading] = []
-        for readings in self._levels(root):
-            fits = [reading for reading in readings if self._covers_model(reading)]
+        for readings in self._levels(root, unchanged):
+            fits = [reading for reading in readings if self._covers(reading.overlap)]
             if fits:
                 plan = self._to_plan(self._only(fits))
                 return self._accept(plan) if strict else plan
@@ -126,19 +122,26 @@ class _Search:
                 f"({_roots(self.model_tree)})."
             )
         # max() returns the first of equals: the one with the least change.
-        most = max(len(reading.overlap.pairs) for reading in tried)
-        nearest = next(reading for reading in tried if len(reading.overlap.pairs) == most)
+        nearest = max(tried, key=lambda reading: len(reading.overlap.pairs))
         plan = self._to_plan(nearest)
         if strict:
             return self._accept(plan)
-        if not most and self.shapes and self.model.shapes:
+        if not plan.renames and self.shapes and self.model.shapes:
             raise self._mismatch(plan)
         if nearest.dropped_root or nearest.added_root:
-            same_kind = [r for r in tried if bool(r.dropped_root) == bool(nearest.dropped_root)]
-            self._only([reading for reading in same_kind if len(reading.overlap.pairs) == most])
+            same_kind = (r for r in tried if bool(r.dropped_root) == bool(nearest.dropped_root))
+            self._only([r for r in same_kind if len(r.overlap.pairs) == len(nearest.overlap.pairs)])
         return plan
 
-    def _levels(self, root: str | None) -> Iterable[list[_Reading]]:
+    def _unchanged(self) -> Overlap:
+        """Return what the two have in common under the very same names."""
+        same = Overlap()
+        for key in self.shapes:
+            if key in self.model.shapes:
+                (same.pairs if self.overlay.fits(key, key) else same.clashes).append((key, key))
+        return same
+
+    def _levels(self, root: str | None, unchanged: Overlap) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
         if root:
             part = self.checkpoint_tree.find(root)
@@ -149,7 +152,10 @@ class _Search:
             elif place is not None:
                 yield [_Reading(self.overlay.largest(checkpoint, place), checkpoint, added_root=name)]
             return
-        yield [_Reading(self._as_it_is() or self.overlay.largest(checkpoint, model), checkpoint)]
+        # What fits is never touched.
+        has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
+        keeps_names = has_all or self._covers(unchanged)
+        yield [_Reading(unchanged if keeps_names else self.overlay.largest(checkpoint, model), checkpoint)]
         if root is None:
             yield [
                 _Reading(self.overlay.largest(part, model), part, dropped_root=name)
@@ -160,21 +166,9 @@ class _Search:
                 for name, place in child_modules(model)
             ]
 
-    def _as_it_is(self) -> Overlap | None:
-        """The overlap under the very same names, if that covers the model: what fits is never touched."""
-        have = self.shapes.keys() & self.model.shapes.keys()
-        if not have:
-            return None
-        same = Overlap()
-        for key in self.shapes:
-            if key in have:
-                (same.pairs if self.overlay.fits(key, key) else same.clashes).append((key, key))
-        return same if self._covers(same) or have == self.model.shapes.keys() else None
-
-    def _covers_model(self, reading: _Reading) -> bool:
-        return len(reading.overlap.pairs) >= len(self.required) and self._covers(reading.overlap)
-
     def _covers(self, overlap: Overlap) -> bool:
+        if len(overlap.pairs) < len(self.required):
+            return False
         leader = self.model.tied.get
         return self.required <= {leader(key, key) for _, key in overlap.pairs}
 
@@ -187,10 +181,9 @@ class _Search:
         if len(different) > 1:
             roots = [reading.dropped_root or reading.added_root for reading in different.values()]
             choices = " or ".join(f'root="{printable(name)}"' for name in roots)
-            side = "checkpoint holds" if fits[0].dropped_root else "model has"
-            what = "sets of weights" if fits[0].dropped_root else "places"
+            found = "checkpoint holds {} sets of weights" if fits[0].dropped_root else "model has {} places"
             raise AmbiguousCheckpointError(
-                f"The {side} {len(roots)} {what} that fit: {_quote(*roots)}. Say which one: {choices}."
+                f"The {found.format(len(roots))} that fit: {_quote(*roots)}. Choose one with {choices}."
             )
         return fits[0]
 
@@ -198,10 +191,13 @@ class _Search:
         target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
-                raise KeyCollisionError(
-                    f"{_quote(other, key)} would both become {_quote(target[key])} of the model. Nothing was changed."
-                )
-        tied, absent = self._without_weight(target, clashes)
+                raise _collision(other, key, target[key])
+        leader = self.model.tied.get
+        source = {leader(key, key): old for old, key in target.items()}
+        laid_on = {*target.values(), *clashes.values()}
+        uncovered = [key for key in self.model.shapes if key not in laid_on]
+        tied = {key: source[leader(key, key)] for key in uncovered if leader(key, key) in source}
+        absent = [key for key in uncovered if key not in tied]
         unexpected, unused = self._without_place(target, clashes, reading.scope)
         return RenamePlan(
             renames={key: target[key] for key in self.shapes if key in target},
@@ -211,23 +207,9 @@ class _Search:
             kept=tuple(key for key in absent if key in self.model.optional),
             missing=tuple(key for key in absent if key not in self.model.optional),
             unexpected=unexpected,
-            mismatched=tuple((old, self.shapes[old], self.model.shapes[new]) for old, new in clashes.items()),
             clashes=clashes,
             unused=unused,
         )
-
-    def _without_weight(
-        self, target: Mapping[str, str], clashes: Mapping[str, str]
-    ) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Model keys that no checkpoint key was laid on: those tied to one that has a weight, and the others."""
-        if len(target) == len(self.model.shapes):
-            return {}, ()
-        leader = self.model.tied.get
-        source = {leader(key, key): old for old, key in target.items()}
-        laid_on = {*target.values(), *clashes.values()}
-        uncovered = [key for key in self.model.shapes if key not in laid_on]
-        tied = {key: source[leader(key, key)] for key in uncovered if leader(key, key) in source}
-        return tied, tuple(key for key in uncovered if key not in tied)
 
     def _without_place(
         self, target: Mapping[str, str], clashes: Mapping[str, str], scope: Node
@@ -249,23 +231,19 @@ class _Search:
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
         """Return the plan unless something is left over that neither side can explain."""
-        if not (plan.unexpected or plan.missing or plan.mismatched):
+        if not (plan.unexpected or plan.missing or plan.clashes):
             return plan
         rename = plan.rename_key()
         inside = PathSet(self.model.self_loading)
         left_over = [key for key in plan.unexpected if rename(key) not in inside]
-        missing = [key for key in plan.missing if key not in inside]
-        mismatched = [clash for clash in plan.mismatched if rename(clash[0]) not in inside]
-        if not (left_over or missing or mismatched):
+        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if key not in inside]
+        if not (left_over or misfits):
             return plan
         bare = {_bare(key): key for key in plan.renames}
         for key in left_over:
-            if _bare(key) in bare and not missing and not mismatched:
+            if _bare(key) in bare and not misfits:
                 other = bare[_bare(key)]
-                name = _quote(plan.renames[other])
-                raise KeyCollisionError(
-                    f"{_quote(other, key)} would both become {name} of the model. Nothing was changed."
-                )
+                raise _collision(other, key, plan.renames[other])
         raise self._mismatch(plan)
 
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
@@ -276,13 +254,22 @@ class _Search:
             lines.append(f"not in the checkpoint: {list_groups(plan.missing)}")
         if plan.unexpected:
             lines.append(f"not in the model: {list_groups(plan.unexpected)}")
-        if plan.mismatched:
-            shapes = (f"{printable(key)} {have} instead of {want}" for key, have, want in plan.mismatched[:4])
-            more = len(plan.mismatched) - 4
-            lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more > 0 else ""))
+        if plan.clashes:
+            shapes = [
+                f"{printable(old)} {self.shapes[old]} instead of {self.model.shapes[new]}"
+                for old, new in islice(plan.clashes.items(), 4)
+            ]
+            more = len(plan.clashes) - len(shapes)
+            lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more else ""))
         if covered:
             lines.append("strict=False loads what fits and reports the rest.")
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
+
+
+def _collision(one: str, other: str, place: str) -> KeyCollisionError:
+    return KeyCollisionError(
+        f"{_quote(one, other)} would both become {_quote(place)} of the model. Nothing was changed."
+    )
 
 
 def _inside_wrappers(node: Node) -> Node:

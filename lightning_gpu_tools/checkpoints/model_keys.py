@@ -58,7 +58,7 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
         elif isinstance(module, _NORMS):
             if old_batch_norm:
                 counters.add(_inside(path, _BATCH_COUNTER))
-        elif _loads_itself(module):
+        elif loads_itself(module):
             self_loading.add(path)
     keys = ModelKeys(
         shapes={key: shape_of(value) for key, value in state.items()},
@@ -118,11 +118,17 @@ def _inside(path: str, name: str) -> str:
     return without_private_segments(f"{path}.{name}" if path else name)
 
 
-def _loads_itself(module: nn.Module) -> bool:
-    if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-        return True
-    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in hooks)
+def loads_itself(module: nn.Module) -> bool:
+    """Whether code of this module's own translates or takes the weights that it is given."""
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or has_own_hooks(
+        module._load_state_dict_pre_hooks
+    )
+
+
+def has_own_hooks(hooks: Mapping[int, Any]) -> bool:
+    """Whether any of these hooks does more than put back the prefix of a wrapper."""
+    functions = (getattr(hook, "hook", hook) for hook in hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in functions)
 
 
 def _tied(state: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Every class and function that the pickle names is replaced by an inert stand-in, so nothing is imported and nothing is
 called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`. What torch
-would have to trust (the place of a tensor in its block of numbers, what an item is put into) is checked on the way.
+would have to trust (the place of a tensor in its storage, what an item is put into) is checked on the way.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import IO, Any, ClassVar
 
+from lightning_gpu_tools.checkpoints.formats import Fault, damaged
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import printable
 
@@ -45,7 +47,7 @@ _TENSOR_MAKERS = _MAKERS_OF_VIEWS.keys() | {
     "_rebuild_device_tensor_from_cpu_tensor",
 }
 # Legacy storage classes, by the dtype that torch prints.
-_DTYPE_OF_STORAGE = {
+DTYPE_OF_STORAGE = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -75,14 +77,10 @@ _MAX_DIMENSIONS = 64
 _MAX_ARGUMENTS = 10
 
 
-class MalformedPickleError(Exception):
-    """The pickle says what no loader can or should follow; the message is without the file."""
-
-
 # Nobody changes one. But a frozen one takes three times as long to make, and a file may describe 300,000 of them.
 @dataclass(slots=True, unsafe_hash=True)
 class StorageInfo:
-    """A block of numbers in the file.
+    """A storage in the file: a block of numbers.
 
     Attributes:
         key: Its name in the file.
@@ -110,38 +108,26 @@ class TensorInfo:
         dtype: As torch prints it without ``torch.``; ``"?"`` if the pickle does not tell.
         shape: Its size; ``None`` if the pickle does not tell.
         storage: Where its numbers are; ``None`` for tensors that are not one block of numbers.
-        kind: ``"tensor"``, ``"parameter"``, or the function that would build it.
+        attributes: What a program has hung on it, which is saved and copied with it.
     """
 
     dtype: str
     shape: tuple[int, ...] | None
     storage: StorageInfo | None
-    kind: str = "tensor"
+    attributes: Any = field(default=None, compare=False)
 
 
 @dataclass(eq=False, slots=True)
 class Opaque:
     """An object that only running code could build, or the class of one: inert, whatever is done to it."""
 
-    made_by: Any
-    arguments: Any = ()
-    state: Any = None
-    items: list[Any] | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether ``weights_only=True`` would build it."""
-        return isinstance(self.made_by, _StandIn) and self.made_by.is_plain
+    is_plain: bool = False  # whether weights_only=True would build it
 
     def append(self, value: Any) -> None:
-        """Take an element of a list subclass, or a key and a value of a dictionary subclass."""
-        self.extend((value,))
+        """Take an element of a list subclass, and forget it."""
 
     def extend(self, values: Sequence[Any]) -> None:
-        """Take elements of a list or set subclass."""
-        if self.items is None:
-            self.items = []
-        self.items.extend(values)
+        """Take elements of a list or set subclass, and forget them."""
 
 
 class _StandIn:
@@ -167,7 +153,7 @@ class StructureReader(pickle._Unpickler):
     Attributes:
         globals: Every class and function that was named, ``module.name``, and as ``module.name(...)`` what
             ``weights_only=True`` would call, but plain data never needs.
-        storages: Every block of numbers that was referred to, by its key.
+        storages: Every storage that was referred to, by its key.
     """
 
     # What the type stubs leave out.
@@ -180,7 +166,6 @@ class StructureReader(pickle._Unpickler):
         super().__init__(file, encoding="utf-8", errors="replace")
         self.globals: set[str] = set()
         self.storages: dict[str, StorageInfo] = {}
-        self._views: dict[str, StorageInfo] = {}
         self._stand_ins: dict[tuple[str, str], _StandIn] = {}
         self._is_legacy = legacy
         self._left_to_copy = size_bytes
@@ -189,10 +174,14 @@ class StructureReader(pickle._Unpickler):
         """Return what the pickle describes.
 
         Raises:
-            MalformedPickleError: It contradicts itself, or is nested deeper than any program copes with.
+            Fault: It contradicts itself, or nests its contents deeper than any program copes with.
         """
         content = super().load()
-        _refuse_deep_nesting(content)
+        if _is_too_deep(content):
+            raise Fault(
+                f"nests its contents more than {MAX_DEPTH} levels deep, or without end",
+                "No training needs that, and Python can neither copy nor save it.",
+            )
         return content
 
     def find_class(self, module: str, name: str) -> Any:
@@ -209,33 +198,29 @@ class StructureReader(pickle._Unpickler):
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the description of a storage, ``("storage", class, key, location, numel)``, or of a part of one."""
+        """Return the description of a storage, ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module"):
-            return Opaque("persistent id", pid)
+            return Opaque()
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
-            raise MalformedPickleError("it describes a block of numbers in a way that no version of torch does")
-        _, kind, key, location, numel, *view = pid
-        dtype = _DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
+            raise damaged("it describes a storage in a way that no version of torch does")
+        _, kind, key, location, numel, *part = pid
+        if part and part[0] is not None:
+            raise Fault(
+                "has tensors that share a storage as in files of torch before 0.4, which are not supported",
+                "Load it with torch.load and save it again with torch.save.",
+            )
+        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
-            raise MalformedPickleError(f"it has numbers of a kind that torch cannot read: {printable(kind)}")
-        is_block = isinstance(key, str) and key not in self._views and isinstance(location, (str, bytes))
-        if not is_block or not are_sizes((numel,)):
-            raise MalformedPickleError(
-                f"it describes the block of numbers {printable(key)} by what is no name and size"
-            )
-        storage = _same(self.storages, StorageInfo(key, dtype, _decoded(location), numel))
-        if not view or view[0] is None:
-            return storage
-        # A part of a block, in files from before torch 0.4.
-        if not isinstance(view[0], tuple) or len(view[0]) != 3 or not are_sizes(view[0][1:]):
-            raise MalformedPickleError(
-                f"it describes a part of the block of numbers {printable(key)} by what is no size"
-            )
-        view_key, offset, length = view[0]
-        if offset + length > numel or view_key in self.storages:
-            raise MalformedPickleError(f"a part of the block of numbers {printable(key)} is outside of it")
-        return _same(self._views, StorageInfo(str(view_key), dtype, storage.location, length))
+            raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")
+        if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
+            raise damaged(f"the name or the size of the storage {printable(key)} is invalid")
+        place = location if isinstance(location, str) else location.decode("ascii", "replace")
+        storage = StorageInfo(key, dtype, place, numel)
+        before = self.storages.setdefault(key, storage)  # torch goes by the first
+        if before.size_bytes != storage.size_bytes or (before.dtype != dtype and before.size_bytes):
+            raise damaged(f"it describes the storage {printable(key)} in two ways")
+        return storage
 
     # -- opcodes: as in pickle, but for what would run, copy or trust something ------------------------------------
 
@@ -243,13 +228,9 @@ class StructureReader(pickle._Unpickler):
         arguments = self.stack.pop()
         self.stack[-1] = self._call(self.stack[-1], arguments)
 
-    def _newobj(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._call(self.stack[-1], arguments)
-
     def _newobj_ex(self) -> None:
-        keywords, arguments = self.stack.pop(), self.stack.pop()
-        self.stack[-1] = Opaque(self.stack[-1], (arguments, keywords))
+        del self.stack[-2:]
+        self.stack[-1] = Opaque()
 
     def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
         self.append(self._call(kind, tuple(arguments)))
@@ -262,15 +243,10 @@ class StructureReader(pickle._Unpickler):
             for key in state:
                 _check_key(key)
             vars(target).update(state)
-        elif isinstance(target, Opaque) and not target.is_plain:
-            target.state = state
-        elif isinstance(target, (Opaque, TensorInfo)):
-            if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], StorageInfo):
-                _check_view(state[0], *state[1:], dtype=state[0].dtype)  # a tensor in files from before torch 0.2
-            else:  # torch would have the tensor grow beyond its block of numbers
-                self.globals.add("torch.Tensor.__setstate__(...)")
-        else:
-            raise MalformedPickleError(f"it gives attributes to a {type(target).__name__}")
+        elif isinstance(target, TensorInfo) or (isinstance(target, Opaque) and target.is_plain):
+            self.globals.add("torch.Tensor.__setstate__(...)")  # a tensor would grow beyond its storage
+        elif not isinstance(target, Opaque):
+            raise damaged("it sets attributes of what has none")
 
     def _setitem(self) -> None:
         items = self.stack[-2:]
@@ -293,10 +269,8 @@ class StructureReader(pickle._Unpickler):
                 if type(key) is not str:
                     _check_key(key)
                 target[key] = items[i + 1]
-        elif isinstance(target, Opaque) and not target.is_plain:
-            target.extend([(items[i], items[i + 1]) for i in range(0, len(items), 2)])
-        else:
-            raise MalformedPickleError(f"it puts items into a {type(target).__name__}, which is no dictionary")
+        elif not isinstance(target, Opaque) or target.is_plain:
+            raise damaged("it puts items into what is not a dictionary")
 
     def _appends(self) -> None:
         items = self.pop_mark()
@@ -316,7 +290,7 @@ class StructureReader(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
         pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _newobj,
+        pickle.NEWOBJ[0]: _reduce,
         pickle.NEWOBJ_EX[0]: _newobj_ex,
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _setitem,
@@ -334,20 +308,20 @@ class StructureReader(pickle._Unpickler):
     def _call(self, function: Any, arguments: Any) -> Any:
         """Describe a call."""
         if not isinstance(arguments, tuple) or not isinstance(function, (_StandIn, Opaque)):
-            raise MalformedPickleError(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+            raise damaged("it calls what is not a function")
         if isinstance(function, Opaque):
-            return Opaque(function, arguments)
+            return Opaque()
         if function.module == "torch._utils":
             if function.name in _TENSOR_MAKERS:
                 return self._describe_tensor(function, arguments)
             if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
-                return _as_kind(arguments[0], "parameter")
+                return _with_attributes(arguments[0], arguments[3:])
         name = str(function)
         if name == "torch._tensor._rebuild_from_type_v2" and len(arguments) >= 3:
-            build, kind, inner = arguments[:3]
-            return _as_kind(self._call(build, inner), str(kind))
+            build, _, inner, *attributes = arguments
+            return _with_attributes(self._call(build, inner), attributes)
         if name == "torch.nn.parameter.Parameter" and arguments:
-            return _as_kind(arguments[0], "parameter")
+            return arguments[0]
         if name in ("collections.OrderedDict", "collections.Counter"):
             return self._mapping(arguments)
         if name in ("torch.Size", "builtins.set", "builtins.frozenset") and len(arguments) == 1:
@@ -359,7 +333,7 @@ class StructureReader(pickle._Unpickler):
                 return tuple(elements)
         if function.is_plain and not _needs_no_more_memory(name, arguments):
             self.globals.add(f"{name}(...)")
-        return Opaque(function, arguments)
+        return Opaque(function.is_plain)
 
     def _mapping(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
         mapping: OrderedDict[Any, Any] = OrderedDict()
@@ -375,24 +349,22 @@ class StructureReader(pickle._Unpickler):
         """Count what is copied: each element that is written in the pickle for this takes a byte there at least."""
         self._left_to_copy -= len(elements)
         if self._left_to_copy < 0:
-            raise MalformedPickleError("it copies the same values again and again")
+            raise damaged("it copies the same values again and again")
 
     def _describe_tensor(self, maker: _StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
         first = arguments[0] if arguments else None
         is_view = maker.name in _MAKERS_OF_VIEWS
         counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
         if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
-            raise MalformedPickleError("it describes a tensor as no version of torch does")
+            raise damaged("it describes a tensor in a way that no version of torch does")
         dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
-        is_common = maker.name.startswith(("_rebuild_tensor", "_rebuild_device"))
-        kind = "tensor" if is_common else maker.name.removeprefix("_rebuild_")
         if isinstance(first, StorageInfo):
             # Tensors of an untyped storage bring their own dtype.
             dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
             _check_view(first, *arguments[1:4], dtype=dtype)
             if maker.name == "_rebuild_qtensor":
                 _check_channels(arguments[2], arguments[4])
-            return TensorInfo(dtype, tuple(arguments[2]), first, kind)
+            return TensorInfo(dtype, tuple(arguments[2]), first)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes != [first.dtype]:  # a copy, which is large where many elements share one place
                 self.globals.add(f"{maker}(...)")
@@ -400,23 +372,11 @@ class StructureReader(pickle._Unpickler):
         if maker.name == "_rebuild_sparse_tensor":
             parts = arguments[1] if len(arguments) == 2 else None
             if not isinstance(parts, tuple) or len(parts) not in (3, 4):
-                raise MalformedPickleError("it describes a tensor as no version of torch does")
+                raise damaged("it describes a tensor in a way that no version of torch does")
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
-            raise MalformedPickleError(f"it describes a tensor of the shape {printable(sizes[0])}")
-        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind)
-
-
-def _decoded(location: str | bytes) -> str:
-    return location if isinstance(location, str) else location.decode("ascii", "replace")
-
-
-def _same(known: dict[str, StorageInfo], storage: StorageInfo) -> StorageInfo:
-    """Return a block of numbers if it is what it was when it was named before: torch goes by the first."""
-    before = known.setdefault(storage.key, storage)
-    if before.size_bytes != storage.size_bytes or (before.dtype != storage.dtype and before.size_bytes):
-        raise MalformedPickleError(f"it describes the block of numbers {printable(storage.key)} in two ways")
-    return storage
+            raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
+        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None)
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
@@ -429,18 +389,18 @@ def _is_short(value: Any) -> bool:
 
 
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, *, dtype: str) -> None:
-    """Raise unless every element of a tensor is inside its block of numbers."""
+    """Raise unless every element of a tensor is inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
         described = f"{printable(dtype)}, shape {printable(shape)}, strides {printable(strides)}"
-        raise MalformedPickleError(f"it describes a tensor that cannot be: {described}")
+        raise damaged(f"it describes an impossible tensor: {described}")
     elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
     if 0 in shape:
         return
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if last >= elements or math.prod(shape) >= 2**63:
-        raise MalformedPickleError(
-            f"a tensor of the shape {printable(shape)} does not fit into its block of numbers {printable(storage.key)}"
+        raise damaged(
+            f"a tensor of the shape {printable(shape)} does not fit into its storage {printable(storage.key)}"
         )
 
 
@@ -453,7 +413,7 @@ def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
     for numbers in (scales, zero_points):
         count = math.prod(numbers.shape or ()) if isinstance(numbers, TensorInfo) else len(numbers)
         if count != channels:
-            raise MalformedPickleError(f"it describes {printable(count)} scales for {printable(channels)} channels")
+            raise damaged(f"it describes {printable(count)} scales for {printable(channels)} channels")
 
 
 def _check_key(key: Any) -> None:
@@ -465,7 +425,7 @@ def _check_key(key: Any) -> None:
         part = parts.pop()
         if isinstance(part, tuple):
             parts.extend(part[:_MAX_KEY_PARTS])
-    raise MalformedPickleError("the key of a dictionary is nested, or too long")
+    raise damaged("the key of a dictionary is nested, or too long")
 
 
 def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
@@ -479,34 +439,41 @@ def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
     return not name.endswith("Tensor") or not arguments  # a legacy constructor; a number is a size there
 
 
-def _as_kind(described: Any, kind: str) -> Any:
-    return replace(described, kind=kind) if isinstance(described, TensorInfo) else described
+def _with_attributes(described: Any, attributes: Sequence[Any]) -> Any:
+    return replace(described, attributes=attributes) if isinstance(described, TensorInfo) else described
 
 
-def _refuse_deep_nesting(content: Any) -> None:
-    """Raise if dictionaries, lists and tuples are nested deeper than functions that call themselves can follow."""
+def _is_too_deep(content: Any) -> bool:
+    """Whether containers are nested deeper than ``MAX_DEPTH``, counted along the longest way to each of them."""
+    limit = MAX_DEPTH + 1  # with the list around all
     heights: dict[int, int] = {}
-    path: list[list[Any]] = [[content, _containers_in(content), 0]]
+    path: list[tuple[Any, Iterator[Any]]] = [(None, iter([content]))]
+    tallest = [1]  # height of each container on the path, as far as it has been walked
     while path:
-        container, children, height = path[-1]
-        if children:
-            child = children.pop()
-            if id(child) not in heights:
-                heights[id(child)] = 0  # while it is on the path: a list can be in itself
-                path.append([child, _containers_in(child), 0])
-            else:
-                path[-1][2] = max(height, heights[id(child)] + 1)
+        container, rest = path[-1]
+        for part in rest:
+            if not (part.attributes if isinstance(part, TensorInfo) else isinstance(part, (dict, list, tuple))):
+                continue
+            if id(part) not in heights:
+                heights[id(part)] = limit  # until it is known: a container that is met within itself has no end
+                path.append((part, _parts(part)))
+                tallest.append(1)
+                break
+            tallest[-1] = max(tallest[-1], heights[id(part)] + 1)
         else:
             path.pop()
-            heights[id(container)] = height
+            heights[id(container)] = height = tallest.pop()
             if path:
-                path[-1][2] = max(path[-1][2], height + 1)
-        if len(path) + height > MAX_DEPTH:
-            raise MalformedPickleError(f"its contents are nested more than {MAX_DEPTH} deep")
+                tallest[-1] = max(tallest[-1], height + 1)
+        if len(path) > limit or (path and tallest[-1] > limit):
+            return True
+    return False
 
 
-def _containers_in(value: Any) -> list[Any]:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    if isinstance(value, OrderedDict):
-        inside = (*inside, *vars(value).values())
-    return [item for item in inside if isinstance(item, (dict, list, tuple))]
+def _parts(container: Any) -> Iterator[Any]:
+    if isinstance(container, TensorInfo):
+        return iter([container.attributes])
+    if isinstance(container, dict):
+        attributes: dict[str, Any] = getattr(container, "__dict__", {})
+        return chain(container, container.values(), attributes.values())
+    return iter(container)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, Shape, build_tree, is_wrapper_name
+from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, build_tree, is_wrapper_name
 from lightning_gpu_tools.errors import KeyCollisionError
 from lightning_gpu_tools.units import printable
 
@@ -24,8 +24,7 @@ class RenamePlan:
         kept: Optional model keys that the checkpoint lacks; the model keeps its own values.
         missing: Model keys without a weight.
         unexpected: Checkpoint keys that the model has no place for.
-        mismatched: (checkpoint key, its shape, shape in the model).
-        clashes: Checkpoint key -> model key for all in ``mismatched``.
+        clashes: Checkpoint key -> model key at the same place, of another shape.
         unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
     """
 
@@ -36,7 +35,6 @@ class RenamePlan:
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[tuple[str, Shape | None, Shape | None], ...] = ()
     clashes: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 

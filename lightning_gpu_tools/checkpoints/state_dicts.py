@@ -12,11 +12,15 @@ import torch
 from lightning_gpu_tools.checkpoints import content as contents
 from lightning_gpu_tools.checkpoints.content import MODEL_STATES, describe_content
 from lightning_gpu_tools.checkpoints.envelope import check_contents
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
-from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape
+from lightning_gpu_tools.checkpoints.key_tree import Shape
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.errors import (
+    AmbiguousCheckpointError,
+    BrokenCheckpointError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 
@@ -25,29 +29,35 @@ def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
     return contents.find_state_dicts(content, torch.Tensor)
 
 
-def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return every set of weights in a loaded checkpoint, by the name of their entry."""
-    return contents.all_state_dicts(content, torch.Tensor)
-
-
 def is_state_dict(value: Any) -> bool:
     """Whether this is a model's state."""
     return contents.is_state_dict(value, torch.Tensor)
+
+
+def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
+    """Return every set of weights in a loaded checkpoint, by the name of its entry.
+
+    Raises:
+        BrokenCheckpointError: There is none.
+    """
+    entries = contents.all_state_dicts(content, torch.Tensor)
+    if not entries:
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+    return entries
 
 
 def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Mapping[str, Any]]:
     """Check the contents of a file, and return the name and the weights of an entry.
 
     Raises:
-        BrokenCheckpointError: Nothing can work with these contents.
-        CheckpointMismatchError: There is no such entry, or none at all.
+        BrokenCheckpointError: Nothing can work with these contents, or there are no weights among them.
+        CheckpointMismatchError: There is no such entry.
         AmbiguousCheckpointError: There are several and none was named.
     """
-    entries = check_contents(content, path, torch.Tensor)
+    check_contents(content, path, torch.Tensor)
+    entries = weights_in(content, path)
     if entry is None:
         entries = contents.likely(entries)
-    if not entries:
-        raise CheckpointMismatchError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
     names = ", ".join(map(printable, entries))
     shown = printable_path(path)
     if entry is None and len(entries) > 1:
@@ -169,73 +179,8 @@ def own_all_but_weights(content: Any) -> Any:
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content
-    weights = {f"{entry}": value for entry, value in find_state_dicts(content).items() if "." not in entry}
-    weights.update((name, content[name]) for name in MODEL_STATES if is_state_dict(content.get(name)))
-    return {name: value if name in weights else copy.deepcopy(value) for name, value in content.items()}
-
-
-def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
-    """Copy those weights out of the mapped file that loading does not copy into the model.
-
-    That is what is not a tensor but may hold some (``_extra_state``), and everything below a module with a loading
-    function of its own, which may keep the tensors it is given, as torchmetrics does.
-    """
-    keeps = PathSet(model.self_loading)
-    for key, value in weights.items():
-        if not isinstance(value, torch.Tensor):
-            weights[key] = copy.deepcopy(value)
-        elif key in keeps:  # a deep copy of a plain tensor is one of its whole storage, with all others in it
-            weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
-
-
-def refuse_what_torch_cannot_copy(
-    weights: Mapping[str, Any], plan: RenamePlan, keys: ModelKeys, state: Mapping[str, Any]
-) -> None:
-    """Refuse weights of a kind that ``load_state_dict`` would fail on after it has copied others.
-
-    Args:
-        weights: Of the checkpoint.
-        plan: Their new names.
-        keys: What is known of the model.
-        state: Its ``state_dict()``.
-
-    Raises:
-        CheckpointMismatchError: They are no tensors, or have another layout than those of the model.
-    """
-    converted = PathSet(keys.self_loading)
-    refused = [
-        f"{printable(old)} ({_kind(weights[old])} instead of {_kind(state[new])})"
-        for old, new in plan.renames.items()
-        if shape_of(state[new]) is not None and new not in converted and not _can_copy(weights[old], state[new])
-    ]
-    if refused:
-        more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
-        raise CheckpointMismatchError(
-            f"Torch cannot copy {', '.join(refused[:4])}{more}. Nothing was changed. Store them as the model has them, "
-            "or take them out of the file and load it with strict=False."
-        )
-
-
-def _can_copy(value: Any, target: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is target.layout
-        and value.is_nested == target.is_nested
-        and value.is_meta <= target.is_meta
-        and value.is_quantized <= target.is_quantized
-        and (not _is_one_part(value) or hasattr(target, "device_mesh"))
-    )
-
-
-def _is_one_part(value: Any) -> bool:
-    """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    if type(value) is torch.Tensor or not hasattr(value, "device_mesh") or value.device_mesh.size() == 1:
-        return False
-    return not torch.distributed.is_initialized()
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {printable(type(value).__name__)}"
-    layout = "nested" if value.is_nested else "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
-    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
+    mapped = {*find_state_dicts(content), *MODEL_STATES}
+    return {
+        name: value if name in mapped and is_state_dict(value) else copy.deepcopy(value)
+        for name, value in content.items()
+    }

@@ -21,18 +21,16 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.formats import (
     RESTORE,
-    DamagedContentsError,
     Fault,
     Format,
     broken,
     comes_from_contents,
+    damaged,
     identify,
-    open_file,
+    opened,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import (
     BYTES_OF_DTYPE,
-    MalformedPickleError,
-    Opaque,
     StorageInfo,
     StructureReader,
     TensorInfo,
@@ -41,7 +39,7 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
 from lightning_gpu_tools.units import format_bytes, printable
 
-_DTYPE_OF_SAFETENSORS = {
+DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
@@ -68,19 +66,23 @@ class Structure:
 
     Attributes:
         path: The file.
+        size_bytes: Its size.
         format: How it is written.
         content: What ``torch.load`` would return, with descriptions in place of tensors and other objects.
         globals: Every class and function that opening it would look up, ``module.name``; ``module.name(...)`` is a call
             that plain data never needs.
+        devices: What its numbers were saved from, ``"cuda:2"``.
         metadata: The text entries of a safetensors file; empty for others.
         records: The records of a zip file, by name; empty for others.
         places: Where the numbers of each tensor of a safetensors file begin; empty for others.
     """
 
     path: str
+    size_bytes: int
     format: Format
     content: Any
     globals: frozenset[str]
+    devices: frozenset[str]
     metadata: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
@@ -99,28 +101,35 @@ class Structure:
         return any(record.crc for record in self.records.values())
 
 
-def read_structure(path: str) -> Structure:
+def read_structure(path: str | os.PathLike[str]) -> Structure:
     """Read the description of a file's contents and check it against what the file holds.
 
+    Args:
+        path: A local path, or any URL that fsspec knows.
+
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
         BrokenCheckpointError: The file is damaged or no checkpoint.
         OSError: It cannot be read.
     """
-    with open_file(path) as file:
-        return describe(file, path)
+    with opened(path) as file:
+        return describe(file, os.fspath(path))
 
 
-def verify_file(path: str, progress: Callable[[int], None] = lambda _: None) -> Structure:
+def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None) -> Structure:
     """Read the whole of a file and compare it with the checksums in it.
 
+    Args:
+        path: A local path, or any URL that fsspec knows.
+        progress: Called with the number of bytes that were read since the last call.
+
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
         BrokenCheckpointError: The file is damaged or no checkpoint.
         OSError: It cannot be read.
     """
-    with open_file(path) as file:
-        structure = describe(file, path)
+    with opened(path) as file:
+        structure = describe(file, os.fspath(path))
         compare_with_checksums(file, structure, progress)
         return structure
 
@@ -138,17 +147,13 @@ def describe(file: BinaryIO, path: str) -> Structure:
             read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
             with collector_paused():
                 return read(file, path, size_bytes)
-        except MalformedPickleError as error:
-            raise DamagedContentsError(Fault(f"is damaged: {error}", RESTORE)) from None
-        except DamagedContentsError:
-            raise
         except Exception as error:
             # Damaged or hostile bytes raise anything; nothing of theirs has run.
-            if not comes_from_contents(error):
+            if isinstance(error, Fault) or not comes_from_contents(error):
                 raise
-            raise DamagedContentsError(_DAMAGE[format_]) from None
-    except DamagedContentsError as error:
-        raise broken(path, error.args[0]) from None
+            raise Fault(_DAMAGE[format_], RESTORE) from None
+    except Fault as fault:
+        raise broken(path, fault) from None
 
 
 @contextlib.contextmanager
@@ -184,14 +189,14 @@ def compare_with_checksums(
         for record in structure.records.values():
             for chunk in read_chunks(file, record):
                 progress(len(chunk))
-    except DamagedContentsError as error:
-        raise broken(structure.path, error.args[0]) from None
+    except Fault as fault:
+        raise broken(structure.path, fault) from None
 
 
-_DAMAGE: Mapping[Format, Fault] = {
-    "zip": Fault("is damaged: the description of its contents (data.pkl) and the contents do not agree", RESTORE),
-    "legacy": Fault("is a damaged or cut file in torch's old format (before 1.6)", RESTORE),
-    "safetensors": Fault("is a damaged safetensors file: its header and its length contradict each other", RESTORE),
+_DAMAGE: Mapping[Format, str] = {
+    "zip": "is damaged: the description of its contents (data.pkl) and the contents do not agree",
+    "legacy": "is a damaged or cut file in torch's old format (before 1.6)",
+    "safetensors": "is a damaged safetensors file: its header and its length contradict each other",
 }
 
 
@@ -200,22 +205,20 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if not root or "data.pkl" not in records:
         names = [printable(root + name) for name in records]
         shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-        raise DamagedContentsError(Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}"))
+        raise Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}")
     if "constants.pkl" in records:
-        advice = "Open it with torch.jit.load."
-        raise DamagedContentsError(Fault("is a TorchScript archive: a whole model, not a checkpoint", advice))
+        raise Fault("is a TorchScript archive: a whole model, not a checkpoint", "Open it with torch.jit.load.")
     _check_notes(file, records)
     record = records["data.pkl"]
     limit = max(_MIN_DESCRIPTION_LIMIT_BYTES, _MAX_DESCRIPTION_RATIO * size_bytes)
     if record.size_bytes > min(limit, _MAX_DESCRIPTION_BYTES):
-        raise DamagedContentsError(
-            Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
-        )
+        raise Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
     reader = StructureReader(BytesIO(b"".join(read_chunks(file, record))), record.size_bytes)
     content = reader.load()
     for storage in reader.storages.values():
         _check_record(storage, records.get(f"data/{storage.key}"))
-    return Structure(path, "zip", content, frozenset(reader.globals), records=records)
+    devices = frozenset(storage.location for storage in reader.storages.values())
+    return Structure(path, size_bytes, "zip", content, frozenset(reader.globals), devices, records=records)
 
 
 def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
@@ -224,9 +227,9 @@ def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
         record = records.get(name)
         if record is None or (record.size_bytes <= 100 and pattern.fullmatch(b"".join(read_chunks(file, record)))):
             continue
-        raise DamagedContentsError(Fault(f"is damaged: its record {name} says nothing that torch understands", RESTORE))
+        raise damaged(f"its record {name} says nothing that torch understands")
     if not records.keys() & {"version", ".data/version"}:
-        raise DamagedContentsError(Fault("is damaged: its record version is missing", RESTORE))
+        raise damaged("its record version is missing")
 
 
 def _check_record(storage: StorageInfo, record: Record | None) -> None:
@@ -238,33 +241,34 @@ def _check_record(storage: StorageInfo, record: Record | None) -> None:
     what = f"its record {name} is {'shorter' if excess < 0 else 'longer'} than the weights in it"
     if record is None:
         what = f"the weights in its record {name} are missing"
-    raise DamagedContentsError(Fault(f"is damaged: {what}", RESTORE))
+    raise damaged(what)
 
 
 def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     file.seek(0)
-    # The magic number, the version, what machine wrote it, the contents, and the keys of the blocks of numbers.
+    # The magic number, the version, what machine wrote it, the contents, and the keys of the storages.
     readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
     *_, content, keys = [reader.load() for reader in readers]
     named = frozenset().union(*(reader.globals for reader in readers))
     storages = readers[3].storages
     # torch makes the parts of a nested tensor from its numbers, which come later.
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
-        raise DamagedContentsError(Fault("is damaged: it does not hold the numbers that it describes", RESTORE))
+        raise damaged("it does not hold the numbers that it describes")
     place = file.tell()
-    for key in keys:  # each block of numbers comes after its length in 8 bytes
+    for key in keys:  # each storage comes after its length in 8 bytes
         storage = storages[key]
         file.seek(place)
         length = file.read(8)
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
-            raise DamagedContentsError(_DAMAGE["legacy"])
-    return Structure(path, "legacy", content, named)
+            raise Fault(_DAMAGE["legacy"], RESTORE)
+    devices = frozenset(storage.location for storage in storages.values())
+    return Structure(path, size_bytes, "legacy", content, named, devices)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Follow https://huggingface.co/docs/safetensors#format, as strictly as its own library does."""
-    damage = DamagedContentsError(_DAMAGE["safetensors"])
+    damage = Fault(_DAMAGE["safetensors"], RESTORE)
     file.seek(0)
     length = struct.unpack("<Q", file.read(8))[0]
     header = json.loads(file.read(length).decode(), object_pairs_hook=_without_repeats)
@@ -277,14 +281,12 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     ranges = []
     numbers: list[Any] = []
     for name, entry in header.items():
-        dtype = _DTYPE_OF_SAFETENSORS[entry["dtype"]]
+        dtype = DTYPE_OF_SAFETENSORS[entry["dtype"]]
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
         numbers += first, last, *shape
         if last > size_bytes - start:
-            raise DamagedContentsError(
-                Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
-            )
+            raise Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
         numel = math.prod(shape)
         if numel * BYTES_OF_DTYPE[dtype] != last - first:
             raise damage
@@ -302,7 +304,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         end = last
     if start + end != size_bytes:
         raise damage
-    return Structure(path, "safetensors", content, frozenset(), metadata, places=places)
+    return Structure(path, size_bytes, "safetensors", content, frozenset(), frozenset({"cpu"}), metadata, places=places)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -310,36 +312,3 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")
     return unique
-
-
-def walk_tensors(content: Any) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (dotted name, tensor) for every tensor anywhere in a structure's content, in the order of the file."""
-    # A name is a key and the name around it, joined only where a tensor is: keys can be long, and below each other.
-    stack: list[tuple[Any, Any]] = [(None, content)]
-    seen: set[int] = set()
-    while stack:
-        name, value = stack.pop()
-        if isinstance(value, TensorInfo):
-            yield _joined(name), value
-            continue
-        if id(value) in seen:
-            continue
-        if isinstance(value, Mapping):
-            inside = [((name, key), item) for key, item in value.items()]
-        elif isinstance(value, (list, tuple)):
-            inside = [((name, index), item) for index, item in enumerate(value)]
-        elif isinstance(value, Opaque):
-            parts = (value.arguments, value.state, value.items)
-            inside = [(name, part) for part in parts if isinstance(part, (Mapping, list, tuple))]
-        else:
-            continue
-        seen.add(id(value))
-        stack.extend(reversed(inside))
-
-
-def _joined(name: Any) -> str:
-    keys = []
-    while name is not None:
-        name, key = name
-        keys.append(printable(key))
-    return ".".join(reversed(keys))

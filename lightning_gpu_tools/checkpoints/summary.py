@@ -25,7 +25,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_wrapper,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.structure import Structure, walk_tensors
+from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
@@ -34,19 +34,18 @@ _MAX_COUNT = 2**63  # as torch counts
 WIDTH = 100
 
 
-def summarize(structure: Structure, size_bytes: int) -> dict[str, Any]:
+def summarize(structure: Structure) -> dict[str, Any]:
     """Return what is known about a file, ready for JSON. Unknown is ``None``; sizes are in bytes."""
     content = structure.content
     lightning = is_lightning_checkpoint(content)
     manifest = _manifest(structure)
     entries = find_state_dicts(content, TensorInfo)
-    tensors = [info for _, info in walk_tensors(content)]
     states = content.get("optimizer_states") if lightning else None
     return {
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
-        "size_bytes": size_bytes,
+        "size_bytes": structure.size_bytes,
         "kind": "lightning" if lightning else "state_dict" if entries.keys() == {""} else "dictionary",
         "lightning_version": _text(content, LIGHTNING_VERSION) or manifest.get("lightning"),
         "torch_version": manifest.get("torch"),
@@ -55,7 +54,7 @@ def summarize(structure: Structure, size_bytes: int) -> dict[str, Any]:
         "hyper_parameters": _names(content, "hyper_parameters"),
         "callbacks": _names(content, "callbacks"),
         "optimizers": len(states) if isinstance(states, list) else None,
-        "devices": sorted({info.storage.location for info in tensors if info.storage}) or manifest.get("devices"),
+        "devices": sorted(structure.devices) or manifest.get("devices"),
         "saved_from_devices": manifest.get("devices"),
         "removed_wrappers": manifest.get("wrappers"),
         "wrappers_in_keys": {name: _wrappers_in(weights) for name, weights in entries.items()},

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import itertools
 import json
 import os
 import pickle
 import re
 import sys
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import local_copy, writing
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, open_file
-from lightning_gpu_tools.checkpoints.structure import (
-    Structure,
-    collector_paused,
-    compare_with_checksums,
-    describe,
-    verify_file,
-)
+from lightning_gpu_tools.checkpoints.atomic_file import writing
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, opened
+from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -54,24 +48,13 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with local_copy(path) as local, open_file(local) as file:
-        structure = describe(file, local)
+    with opened(path) as file:
+        structure = describe(file, os.fspath(path))
         if verify or structure.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
             compare_with_checksums(file, structure)
         if structure.format == "safetensors":
             return _load_safetensors(file, structure, map_location)
         return _load(file, structure, map_location, weights_only)
-
-
-def verify_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Read a whole file and compare it with the checksums in it.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is damaged.
-    """
-    with local_copy(path) as local:
-        verify_file(local)
 
 
 def write_checkpoint(
@@ -89,8 +72,8 @@ def write_checkpoint(
     Raises:
         OSError: The file system refuses; ``filename`` is the path.
     """
-    with writing(path) as file:
-        _save(content, file, progress)
+    with writing(path) as file, watched(file, progress) as watched_file:
+        torch.save(content, watched_file)
 
 
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
@@ -143,25 +126,6 @@ def _refuse_what_torch_lets_pass(structure: Structure) -> None:
     calls = [name for name in structure.globals if name.endswith("(...)")]
     if calls:
         raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
-    hole = hole_in_weights_only(torch.__version__)
-    if hole and not _warned:
-        _warned.append(hole)
-        warnings.warn(hole, stacklevel=5)
-
-
-_warned: list[str] = []  # once in a process
-
-
-def hole_in_weights_only(torch_version: str) -> str | None:
-    """Say what is wrong with ``weights_only=True`` in a version of torch; ``None`` if nothing is known."""
-    major, minor = (int(number) for number in torch_version.split(".")[:2])
-    if (major, minor) >= (2, 10):
-        return None
-    return (
-        f"torch {torch_version} has a known hole in weights_only=True (CVE-2026-24747): a crafted checkpoint can "
-        "corrupt memory. lightning_gpu_tools refuses such files as far as it knows how they are made. For checkpoints "
-        "that you do not trust, use torch 2.10 or later."
-    )
 
 
 def _explain(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> None:
@@ -246,15 +210,33 @@ def _are_plain(values: Iterable[Any]) -> bool:
     return all(value is None or isinstance(value, (str, int, float)) for value in values)
 
 
-class _Recorder:
-    """A file for ``torch.save`` that remembers why writing failed; torch itself reports only that it did."""
+@contextlib.contextmanager
+def watched(file: BinaryIO, progress: Callable[[int], None]) -> Iterator[Any]:
+    """Give a file for torch to write to. What makes that fail comes out; torch itself says only that it failed."""
+    watched_file = _WatchedFile(file, progress)
+    try:
+        buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
+        yield buffered
+        buffered.flush()
+    except Exception:  # nothing is swallowed here
+        if watched_file.error is not None:
+            raise watched_file.error from None
+        raise
 
+
+_BUFFER_BYTES = 1 << 20  # torch writes five times for each tensor, a few bytes where the tensor is small
+
+
+class _WatchedFile(io.RawIOBase):
     def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
         self._file = file
         self._progress = progress
         self.error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
         try:
             written = self._file.write(data)
         except OSError as error:
@@ -262,16 +244,3 @@ class _Recorder:
             raise
         self._progress(written)
         return written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _save(content: Any, file: Any, progress: Callable[[int], None]) -> None:
-    recorder = _Recorder(file, progress)
-    try:
-        torch.save(content, recorder)  # type: ignore[arg-type]
-    except Exception:  # torch hides the file's own error behind one of its own; nothing is swallowed here
-        if recorder.error is not None:
-            raise recorder.error from None
-        raise

@@ -77,9 +77,9 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
         lines.append(f"torch refuses it although it was allowed: {reason}.")
         lines.append("Plain lists, dictionaries and numbers load.")
     if calls:
-        lines.append(f"does what no plain data needs: {_listed(calls)}. Only who wrote the file can vouch for it.")
+        lines.append(f"does what no plain data needs: {_listed(calls)}. Only its author can vouch for it.")
     if dangerous:
-        lines.append(f"can run code when opened: {_listed(dangerous)}. Only who wrote the file can vouch for it.")
+        lines.append(f"can run code when opened: {_listed(dangerous)}. Only its author can vouch for it.")
     if unknown:
         lines.append(f"unknown: {_listed(unknown)}. Look at their source before you allow them.")
     if harmless:

@@ -1,43 +1,38 @@
-"""Load any checkpoint into any module, whatever either of them was wrapped in."""
+"""Load any checkpoint into any module, whatever either of them was wrapped in; all of it or nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.content import describe_content, likely, name_file
+from lightning_gpu_tools.checkpoints.content import likely
+from lightning_gpu_tools.checkpoints.copying import Fit, before_each_copy, check_before_copying, load_state
 from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, without_private_segments
+from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape, is_copied_into, without_private_segments
 from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import (
-    all_state_dicts,
-    own_what_modules_keep,
-    refuse_what_torch_cannot_copy,
-    same_tensors,
-    shapes_of,
-)
+from lightning_gpu_tools.checkpoints.state_dicts import same_tensors, shapes_of, weights_in
 from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
-    BrokenCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
     KeyCollisionError,
 )
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import printable, printable_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +83,23 @@ def load_weights(
     The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, or a safetensors file. It
     is read on the CPU, from whatever device it was saved, and each weight is copied to where the model has it.
 
+    Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
+    are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
+    check. After that, five things can still leave a model partly loaded: an error in code of the model that only runs
+    once its weights are there (``set_extra_state``), an interrupt, memory that runs out, a disk that cannot be read,
+    and a local file that another program truncates. With the last two the operating system ends the process (SIGBUS).
+
     Args:
         model: Any module, wrapped or not.
         path: A local path, or any URL that fsspec knows.
-        root: Attribute that one side has and the other has not, as ``"model."``, or the entry of the file that holds
-            the weights. ``None`` finds out; ``""`` keeps to the names as they are.
+        root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
+            ``None`` searches for it; ``""`` takes the names as they are.
         strict: Whether every key of the model must get a weight of its shape, and every key of the checkpoint find its
             place. If false, what fits is loaded and the rest is in the report.
         weights_only: Whether to refuse files that hold more than plain data. If false, opening the file may run code.
 
     Raises:
-        CheckpointMismatchError: The checkpoint does not fit; the model is as it was unless the message says that it may
-            be partly loaded, as where hooks of the model translate keys and leave some without a weight.
+        CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
         AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
         BrokenCheckpointError: The file is no checkpoint, or damaged.
@@ -112,130 +112,108 @@ def load_weights(
     """
     content = read_checkpoint(path, weights_only=weights_only)
     check_contents(content, path, torch.Tensor)
+    entries = weights_in(content, path)
     with naming_file(path, type(model)):
-        choice = choose_entry(model, content, root, strict)
-        plan, loaded = copy_weights(model, choice, strict)
-    return _report(str(path), choice.entry, plan, loaded)
+        fit = fit_weights(model, entries, root, strict)
+        plan, loaded = copy_weights(model, fit)
+    return _report(str(path), model, fit, plan, loaded)
 
 
 @contextlib.contextmanager
 def naming_file(path: str | os.PathLike[str], model_class: type) -> Iterator[None]:
-    """Name the file and the model in what is refused meanwhile."""
+    """Begin the message of what is refused meanwhile with the file and, where it does not fit, with the model."""
     try:
         yield
     except CheckpointError as error:
-        name_file(error, path, model_class)
+        does_not_fit = isinstance(error, CheckpointMismatchError)
+        where = f" does not fit {printable(model_class.__name__)}." if does_not_fit else ":"
+        error.args = (f"{printable_path(path)}{where} {error.args[0]}", *error.args[1:])
         raise
 
 
-class Choice(NamedTuple):
-    """An entry of a checkpoint, its weights, how its keys become the model's, and what is known of the model."""
+def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: str | None, strict: bool) -> Fit:
+    """Return the one entry of a checkpoint that fits the model.
 
-    entry: str
-    weights: Mapping[str, Any]
-    plan: RenamePlan
-    keys: ModelKeys
-    state: Mapping[str, Any]
-
-
-def choose_entry(model: nn.Module, content: Any, root: str | None, strict: bool) -> Choice:
-    """Return the entry of a checkpoint that fits the model."""
-    entries = all_state_dicts(content)
-    if not entries:
-        raise BrokenCheckpointError(f"it holds no weights but {describe_content(content)}.")
+    Raises:
+        CheckpointMismatchError, AmbiguousCheckpointError, KeyCollisionError: As for :func:`load_weights`.
+    """
     named = [entry for entry in entries if root and f"{root.rstrip('.')}.".startswith(f"{entry}.")]
-    if named:
+    if root and named:
         entry = max(named, key=len)
-        rest = root.rstrip(".").removeprefix(entry).lstrip(".") if root else ""
-        return _choice(model, entry, entries[entry], rest or None, strict)
-    choices = []
+        return _fit(model, entry, entries[entry], root.rstrip(".").removeprefix(entry).lstrip(".") or None, strict)
+    fits: list[Fit] = []
     refusals = []
-    for entry, weights in likely(entries).items():
+    for entry, weights in likely(dict(entries)).items():
         try:
-            choices.append(_choice(model, entry, weights, root, strict))
+            fits.append(_fit(model, entry, weights, root, strict))
         except (CheckpointMismatchError, KeyCollisionError) as error:  # noqa: PERF203 - a handful of entries
             refusals.append(error)
-    if not choices:
+    if not fits:
         raise refusals[0]
     if not strict:
-        most = max(len(choice.plan.renames) for choice in choices)
-        choices = [choice for choice in choices if len(choice.plan.renames) == most]
-    if len(choices) > 1:
-        names = [f'"{printable(choice.entry)}"' for choice in choices]
+        most = max(len(fit.plan.renames) for fit in fits)
+        fits = [fit for fit in fits if len(fit.plan.renames) == most]
+    if len(fits) > 1:
+        names = [f'"{printable(fit.entry)}"' for fit in fits]
         raise AmbiguousCheckpointError(
-            f"Several entries of the file fit: {' and '.join(names)}. "
-            f"Say which one: {' or '.join(f'root={name}' for name in names)}."
+            f"Several entries of the file fit: {' and '.join(names)}. Choose one with lightning_gpu_tools.load_weights "
+            f"and {' or '.join(f'root={name}' for name in names)}."
         )
-    return choices[0]
+    return fits[0]
 
 
-def _choice(model: nn.Module, entry: str, weights: Mapping[str, Any], root: str | None, strict: bool) -> Choice:
+def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: str | None, strict: bool) -> Fit:
     keys, state = read_model(model, weights)
     same_tensor = functools.partial(same_tensors, weights)
     plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensor)
-    return Choice(entry, weights, plan, keys, state)
+    return Fit(entry, weights, plan, keys, state, strict)
 
 
-def copy_weights(model: nn.Module, choice: Choice, strict: bool) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load the weights; return the plan as it came out, and the model keys that got theirs."""
-    _, weights, plan, keys, state = choice
-    refuse_what_torch_cannot_copy(weights, plan, keys, state)
-    offered = plan.left_over(strict=strict)
-    renamed = plan.apply(weights, keep=offered)
-    for key in plan.kept:
-        renamed[key] = state[key]
-    own_what_modules_keep(renamed, keys)
-    with _fitting_each_weight(model, strict) as left_out:
-        try:
-            found = model.load_state_dict(renamed, strict=strict)
-        except RuntimeError as error:
-            # Torch names keys of the file, each on a line that a tab begins.
-            error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
-            raise CheckpointMismatchError(
-                f"{error}\n  Torch found this while it was loading, so the model may be partly loaded. "
-                "Load a checkpoint that fits, or build the model anew."
-            ) from error
-    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say
-        return plan, (*plan.renames.values(), *plan.tied)
-    return _came_out(model, keys, plan, offered, found, left_out)
+def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
+    """Load the weights, all or none; return the plan as it came out, and the model keys that got theirs.
 
-
-@contextlib.contextmanager
-def _fitting_each_weight(model: nn.Module, strict: bool) -> Iterator[list[str]]:
-    """While a state is loaded, make each weight what its parameter is, between the module's own hooks and the copying.
-
-    Here and not before, because hooks may change names and shapes, and because one module's weights at a time need no
-    second copy of the model. Yields the model keys whose weights are left out for their shape, if not ``strict``.
+    Raises:
+        CheckpointMismatchError: As for :func:`load_weights`.
     """
+    check_before_copying(model, fit, leave_out_misfits=not fit.strict)
+    renamed = fit.renamed(fit.weights)
+    own_what_modules_keep(renamed, fit.keys)
     left_out: list[str] = []
+
+    def prepare(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
+        value = state_dict[key]
+        if not fit.strict and not is_copied_into(shape_of(value), shape_of(target)):
+            left_out.append(key)
+            del state_dict[key]
+            return
+        value = state_dict[key] = _sharded_like(value, target)
+        if target.is_meta and not value.is_meta:  # there is nothing to copy into
+            if id(target) not in made:
+                made[id(target)] = _materialized(target, value.device)
+            setattr(module, name, made[id(target)])
+
     made: dict[int, torch.Tensor] = {}
+    with before_each_copy(model, prepare):
+        found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Build it anew.")
+    if fit.strict:
+        return fit.plan, tuple(key for key in fit.state if key not in fit.plan.kept)
+    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say
+        return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
+    return _came_out(model, fit, found, left_out)
 
-    def fit(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        persistent = module._buffers.keys() - module._non_persistent_buffers_set
-        buffers = ((name, module._buffers[name]) for name in persistent)
-        for name, target in (*module._parameters.items(), *buffers):
-            key = prefix + name
-            value = state_dict.get(key)
-            if target is None or not isinstance(value, torch.Tensor):
-                continue
-            if not strict and not is_copied_into(shape_of(value), shape_of(target)):
-                left_out.append(key)
-                del state_dict[key]
-                continue
-            value = state_dict[key] = _sharded_like(value, target)
-            if target.is_meta and not value.is_meta:  # there is nothing to copy into
-                if id(target) not in made:
-                    made[id(target)] = _materialized(target, value.device)
-                setattr(module, name, made[id(target)])
 
-    # A ScriptModule takes no hooks, and is never on the meta device nor sharded.
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    handles = [module.register_load_state_dict_pre_hook(fit) for module in modules]  # type: ignore[no-untyped-call]
-    try:
-        yield left_out
-    finally:
-        for handle in handles:
-            handle.remove()
+def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
+    """Copy those weights out of the mapped file that loading does not copy into the model.
+
+    That is what is not a tensor but may hold some (``_extra_state``), and everything below a module with a loading
+    function of its own, which may keep the tensors it is given, as torchmetrics does.
+    """
+    keeps = PathSet(model.self_loading)
+    for key, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            weights[key] = copy.deepcopy(value)
+        elif key in keeps:  # a deep copy of a plain tensor is one of its whole storage, with all others in it
+            weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
 def _sharded_like(value: Any, target: Any) -> torch.Tensor:
@@ -255,18 +233,12 @@ def _materialized(target: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(empty, target.requires_grad) if isinstance(target, nn.Parameter) else empty
 
 
-def _came_out(
-    model: nn.Module,
-    keys: ModelKeys,
-    plan: RenamePlan,
-    offered: Mapping[str, str],
-    found: Any,
-    left_out: Sequence[str],
-) -> tuple[RenamePlan, tuple[str, ...]]:
+def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
     """Return the plan with what torch says is missing and unexpected, and the model keys that got their weight."""
+    plan, offered = fit.plan, fit.plan.left_over(strict=False)
     # Torch names modules that the model's hooks leave out of its keys.
     bare = without_private_segments
-    shown = {bare(key): key for key in keys.shapes}
+    shown = {bare(key): key for key in fit.state}
     misfits, homeless = {bare(name) for name in left_out}, {bare(name) for name in found.unexpected_keys}
     clashes = misfits & {bare(offered[key]) for key in plan.clashes if key in offered}
     missing = [bare(name) for name in found.missing_keys if bare(name) not in clashes]
@@ -278,37 +250,48 @@ def _came_out(
             *(key for key in plan.unexpected if key not in offered or bare(offered[key]) in homeless),
             *(name for name in found.unexpected_keys if bare(name) in invented),
         ),
-        mismatched=tuple(
-            clash for clash in plan.mismatched if clash[0] not in offered or bare(offered[clash[0]]) in clashes
-        ),
+        clashes={
+            key: name for key, name in plan.clashes.items() if key not in offered or bare(offered[key]) in clashes
+        },
     )
     without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
     # A state_dict of the model's own may leave out what torch loads all the same.
     live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
-    names = dict.fromkeys((*keys.shapes, *(name for name in offered.values() if name in live)))
+    names = dict.fromkeys((*fit.state, *(name for name in offered.values() if name in live)))
     return outcome, tuple(name for name in names if bare(name) not in without)
 
 
-def _report(path: str, entry: str, plan: RenamePlan, loaded: tuple[str, ...]) -> LoadReport:
+def _report(path: str, model: nn.Module, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...]) -> LoadReport:
+    mismatched: dict[str, tuple[Shape | None, Shape | None]] = {}
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    if not fit.strict:
+        missing, unexpected = plan.missing, plan.unexpected
+        mismatched = {old: (shape_of(fit.weights[old]), fit.keys.shapes[new]) for old, new in plan.clashes.items()}
     words = [f"{printable(Path(path).name)}: loaded {len(loaded) - len(plan.tied)} weights"]
     if plan.describe():
         words.append(plan.describe())
     if plan.tied:
         words.append(f"{len(plan.tied)} more are tied to these")
-    lists = {"kept": plan.kept, "missing": plan.missing, "unexpected": plan.unexpected, "not used": plan.unused}
+    lists: dict[str, Sequence[str]] = {
+        "kept": plan.kept,
+        "missing": missing,
+        "unexpected": unexpected,
+        "not used": plan.unused,
+        "other shape": [*mismatched],
+        "still on the meta device": [name for name, buffer in model.named_buffers() if buffer.is_meta],
+    }
     words += [f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys]
-    if plan.mismatched:
-        words.append(f"other shape: {list_groups(key for key, _, _ in plan.mismatched)}")
     return LoadReport(
         path=path,
-        entry=entry,
+        entry=fit.entry,
         loaded=loaded,
         renamed={old: new for old, new in plan.renames.items() if old != new},
         root=plan.dropped_root or plan.added_root,
         kept=plan.kept,
-        missing=plan.missing,
-        unexpected=plan.unexpected,
-        mismatched=plan.mismatched,
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=tuple((key, *shapes) for key, shapes in mismatched.items()),
         unused=plan.unused,
         summary="; ".join(words),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.formats import RESTORE, DamagedContentsError, Fault
+from lightning_gpu_tools.checkpoints.formats import Fault, damaged
 from lightning_gpu_tools.units import format_bytes, printable
 
 # APPNOTE.TXT 4.3.7, 4.3.12, 4.3.14, 4.3.15, 4.3.16.
@@ -64,7 +64,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     Records that are not all in one folder have their whole names, and the folder is ``""``.
 
     Raises:
-        DamagedContentsError: The index is damaged, or two readers could read it differently.
+        Fault: The index is damaged, or two readers could read it differently.
     """
     index, count, index_start = _read_index(file, size_bytes)
     entries = sorted(_entries(index), key=lambda entry: entry.header_start)
@@ -76,18 +76,18 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     end = 0
     for entry in entries:
         if entry.header_start - end not in _DESCRIPTOR_BYTES:
-            raise _damaged(f"{entry} does not begin where the record before it ends")
+            raise damaged(f"{entry} does not begin where the record before it ends")
         start = _start(file, entry)
         end = start + entry.packed_bytes
         if entry.name.lower() in names:
-            raise _damaged(f"it has two records called {entry}")
+            raise damaged(f"it has two records called {entry}")
         names.add(entry.name.lower())
         if not entry.name.endswith(b"/"):  # a folder
             name = _text(entry.name[len(root) :])
             is_stored = entry.method == _STORED
             records[name] = Record(name, start, entry.packed_bytes, entry.size_bytes, entry.crc, is_stored)
     if index_start - end not in _DESCRIPTOR_BYTES:
-        raise _damaged("its records do not end where its index begins")
+        raise damaged("its records do not end where its index begins")
     _refuse_bomb(records.values(), size_bytes)
     return _text(root), records
 
@@ -96,7 +96,7 @@ def read_chunks(file: BinaryIO, record: Record) -> Iterator[bytes]:
     """Yield what is in a record, as a load gets it, at most 16 MiB at a time.
 
     Raises:
-        DamagedContentsError: At the end, if it is not what the index says.
+        Fault: At the end, if it is not what the index says.
     """
     crc = total = 0
     for chunk in _packed(file, record) if record.is_stored else _inflated(file, record):
@@ -106,9 +106,9 @@ def read_chunks(file: BinaryIO, record: Record) -> Iterator[bytes]:
             break
         yield chunk
     if total != record.size_bytes:
-        raise _damaged(f"the record {printable(record.name)} is not as long as the index says")
+        raise damaged(f"the record {printable(record.name)} is not as long as the index says")
     if record.crc not in (crc, 0):
-        raise _damaged(f"the checksum of the record {printable(record.name)} is wrong")
+        raise damaged(f"the checksum of the record {printable(record.name)} is wrong")
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,8 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def _damaged(what: str) -> DamagedContentsError:
-    return DamagedContentsError(Fault(f"is damaged: {what}", RESTORE))
-
-
-def _unreadable_index() -> DamagedContentsError:
-    return _damaged("the index at its end cannot be read")
+def _unreadable_index() -> Fault:
+    return damaged("the index at its end cannot be read")
 
 
 def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
@@ -173,7 +169,7 @@ def _start(file: BinaryIO, entry: _Entry) -> int:
         agree = (signature, method, name_bytes) == (b"PK\3\4", entry.method, len(entry.name))
         if agree and header[_LOCAL_HEADER.size :] == entry.name and not flags & _UNREADABLE_FLAGS:
             return entry.header_start + len(header) + int(extra_bytes)
-    raise _damaged(f"its index and the header of {entry} contradict each other")
+    raise damaged(f"its index and the header of {entry} contradict each other")
 
 
 def _entries(index: bytes) -> Iterator[_Entry]:
@@ -194,11 +190,11 @@ def _entries(index: bytes) -> Iterator[_Entry]:
             )
         entry = _Entry(name, method, crc, packed, size, header_start)
         if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
-            raise _damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
+            raise damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
         if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch unpacks nothing then, without a word
-            raise _damaged(f"its index calls the record {entry} a folder")
+            raise damaged(f"its index calls the record {entry} a folder")
         if size > packed * _MAX_DEFLATE_RATIO or (method == _STORED and size != packed):
-            raise _damaged(f"its index contradicts itself about the size of {entry}")
+            raise damaged(f"its index contradicts itself about the size of {entry}")
         yield entry
 
 
@@ -222,18 +218,16 @@ def _only_root(entries: list[_Entry]) -> bytes:
     if any(entry.name.endswith(b"/data.pkl") for entry in entries):
         shown = " and ".join(printable(_text(root) or "none") for root in sorted(roots)[:3])
         advice = "Zip the folder of the checkpoint alone."
-        raise DamagedContentsError(Fault(f"has its records in more than one folder: {shown}", advice))
+        raise Fault(f"has its records in more than one folder: {shown}", advice)
     return b""
 
 
 def _refuse_bomb(records: Iterable[Record], size_bytes: int) -> None:
     unpacked = sum(record.size_bytes for record in records if not record.is_stored)
     if unpacked > max(_MIN_UNPACKED_LIMIT_BYTES, _MAX_UNPACKED_RATIO * size_bytes):
-        raise DamagedContentsError(
-            Fault(
-                f"is compressed and would unpack to {format_bytes(unpacked)}, {unpacked // size_bytes} times its size",
-                "Weights do not shrink that much. If you trust it, unpack it and zip it without compression: zip -0.",
-            )
+        raise Fault(
+            f"is compressed and would unpack to {format_bytes(unpacked)}, {unpacked // size_bytes} times its size",
+            "Weights do not shrink that much. If you trust it, unpack it and zip it without compression: zip -0.",
         )
 
 
@@ -254,7 +248,7 @@ def _inflated(file: BinaryIO, record: Record) -> Iterator[bytes]:
         try:
             chunk = inflate.decompress(packed, _CHUNK_BYTES)
         except zlib.error as error:
-            raise _damaged(f"the record {printable(record.name)} cannot be unpacked ({error})") from None
+            raise damaged(f"the record {printable(record.name)} cannot be unpacked ({error})") from None
         if not packed and not chunk:
             return
         packed = inflate.unconsumed_tail

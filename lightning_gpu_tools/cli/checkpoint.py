@@ -108,44 +108,37 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoints.atomic_file import local_copy
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.structure import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
-    with _told(), local_copy(args.file) as local:
-        structure = dataclasses.replace(read_structure(local), path=args.file)
+    with _told():
+        structure = read_structure(args.file)
         check_contents(structure.content, args.file, TensorInfo)
-        summary = summarize(structure, os.path.getsize(local))
+        summary = summarize(structure)
     _print(summary if args.json else render(summary, all_keys=args.all))
     return 0
 
 
 @collector_paused()
 def _verify(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoints.atomic_file import local_copy
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import verify_file
+    from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 
     start = time.monotonic()
-    with _told(), local_copy(args.file) as local:
-        size = _size(local)
-        with _progress("verifying", size) as advance:
-            structure = verify_file(local, advance)
+    with _told(), _progress("verifying", _size(args.file)) as advance:
+        structure = verify_checkpoint(args.file, advance)
         check_contents(structure.content, args.file, TensorInfo)
     if args.json:
-        _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": size})
+        _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes})
     else:
-        how = (
-            "all checksums are right"
-            if structure.has_checksums
-            else "the structure is sound (this file has no checksums)"
-        )
-        _print(
-            f"{printable_path(args.file)}: {how}, {format_bytes(size)} in {format_duration(time.monotonic() - start)}"
-        )
+        sound = "all checksums are right"
+        if not structure.has_checksums:
+            sound = "the structure is sound (this file has no checksums)"
+        size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
+        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}")
     return 0
 
 

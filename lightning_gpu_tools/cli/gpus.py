@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         console.width = 100
     if args.watch:
         return _watch(console)
-    console.print(_table(*_read()))
+    gpus, claims = _read()
+    console.print(_table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
     return 0
 
 
@@ -147,6 +148,8 @@ def _use(gpu: GpuReading) -> str:
         return f"cannot be used: {printable(gpu.error, 300)}"
     if gpu.mig_instances:
         return "divided into MIG instances"
+    if gpu.mig_mode:
+        return "cannot be used: MIG mode without an instance"
     if gpu.compute_mode == "prohibited":
         return "cannot be used: compute mode PROHIBITED"
     if gpu.processes is None:

@@ -167,21 +167,21 @@ class GpuSummary:
         utilization_percent_p5: 5th percentile.
         utilization_percent_p95: 95th percentile.
         validation_utilization_percent_mean: The same mean, in validation.
-        memory_used_bytes_max: Peak, everybody's use included.
+        memory_used_bytes_max: Peak, including other users.
         memory_total_bytes: Size of the memory.
         power_watts_mean: Mean power draw.
         energy_joules: Energy used during the run.
         temperature_celsius_max: Hottest moment.
-        throttled_percent: Share of the time in which power or heat held the clocks down.
+        throttled_percent: Share of the time in which power or heat throttled the clocks.
         own_memory_bytes: Memory of this job's processes at the last sample.
-        others_memory_bytes_max: The most that everybody else's listed processes used.
+        others_memory_bytes_max: Peak memory of all other listed processes.
         own_utilization_percent: How busy this job's processes kept the GPU.
-        others_utilization_percent: How busy all others kept it.
+        others_utilization_percent: How busy other jobs kept it.
         sm_active_percent: Hopper and later: mean over the run, as the next three.
         sm_occupancy_percent: Warps resident against what would fit.
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
-        errors: What the GPU itself reported: Xid events, uncorrectable ECC errors.
+        errors: Errors that the GPU reported: Xid events, uncorrectable ECC errors.
         timelines: Points (seconds since the start of training, value) of ``utilization_percent``,
             ``memory_used_bytes`` and ``power_watts``, at most 2000 of each.
     """

@@ -28,13 +28,6 @@ _MAX_TEXTS = 100
 _MAX_PROCESSES = 256
 
 
-def counter_difference(before: float | None, after: float | None) -> float | None:
-    """Return how far a counter has gone; ``None`` if a value is missing or it was set back (a reset, a new driver)."""
-    if before is None or after is None or after < before:
-        return None
-    return after - before
-
-
 class PercentHistogram:
     """How long a percentage had which value. The driver gives whole percents, so nothing is lost."""
 
@@ -171,13 +164,13 @@ class WindowBuilder:
             value = getattr(sample, name)
             if value is None:
                 continue
-            before_s, before = self._counters.get(name, (sample.time_s, None))
+            before = self._counters.get(name)
             self._counters[name] = sample.time_s, value
-            difference = counter_difference(before, value)
-            if difference is not None and share > 0:
+            # A counter that was set back (a reset, a new driver) starts again.
+            if before is not None and value >= before[1] and share > 0:
                 total, total_s = self._differences.get(name, (0.0, 0.0))
-                seconds = share * (sample.time_s - before_s)
-                self._differences[name] = total + share * difference, total_s + seconds
+                seconds = share * (sample.time_s - before[0])
+                self._differences[name] = total + share * (value - before[1]), total_s + seconds
 
     def take(self) -> GpuWindow:
         """Return everything since the last call, and begin a new window."""

@@ -13,19 +13,10 @@ from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.units import format_duration, printable
 
 # What must match so that a difference in speed is due to the program, by its name in Report.settings.
-_MUST_MATCH = {
-    "cpu": "CPU",
-    "gpu": "GPU",
-    "accelerator": "accelerator",
-    "world_size": "world size",
-    "precision": "precision",
-    "batch_size": "batch size",
-    "accumulate_grad_batches": "accumulate_grad_batches",
-    "num_workers": "loader's num_workers",
-    "prefetch_factor": "loader's prefetch_factor",
-    "persistent_workers": "loader's persistent_workers",
-    "pin_memory": "loader's pin_memory",
-}
+_MUST_MATCH = (
+    *("cpu", "gpu", "accelerator", "world_size", "precision", "batch_size", "accumulate_grad_batches"),
+    *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
+)
 
 # With five blocks or fewer, not even their full range is a 95 % interval of the median.
 _MIN_BLOCKS = 6
@@ -87,7 +78,7 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         if old.settings.get(name) != new.settings.get(name)
     )
     reasons = [
-        f"the {_MUST_MATCH[change.setting]} differs: {_show(change.old)} before, {_show(change.new)} now"
+        f"{change.setting} differs: {_show(change.old)} before, {_show(change.new)} now"
         for change in changes
         if change.setting in _MUST_MATCH
     ]

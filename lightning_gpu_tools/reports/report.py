@@ -51,8 +51,7 @@ class LoaderSummary:
     """The result of NumWorkersFinder.
 
     Attributes:
-        users: The original settings: ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``,
-            ``batch_size``; ``None`` if the loader is not a torch DataLoader.
+        users: The original settings; ``None`` if the loader is not a torch DataLoader.
         settings: The settings found, likewise.
         applied: Whether they were in use at the end.
         confirmed: Whether they were as good in the first hundred steps of their use; ``None`` if that was not measured.
@@ -99,7 +98,7 @@ class Report:
         started_at: ISO 8601, UTC.
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
-        phase_s: Wall time by phase, see docs/report_schema.md.
+        phase_s: Wall time by phase; see docs/report_schema.md.
         step_s_median: Median time per steady step; ``None`` if there were none.
         diagnosis: Verdict and findings.
         gpus: The monitored GPUs.

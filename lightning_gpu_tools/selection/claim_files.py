@@ -235,7 +235,7 @@ def open_folder(path: str) -> Iterator[Folder | None]:
 
 @contextlib.contextmanager
 def locked_folder(path: str) -> Iterator[Folder]:
-    """Have the folder to oneself for the duration of the block, and create it if there is none.
+    """Lock the folder for the duration of the block, and create it if there is none.
 
     Raises:
         ClaimsError: It cannot be used, or another process has had it all the time; the message says what to do.
@@ -244,7 +244,7 @@ def locked_folder(path: str) -> Iterator[Folder]:
     while True:
         descriptor = _create_and_open(path)
         try:
-            # Whoever may remove the folder may have done so meanwhile, and two locks on two folders exclude nobody.
+            # The folder may have been replaced in the meantime, and two locks on two folders exclude nobody.
             if _try_lock(descriptor) and _is_at(descriptor, path):
                 yield Folder(path, descriptor)
                 return
@@ -254,7 +254,7 @@ def locked_folder(path: str) -> Iterator[Folder]:
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has this descriptor, too
             os.close(descriptor)
-        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that those who wait do not move in step
+        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that waiting processes do not poll in step
 
 
 def why_private(path: str) -> str | None:
@@ -372,7 +372,7 @@ def _holder_of_lock(descriptor: int) -> str:
     found = os.fstat(descriptor)
     file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     for words in map(str.split, _read_text("/proc/locks").splitlines()):
-        if words[-3] == file and "->" not in words:  # an arrow marks those who wait
+        if words[-3] == file and "->" not in words:  # an arrow marks a waiting process
             process = f"/proc/{words[-4]}"
             with contextlib.suppress(OSError):
                 name = printable(_read_text(f"{process}/comm").strip())

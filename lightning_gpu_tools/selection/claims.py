@@ -77,7 +77,7 @@ def read_ledger(path: str) -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
-    """Have all claims to oneself for the duration of the block, so that nobody else claims meanwhile.
+    """Lock all claims for the duration of the block, so that no other process claims at the same time.
 
     Raises:
         ClaimsError: The folder cannot be used, or is locked by somebody else; the message says what to do.
@@ -90,12 +90,12 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 
 
 class Ledger:
-    """The claims and those who wait, as they were when first asked for.
+    """The claims and the waiting jobs, as they were when first read.
 
     Args:
         path: Where they live.
         folder: The open folder; ``None`` where there is none: then nothing is known to be claimed.
-        takes_claims: Whether this process has the folder to itself, so that it may add claims.
+        takes_claims: Whether this process has locked the folder, so that it may add claims.
     """
 
     def __init__(self, path: str, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
@@ -143,7 +143,7 @@ class Ledger:
         group: str | None = None,
         job: str | None = None,
     ) -> Held:
-        """Claim GPUs, with the ledger to oneself; the caller has seen to it that they can be claimed.
+        """Claim GPUs, with the ledger locked; the caller has checked that they can be claimed.
 
         Args:
             uuids: The GPUs and MIG instances, the best first.
@@ -175,7 +175,7 @@ class Ledger:
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
-        """Take the last place among those who wait, with the ledger to oneself.
+        """Take the last place in the queue, with the ledger locked.
 
         Args:
             uuids: The GPUs and MIG instances that would do.
@@ -258,7 +258,7 @@ def _check_platform() -> None:
 
 
 def _warn_if_private(path: str) -> None:
-    # Whoever names a folder has seen to it; and children would repeat what the first process of a job has said.
+    # A folder that was named on purpose is not questioned; children would repeat the first process's warning.
     if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
     why = claim_files.why_private(path)
@@ -296,7 +296,6 @@ def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
         requested=_number(record, "requested", 1, _MAX_UUIDS),
         pid=_number(record, "pid", 1, _MAX_PID),
         user=user_name(entry.owner_id),
-        since_s=entry.since_ns / 1e9,
     )
 
 

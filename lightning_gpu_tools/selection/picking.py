@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Reading 8 GPUs takes some 0.1 s. Random, so that those who wait do not all poll at the same moment.
+# Reading 8 GPUs takes some 0.1 s. Random, so that waiting processes do not all poll at the same moment.
 _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4
 _ANNOUNCE_EVERY_S = 60.0
@@ -166,42 +166,33 @@ def select_gpus(
     return pick(request, Attempt.choose)
 
 
+@dataclass
 class Attempt:
-    """One attempt to get GPUs, with the claims to oneself: what a decision is made from.
+    """One attempt to get GPUs, with the claims locked: what a decision is made from.
 
     Attributes:
         request: What is asked for.
         ledger: The claims.
         problem: Why claims cannot be made, or not even be read.
-        ahead: Who has waited longer.
+        read_gpus: Reads all GPUs of the machine.
+        ahead: Jobs that have waited longer.
         group: Name of the processes that share one choice: the first one makes it, the others take it over.
         among: UUIDs to pick from, in whose order the choice is given; ``None``: those that ``CUDA_VISIBLE_DEVICES``
             shows, and the best come first.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        ledger: claims.Ledger,
-        problem: ClaimsError | None,
-        read_gpus: Callable[[], tuple[GpuReading, ...]],
-        *,
-        ahead: Sequence[GpuWaiter] = (),
-        group: str | None = None,
-        among: Sequence[str] | None = None,
-    ) -> None:
-        self.request = request
-        self.ledger = ledger
-        self.problem = problem
-        self.ahead = ahead
-        self.group = group
-        self.among = among
-        self._read_gpus = read_gpus
+    request: Request
+    ledger: claims.Ledger
+    problem: ClaimsError | None
+    read_gpus: Callable[[], tuple[GpuReading, ...]]
+    ahead: Sequence[GpuWaiter] = ()
+    group: str | None = None
+    among: Sequence[str] | None = None
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
         """All GPUs of the machine, not read before somebody asks for them."""
-        return self._read_gpus()
+        return self.read_gpus()
 
     @property
     def visible(self) -> tuple[GpuReading, ...]:
@@ -322,7 +313,7 @@ def pick(
 
     Args:
         request: What is asked for.
-        decide: Makes the decision, with the claims to itself. ``NotEnoughGpusError``: wait if there is time.
+        decide: Makes the decision, with the claims locked. ``NotEnoughGpusError``: wait if there is time.
         group: As in :class:`Attempt`.
         among: UUIDs to pick from, instead of those that ``CUDA_VISIBLE_DEVICES`` shows.
     """
@@ -332,21 +323,19 @@ def pick(
     announce_s = -math.inf
     place = None  # in the queue
     with contextlib.ExitStack() as until_the_end:
+        keep_open = functools.cache(lambda: until_the_end.enter_context(nvml.session()))
+
+        def read_gpus() -> tuple[GpuReading, ...]:
+            keep_open()
+            return nvml.read_gpus()
+
         if not claims.own_jobs():  # else all may be settled without the driver
-            # Before the lock is taken: without persistence mode it takes seconds.
-            until_the_end.enter_context(nvml.session())
+            keep_open()  # before the lock is taken: without persistence mode it takes seconds
         while True:
             writes = request.claim or group is not None or give_up_s is not None
             with _ledger(writes) as (ledger, problem):
-                attempt = Attempt(
-                    request,
-                    ledger,
-                    problem,
-                    nvml.read_gpus,
-                    ahead=_ahead_of(place, ledger) if give_up_s is not None else (),
-                    group=group,
-                    among=among,
-                )
+                ahead = _ahead_of(place, ledger) if give_up_s is not None else ()
+                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
@@ -380,7 +369,7 @@ def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
 
 @contextlib.contextmanager
 def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
-    """Yield the claims, to oneself if there is something to write, and why they are not what was wanted."""
+    """Yield the claims, locked if there is something to write, and what is wrong with them."""
     path = claims.directory()
     problem = None
     with contextlib.ExitStack() as stack:

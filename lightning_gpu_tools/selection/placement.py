@@ -71,13 +71,13 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count and not divided
     if _is_masked() and (is_granted or (len(uuids) < count and _launcher_group(devices))):
-        _log.info("CUDA_VISIBLE_DEVICES is set to %d GPUs, %d are asked for: left as it is.", len(uuids), count)
+        _log.info("CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count)
         _claim_granted(attempt)
         return list(range(count))  # Lightning says which of them do not exist
     choice = attempt.choose()
     choice.adopt()
     if choice.reason:
-        started = " CUDA had started, so they are used by their numbers." if attempt.among is not None else ""
+        started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
         _log.info("%s%s", choice.reason, started)
     return _use(choice.uuids, attempt)
 
@@ -103,7 +103,7 @@ def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
         choice = attempt.choose()
         choice.adopt()
         if choice.reason:
-            _log.info("%s They were asked for by number.", choice.reason)
+            _log.info("%s They were requested by number.", choice.reason)
     return list(devices)
 
 

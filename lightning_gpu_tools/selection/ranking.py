@@ -72,8 +72,8 @@ def rank_gpus(
         claims: Live claims of other jobs.
         request: What the job asks for.
         own_process_ids: Processes that belong to the job itself and so do not stand in its way.
-        ahead: Who has waited longer, the longest first. Of what this job and they could use, the best are kept for
-            them, as many as they wait for.
+        ahead: Jobs that have waited longer, the longest first. Of what this job and they could use, the best are kept
+            for them, as many as they wait for.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
@@ -142,7 +142,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
         load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
         claimed = ", also claimed by others" if candidate.whole_claims else ""
         parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
-    return f"Picked {'; '.join(parts)}: idle before busy, then the most free memory, out of {len(visible)} visible."
+    return f"Picked {'; '.join(parts)}. Best of {len(visible)} visible: idle before busy, then the most free memory."
 
 
 def sharding_hint(
@@ -214,7 +214,7 @@ def _compute_mode_objection(gpu: GpuReading, others: list[GpuProcess] | None) ->
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so that unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
-    elif gpu.compute_mode in ("exclusive_process", "exclusive_thread") and (others is None or others):
+    elif gpu.compute_mode == "exclusive_process" and (others is None or others):
         user = "processes that cannot be read" if others is None else describe_process(others[0])
         yield f"compute mode {gpu.compute_mode.upper()} and in use by {user}"
 

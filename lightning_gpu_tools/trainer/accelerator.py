@@ -14,7 +14,7 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
-from lightning_gpu_tools.selection.visibility import parse_visible_devices
+from lightning_gpu_tools.selection.visibility import visible_gpus
 
 
 @documented
@@ -96,7 +96,7 @@ def cuda_uuids() -> list[str]:
 
 def why_no_cuda() -> str:
     """Return a sentence that says why PyTorch can use no GPU here and what to do; empty if it can."""
-    if torch.cuda.is_available():
+    if CUDAAccelerator.is_available():  # unlike torch's own question this does not start CUDA
         return ""
     if torch.version.cuda is None:
         return f"This PyTorch ({torch.__version__}) was built without CUDA; see https://pytorch.org/get-started."
@@ -107,6 +107,6 @@ def why_no_cuda() -> str:
     if not gpus:
         return "The NVIDIA driver lists no GPU."
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if mask is not None and not parse_visible_devices(mask):
+    if not visible_gpus(gpus, mask, "PCI_BUS_ID", list):
         return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU."
     return "CUDA does not start, although the driver lists GPUs: see `python -c 'import torch; torch.cuda.init()'`."

@@ -1,11 +1,10 @@
-"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never half a file."""
+"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never a partial file."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +17,22 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gpu_tools.checkpoints.atomic_file import remove
-from lightning_gpu_tools.checkpoints.content import (
-    LIGHTNING_VERSION,
-    MANIFEST,
-    MODEL_STATES,
-    describe_content,
-    is_lightning_checkpoint,
-    name_file,
-)
+from lightning_gpu_tools.checkpoints.content import MANIFEST, MODEL_STATES, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.envelope import WITH_WEIGHTS, check_contents, check_entries
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.key_renaming import plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
-from lightning_gpu_tools.checkpoints.state_dicts import (
-    find_state_dicts,
-    own_all_but_weights,
-    own_what_modules_keep,
-    refuse_what_torch_cannot_copy,
-    rename_optimizers,
-    same_tensors,
-    shapes_of,
-)
-from lightning_gpu_tools.checkpoints.torch_files import (
-    read_checkpoint,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.errors import (
-    AmbiguousCheckpointError,
-    BrokenCheckpointError,
-    CheckpointMismatchError,
-    KeyCollisionError,
-)
+from lightning_gpu_tools.errors import CheckpointError, KeyCollisionError
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.load_from_checkpoint import migrated
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
+from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint, migrated
 from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -62,7 +40,7 @@ _MANIFEST_VERSION = 1
 
 
 class PortableCheckpointIO(CheckpointIO):
-    """Makes the Trainer's checkpoints load anywhere and never leaves half a file.
+    """Makes the Trainer's checkpoints load anywhere and never leaves a partial file.
 
     On save, the keys get the names that they have in the model without ``DataParallel``, DDP, ``torch.compile`` and the
     like. On load (``ckpt_path`` of fit, validate, test and predict) any such prefixes are taken off or put on as the
@@ -144,8 +122,9 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is no checkpoint, or damaged.
             UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, and the model has no hook that could make it fit. What
-                ``fit`` restores beside the weights is checked when all hooks have run, and raises the same.
+            CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. Nothing was
+                loaded. A model with its own ``on_load_checkpoint`` or ``load_state_dict`` may still make it fit, and is
+                left to itself. What ``fit`` restores beside the weights is checked after all hooks.
         """
         checkpoint: Any
         if self.inner is not None:
@@ -203,12 +182,13 @@ class PortableCheckpointIO(CheckpointIO):
                 if is_disabled()
                 else "no Trainer that lives and has begun a run uses this PortableCheckpointIO."
             )
+        weights = portable["state_dict"].values()
         portable[MANIFEST] = {
             "version": _MANIFEST_VERSION,
             "wrappers": wrappers,
             "torch": str(torch.__version__),
             "lightning": lightning_version,
-            "devices": _devices(portable["state_dict"]),
+            "devices": sorted({str(value.device) for value in weights if isinstance(value, torch.Tensor)}),
         }
         return portable
 
@@ -220,26 +200,21 @@ class PortableCheckpointIO(CheckpointIO):
             # Outside of a Trainer's run, what somebody else's code stores (ddp_spawn's parent, Fabric) is not ours.
             if trainer.state.status is not TrainerStatus.RUNNING:
                 return checkpoint
-            checkpoint = _as_lightning_checkpoint(checkpoint, path)
+            checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path)}
         _check_for_trainer(checkpoint, trainer, model, path)
-        keys, state = read_model(model, checkpoint["state_dict"])
-        if self.inner is None:
-            own_what_modules_keep(checkpoint["state_dict"], keys)
+        # A hook of the user's comes after the plugin, and may change the checkpoint, the model or the loading.
+        may_still_change = is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
         try:
-            plan = plan_renaming(
-                shapes_of(checkpoint["state_dict"]),
-                keys,
-                strict=model.strict_loading,
-                same_tensor=partial(same_tensors, checkpoint["state_dict"]),
-            )
-            refuse_what_torch_cannot_copy(checkpoint["state_dict"], plan, keys, state)
-        except (AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError) as error:
-            if _may_still_change(model):
-                return checkpoint
-            name_file(error, path, type(model))
-            raise
-        if not (plan.changes_names or plan.tied or plan.kept):
+            with naming_file(path, type(model)):
+                fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
+                if not may_still_change:
+                    check_before_copying(model, fit, leave_out_misfits=False)
+        except CheckpointError:
+            if not may_still_change or "state_dict" not in checkpoint:
+                raise
+            own_what_modules_keep(checkpoint["state_dict"], read_model(model)[0])
             return checkpoint
+        plan = fit.plan
         if plan.changes_names:
             rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
         if plan.dropped_root and plan.unused:
@@ -247,11 +222,19 @@ class PortableCheckpointIO(CheckpointIO):
             rank_zero_warn(
                 f'{printable_path(path)}: only what is in "{root}" is loaded, not {list_groups(plan.unused)}.'
             )
-        return _renamed(checkpoint, plan, state, model.strict_loading)
+        fitted = {**checkpoint, "state_dict": fit.renamed(fit.weights)}
+        own_what_modules_keep(fitted["state_dict"], fit.keys)
+        if "current_model_state" in checkpoint:
+            fitted["current_model_state"] = fit.renamed(checkpoint["current_model_state"])
+        if "optimizer_states" in checkpoint:
+            fitted["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
+        return fitted
 
 
-class PortableCheckpointHooks(Callback):
+class PortableCheckpointHooks(GuardedCallback):
     """Hands the trainer to its plugin, in the process that loads and saves."""
+
+    intended = (CheckpointError,)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Introduce them before anything is loaded."""
@@ -316,24 +299,6 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping
             checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
 
 
-def _renamed(checkpoint: dict[str, Any], plan: RenamePlan, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    renamed = dict(checkpoint)
-    for name in MODEL_STATES:
-        if name in checkpoint:
-            # What has no place or another shape stays in, so that strict loading says so in Lightning's way.
-            weights = plan.apply(checkpoint[name], keep=plan.left_over(strict=strict))
-            weights.update((key, state[key]) for key in plan.kept)
-            renamed[name] = weights
-    if "optimizer_states" in checkpoint:
-        renamed["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
-    return renamed
-
-
-def _may_still_change(model: LightningModule) -> bool:
-    """Whether a hook of the user's comes after the plugin that may change the checkpoint, the model or the loading."""
-    return is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
-
-
 def _check_for_trainer(
     checkpoint: Mapping[str, Any], trainer: Trainer, model: LightningModule, path: str | Path
 ) -> None:
@@ -346,22 +311,3 @@ def _check_for_trainer(
         check_callbacks(current, trainer, path)
         if trainer.state.fn is not TrainerFn.FITTING:
             check_loop(current, trainer, path)
-
-
-def _devices(weights: Mapping[str, Any]) -> list[str]:
-    return sorted({str(value.device) for value in weights.values() if isinstance(value, torch.Tensor)})
-
-
-def _as_lightning_checkpoint(content: Any, path: str | Path) -> dict[str, Any]:
-    """Return bare weights, as load_weights takes them, in the form in which the Trainer expects them."""
-    entries = find_state_dicts(content)
-    if len(entries) == 1:
-        weights = next(iter(entries.values()))
-        return {LIGHTNING_VERSION: lightning_version, "state_dict": weights, "epoch": 0, "global_step": 0}
-    if not entries:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
-    raise BrokenCheckpointError(
-        f"{printable_path(path)} is no Lightning checkpoint and holds several sets of weights: "
-        f"{', '.join(map(printable, entries))}. "
-        "Load one of them with lightning_gpu_tools.load_weights(model, path, root=...)."
-    )

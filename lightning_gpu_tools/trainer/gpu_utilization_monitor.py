@@ -115,17 +115,11 @@ class GPUUtilizationMonitor(MeasuringCallback):
     def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
         if session.recorder is None or not self.report or not trainer.is_global_zero:  # without one, no training
             return
-        # What is missing is printed: filters may hide a warning.
         if not session.clock.ran:
-            missing = ", ".join(session.unseen)
+            missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
             say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
             return
-        try:
-            report = describe(session, trainer, outcome)
-        except Exception as error:
-            say(f"This fit has no report because of an error in GPUUtilizationMonitor: {error!r}")
-            raise
-        publish(report, self._folder)
+        publish(describe(session, trainer, outcome), self._folder)
 
     @override
     def _give_up(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gpu_tools.units import printable
 
@@ -32,6 +33,18 @@ class GuardedCallback(Callback):
     def _give_up(self) -> None:
         """Do nothing more in this fit."""
 
+    def turn_off(self, error: Exception) -> None:
+        """Do nothing more in this fit, because of an error, and warn."""
+        with suppress(Exception):  # what is broken may break here, too
+            self._give_up()
+        what = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # no filter hides it, or turns it into an error of the training
+            rank_zero_warn(
+                f"{type(self).__name__} is off for the rest of this fit, without a report of it, because of an "
+                f"error in it: {what}"
+            )
+
 
 def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
@@ -41,17 +54,7 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
         except self.intended:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the training has nothing to do with it
-            with suppress(Exception):  # what is broken may break here, too
-                self._give_up()
-            what = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
-            message = (
-                f"{type(self).__name__} is off for the rest of this fit, without a report of it, because of an error "
-                f"in it: {what}"
-            )
-            try:
-                rank_zero_warn(message)
-            except Warning:  # a program that turns warnings into errors trains on, too
-                rank_zero_info(message)
+            self.turn_off(error)
             return None
 
     return guarded

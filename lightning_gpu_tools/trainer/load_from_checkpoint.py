@@ -18,11 +18,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
-from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.envelope import HYPERPARAMETERS_FORM, check_contents, check_entries
-from lightning_gpu_tools.checkpoints.state_dicts import all_state_dicts, own_all_but_weights
+from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
-from lightning_gpu_tools.checkpoints.weights import choose_entry, copy_weights, naming_file
+from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -40,9 +40,7 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[
     """
     if is_lightning_checkpoint(content):
         return migrated(content, path)
-    entries = all_state_dicts(content)
-    if not entries:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+    entries = weights_in(content, path)
     return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
 
 
@@ -188,14 +186,13 @@ def load_from_checkpoint(
     # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
     with naming_file(path, model_class), contextlib.suppress(*may_wait):
-        choice = choose_entry(model, checkpoint, root, strict)
-        checkpoint["state_dict"] = choice.plan.apply(choice.weights, keep=choice.plan.left_over(strict=strict))
-        root = None
+        fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
+        checkpoint["state_dict"], root = fit.renamed(fit.weights), None
     model.on_load_checkpoint(checkpoint)
     with naming_file(path, model_class):
-        choice = choose_entry(model, checkpoint, root, strict)
-        copy_weights(model, choice, strict)
+        fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
+        copy_weights(model, fit)
     if map_location is None:
         return model
-    first = next((value for value in choice.weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))
+    first = next((value for value in fit.weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))
     return model.to(first.device)

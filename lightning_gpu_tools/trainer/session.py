@@ -270,7 +270,8 @@ class Session:
             return None
         if self._diagnosis is not None:
             return self._diagnosis
-        diagnosis = diagnose(measured or self.recorder.measurements(), **self.thresholds)
+        measured = measured or self.recorder.measurements()
+        diagnosis = diagnose(measured, searched=self.loader_result, **self.thresholds)
         if self._finished:
             self._diagnosis = diagnosis
         return diagnosis

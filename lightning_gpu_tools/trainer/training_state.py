@@ -1,4 +1,4 @@
-"""Whether a Trainer can go on from the loops, callbacks, optimizers and schedulers of a checkpoint.
+"""Whether a Trainer can resume from the loops, callbacks, optimizers and schedulers of a checkpoint.
 
 Lightning and torch index these entries without asking what is in them, some of it only at the first step. So progress
 is compared with what the Trainer's own loops would save, and everything else is loaded into a stand-in first, by the
@@ -24,7 +24,7 @@ from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, f
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
-_BEGIN_ANEW = "To begin anew with its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
+_START_ANEW = "To start anew from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
 
 
 def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
@@ -45,7 +45,7 @@ def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) ->
         fault = next(filter(None, faults), "")
     if fault:
         raise BrokenCheckpointError(
-            f'"loops" of {printable_path(path)} {fault}. Take "loops" out and save the checkpoint again, to begin at '
+            f'"loops" of {printable_path(path)} {fault}. Take "loops" out and save the checkpoint again, to start at '
             "epoch 0."
         )
 
@@ -79,8 +79,8 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
     missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
     if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
         raise CheckpointMismatchError(
-            f'{printable_path(path)} holds weights, but no "{missing[0]}" to go on with: it was saved with '
-            f"save_weights_only=True, or not by a Trainer. {_BEGIN_ANEW}"
+            f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
+            f"save_weights_only=True, or not by a Trainer. {_START_ANEW}"
         )
     check_entries(checkpoint, path, TO_RESUME)
     check_loop(checkpoint, trainer, path)
@@ -96,7 +96,7 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
     if saved != len(trainer.optimizers):
         rank_zero_warn(
             f"{printable_path(path)} holds the states of {saved} optimizers, and the model has "
-            f"{len(trainer.optimizers)}. Lightning pairs them in their order, and the rest begin anew."
+            f"{len(trainer.optimizers)}. Lightning pairs them in order; the rest start without a state."
         )
     for index, optimizer in enumerate(trainer.optimizers):
         _check_when_it_loads(optimizer, f'"optimizer_states"[{index}]', path)
@@ -133,19 +133,44 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, p
         raise _mismatch(name, path, f"has groups of {saved} parameters, and {kind} has groups of {own}")
     if not _is_torchs(optimizer):
         return
-    steps = _can_step(optimizer)
     with _explaining(name, path):
-        small = _in_small(optimizer)
-        small.load_state_dict(_state_in_small(state, optimizer))
-        if steps:
+        kinds = _one_of_each_kind(optimizer, state)
+        small = _in_small(optimizer, kinds)
+        small.load_state_dict(_state_in_small(state, kinds))
+        if _can_step(_in_small(optimizer, kinds)):
             _step(small)
     for group, own_group in zip(small.param_groups, optimizer.param_groups, strict=True):
         _compare(group, {**own_group, "params": None}, name, path)  # also what schedulers have put there
 
 
+_Kinds = list[list[tuple[Any, torch.Tensor]]]
+
+
+def _one_of_each_kind(optimizer: Optimizer, state: Mapping[str, Any]) -> _Kinds:
+    """Return (key in the state, parameter) for each group; of those that are alike and have a state alike, the last.
+
+    A network has thousands of parameters and, but for their numbers, a few dozen kinds of them.
+    """
+    return [
+        [
+            *{
+                (parameter.shape, parameter.device, _form(state["state"].get(key))): (key, parameter)
+                for key, parameter in zip(saved["params"], own["params"], strict=True)
+            }.values()
+        ]
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _form(item)) for key, item in value.items())
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
 def _can_step(optimizer: Optimizer) -> bool:
     try:
-        _step(_in_small(optimizer))
+        _step(optimizer)
     except Exception:  # noqa: BLE001 - LBFGS wants the loss, SparseAdam sparse gradients: torch has the word there
         return False
     return True
@@ -158,24 +183,29 @@ def _step(optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _in_small(optimizer: Optimizer) -> Optimizer:
+def _in_small(optimizer: Optimizer, kinds: _Kinds) -> Optimizer:
     """Return an optimizer of the same class and options that has a few numbers for each parameter, and no state."""
     groups = [
-        {**group, "params": [_few(value, value.shape).to(value.device) for value in group["params"]]}
-        for group in optimizer.param_groups
+        {**group, "params": [_few(value, value.shape).to(value.device) for _, value in chosen]}
+        for group, chosen in zip(optimizer.param_groups, kinds, strict=True)
     ]
     small = type(optimizer).__new__(type(optimizer))
     small.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
     return small
 
 
-def _state_in_small(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def _state_in_small(state: Mapping[str, Any], kinds: _Kinds) -> dict[str, Any]:
     """Return the state of an optimizer as it would be for the parameters of :func:`_in_small`."""
-    keys = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    shapes = {key: parameter.shape for key, parameter in zip(keys, parameters, strict=True)}
-    entries = {key: _few_of(value, shapes.get(key, ())) for key, value in state["state"].items()}
-    return {"state": entries, "param_groups": copy.deepcopy(state["param_groups"])}
+    groups = zip(state["param_groups"], kinds, strict=True)
+    entries = (
+        (key, _few_of(state["state"][key], parameter.shape))
+        for key, parameter in chain.from_iterable(kinds)
+        if key in state["state"]
+    )
+    return {
+        "state": dict(entries),
+        "param_groups": [{**group, "params": [key for key, _ in chosen]} for group, chosen in groups],
+    }
 
 
 def _few_of(value: Any, shape: Sequence[int]) -> Any:
@@ -219,7 +249,7 @@ def _is_torchs(thing: object) -> bool:
 def _mismatch(name: str, path: object, fault: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{printable_path(path)} does not fit: {name} {fault}. Configure the training as it was when the checkpoint "
-        f"was saved. {_BEGIN_ANEW}"
+        f"was saved. {_START_ANEW}"
     )
 
 

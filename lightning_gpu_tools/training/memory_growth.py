@@ -26,10 +26,10 @@ class MemoryGrowth:
     """Memory that grew steadily over a run.
 
     Attributes:
-        what: Whose memory, in words.
-        bytes_per_s: How fast; the median slope.
-        grown_bytes: By how much, after the first fifth of the run.
-        left_s: At this pace, how long until it does not fit; ``None`` if the limit is unknown.
+        what: Whose memory, as text.
+        bytes_per_s: Rate of growth: the median slope.
+        grown_bytes: Total growth after the first fifth of the run.
+        left_s: Time until the memory is full at this rate; ``None`` if the limit is unknown.
     """
 
     what: str

@@ -6,8 +6,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_runs import gpu_run
 
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
+from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
@@ -110,3 +113,31 @@ def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
     if batch_bytes:
         assert workers * 2 * batch_bytes * ranks <= 64 * GIB
     assert planned.settings.persistent_workers == (workers > 0)
+
+
+FOUND = dataclasses.replace(NO_WORKERS, num_workers=4, prefetch_factor=2)
+
+
+def searched(chosen: LoaderSettings, applied: bool, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
+    trials = tuple(LoaderTrial(settings=settings, batch_s=batch_s, batches=24) for settings, batch_s in tried)
+    return LoaderResult(original=NO_WORKERS, settings=chosen, reason="As measured.", applied=applied, trials=trials)
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "said", "bound"),
+    [
+        (None, "too_few_workers", "NumWorkersFinder() finds and applies them.", None),
+        (searched(FOUND, False, (NO_WORKERS, 0.05), (FOUND, 0.02)), "too_few_workers", "num_workers=4 (now 0)", 2.5),
+        (searched(NO_WORKERS, False, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
+        (searched(NO_WORKERS, False), "too_few_workers", "As measured.", None),
+    ],
+)
+def test_what_a_search_has_measured_is_the_finding(
+    result: LoaderResult | None, kind: str, said: str, bound: float | None
+) -> None:
+    run = gpu_run({"data_loading": 400.0, "training_step": 100.0}, 20.0, loader=NO_WORKERS)
+    finding = next(one for one in diagnose(run, searched=result).findings if one.cause == "data_loading")
+    assert finding.evidence["kind"] == kind
+    assert said in finding.advice
+    assert ("NumWorkersFinder()" in finding.advice) == (result is None)
+    assert bound is None or finding.ceiling == pytest.approx(bound)

@@ -4,6 +4,7 @@ import copy
 import cProfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
+from wrapped_models import compiled, contents, fill
 
 from lightning_gpu_tools.checkpoints.key_groups import group_keys, list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.errors import (
+    AmbiguousCheckpointError,
+    CheckpointError,
+    CheckpointMismatchError,
+    KeyCollisionError,
+)
 
 W, B = (4, 3), (4,)
 
@@ -30,34 +37,36 @@ def keys(*names: str) -> dict[str, tuple[int, ...] | None]:
     return dict.fromkeys(names, W)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "names"),
-    [
-        pytest.param("module.a.w", "a.w", id="leading module"),
-        pytest.param("_orig_mod.a.w", "a.w", id="compiled"),
-        pytest.param("module.module.a.w", "a.w", id="twice"),
-        pytest.param("_orig_mod.module.a.w", "a.w", id="compiled DataParallel"),
-        pytest.param("module._orig_mod.a.w", "a.w", id="DataParallel of compiled"),
-        pytest.param("a.module.w", "a.w", id="in the middle"),
-        pytest.param("a._fsdp_wrapped_module._checkpoint_wrapped_module.w", "a.w", id="FSDP and checkpointing"),
-        pytest.param("_forward_module.a.w", "a.w", id="Fabric and DeepSpeed"),
-        pytest.param("model.a.w", "a.w", id="root dropped"),
-        pytest.param("module.model._orig_mod.a.w", "a.w", id="root dropped between wrappers"),
-        pytest.param("w", "net.w", id="root added"),
-        pytest.param("module.w", "net.w", id="root added, wrapper removed"),
-        pytest.param("a.w", "_orig_mod.a.w", id="compiled, added"),
-        pytest.param("_forward_module.a.w", "a._orig_mod.w", id="one private name for another"),
-    ],
-)
-def test_one_key_finds_its_place(checkpoint: str, names: str) -> None:
-    assert plan_renaming(keys(checkpoint), model(names)).renames == {checkpoint: names}
+ROOT = {"wrappers": frozenset({""})}
+FITS: dict[str, tuple[str, ModelKeys, str]] = {
+    "leading module": ("module.a.w", model("a.w"), "a.w"),
+    "compiled": ("_orig_mod.a.w", model("a.w"), "a.w"),
+    "twice": ("module.module.a.w", model("a.w"), "a.w"),
+    "compiled DataParallel": ("_orig_mod.module.a.w", model("a.w"), "a.w"),
+    "DataParallel of compiled": ("module._orig_mod.a.w", model("a.w"), "a.w"),
+    "in the middle": ("a.module.w", model("a.w"), "a.w"),
+    "FSDP and checkpointing": ("a._fsdp_wrapped_module._checkpoint_wrapped_module.w", model("a.w"), "a.w"),
+    "Fabric and DeepSpeed": ("_forward_module.a.w", model("a.w"), "a.w"),
+    "root dropped": ("model.a.w", model("a.w"), "a.w"),
+    "root dropped between wrappers": ("module.model._orig_mod.a.w", model("a.w"), "a.w"),
+    "root added": ("w", model("net.w"), "net.w"),
+    "root added, wrapper removed": ("module.w", model("net.w"), "net.w"),
+    "compiled, added": ("a.w", model("_orig_mod.a.w"), "_orig_mod.a.w"),
+    "one private name for another": ("_forward_module.a.w", model("a._orig_mod.w"), "a._orig_mod.w"),
+    "no shape yet": ("module.w", ModelKeys(shapes={"w": None}), "w"),
+    "another wrapper inside": ("net.w", model("net.module.w", wrappers=frozenset({"net"})), "net.module.w"),
+    "another wrapper around": ("net.module.w", model("module.net.module.w", wrappers=frozenset({"", "module.net"})),
+                               "module.net.module.w"),
+    "other wrappers": ("net._orig_mod.w", model("module.net.w", **ROOT), "module.net.w"),
+    "a child called module": ("module.w", model("module.w"), "module.w"),
+    "and a wrapper around it": ("module.module.w", model("module.w"), "module.w"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("wrappers", [frozenset({"net"}), frozenset({"", "module.net"})], ids=["inner", "nested"])
-def test_wrapper_names_are_added_where_the_model_has_wrappers(wrappers: frozenset[str]) -> None:
-    live = "net.module.w" if len(wrappers) == 1 else "module.net.module.w"
-    for checkpoint in ("net.w", "module.net.w", "net._orig_mod.w", live):
-        assert plan_renaming(keys(checkpoint), model(live, wrappers=wrappers)).renames == {checkpoint: live}
+@pytest.mark.parametrize("what", FITS)
+def test_one_key_finds_its_place(what: str) -> None:
+    checkpoint, wanted, name = FITS[what]
+    assert plan_renaming(keys(checkpoint), wanted).renames == {checkpoint: name}
 
 
 def test_what_fits_is_never_touched() -> None:
@@ -67,35 +76,50 @@ def test_what_fits_is_never_touched() -> None:
     assert not plan.changes_names
 
 
-def test_a_child_that_is_called_module_stays() -> None:
+def test_a_child_that_is_called_module_stays_beside_others() -> None:
     legit = model("module.w", "head.w")
-    assert plan_renaming(keys("module.w", "head.w"), legit).renames["module.w"] == "module.w"
-    # DataParallel around it adds one more, and that one goes.
     wrapped = plan_renaming(keys("module.module.w", "module.head.w"), legit)
     assert wrapped.renames == {"module.module.w": "module.w", "module.head.w": "head.w"}
-    # Also where it is the only child, which looks like a wrapper.
-    assert plan_renaming(keys("module.module.w"), model("module.w")).renames == {"module.module.w": "module.w"}
-    assert plan_renaming(keys("module.w"), model("module.w")).renames == {"module.w": "module.w"}
+    assert plan_renaming(keys("module.w", "x.w"), legit, strict=False).renames == {"module.w": "module.w"}
 
 
-def test_two_keys_for_one_place_are_refused_and_named() -> None:
-    with pytest.raises(KeyCollisionError, match=r'"w" and "module\.w" would both become "w"'):
-        plan_renaming({"w": (2,), "module.w": (3,)}, ModelKeys(shapes={"w": (2,)}))
-    with pytest.raises(KeyCollisionError, match=r"a\._orig_mod\.w.*a\.w"):
-        plan_renaming(keys("a.w", "a._orig_mod.w"), model("net.a.w"))
-    with pytest.raises(KeyCollisionError, match=r"_orig_mod\.w"):
-        clean_names(["w", "_orig_mod.w"])
+TWO = keys("teacher.a.w", "teacher.b.w", "student.a.w", "student.b.w")
+TIED_PLACES = model("a.w", "b.w", tied={"a.w": "a.w", "b.w": "a.w"})
+COLLIDES, AMBIGUOUS, MISFIT = KeyCollisionError, AmbiguousCheckpointError, CheckpointMismatchError
+REFUSED: dict[str, tuple[Any, ModelKeys, dict[str, Any], type[CheckpointError], str]] = {
+    "wrapped and not": (keys("w", "module.w"), model("w"), {}, COLLIDES, r'"w" and "module\.w" would both become "w"'),
+    "private and not": (keys("a.w", "a._orig_mod.w"), model("b.a.w"), {}, COLLIDES, r"a\._orig_mod\.w.*a\.w"),
+    "two sets": (TWO, model("a.w", "b.w"), {}, AMBIGUOUS, r'2 sets of .*"teacher\." and "student\.".*root="teacher\."'),
+    "two places": (keys("w"), TIED_PLACES, {}, AMBIGUOUS, r'model has 2 places.*"a\." and "b\."'),
+    "two partial sets": (keys("s.a.w", "t.a.w"), model("a.w", "c.w"), {"strict": False}, AMBIGUOUS, "2 sets"),
+    "a set beside the weights": (keys("w", "t.w"), model("w"), {}, MISFIT, r"not in the model: t\.w"),
+    "no such root": (
+        keys("a.w", "b.w"),
+        model("w"),
+        {"root": "t."},
+        MISFIT,
+        r'no "t\." in the checkpoint \(a\., b\.\)',
+    ),
+    "no root allowed": (keys("model.w"), model("w"), {"root": ""}, MISFIT, "0 of the model's 1"),
+    "nothing in common": (keys("a.k"), model("b.w"), {"strict": False}, MISFIT, "0 of the model's 1"),
+    "no counter": ({"a.w": W, "a.n_averaged": ()}, model("a.w"), {}, MISFIT, r"not in the model: a\.n_averaged"),
+}
 
 
-def test_two_sets_of_weights_that_fit_are_an_error_that_names_both_and_the_way_out() -> None:
-    both = keys("teacher.a.w", "teacher.b.w", "student.a.w", "student.b.w")
-    plain = model("a.w", "b.w")
-    with pytest.raises(AmbiguousCheckpointError, match=r'"teacher\." and "student\.".*root="teacher\."'):
-        plan_renaming(both, plain)
-    plan = plan_renaming(both, plain, root="student.")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_one_place_is_refused_in_words(what: str) -> None:
+    checkpoint, wanted, options, error, words = REFUSED[what]
+    with pytest.raises(error, match=words):
+        plan_renaming(checkpoint, wanted, **options)
+
+
+def test_a_root_chooses_between_two_sets_of_weights() -> None:
+    plan = plan_renaming(TWO, model("a.w", "b.w"), root="student.")
     assert plan.renames == {"student.a.w": "a.w", "student.b.w": "b.w"}
     assert plan.unused == ("teacher.a.w", "teacher.b.w")
-    assert plan_renaming(both, plain, root="teacher").renames["teacher.a.w"] == "a.w"
+    assert plan_renaming(TWO, model("a.w", "b.w"), root="teacher").renames["teacher.a.w"] == "a.w"
+    deep = keys("module.system.model.w", "module.system.head.w")
+    assert plan_renaming(deep, model("w"), root="system.model.").renames == {"module.system.model.w": "w"}
 
 
 def test_two_names_of_the_same_tensors_are_not_two_sets_of_weights() -> None:
@@ -106,68 +130,26 @@ def test_two_names_of_the_same_tensors_are_not_two_sets_of_weights() -> None:
         plan_renaming(keys(*same), model("w"), same_tensor=lambda: {"net.w": 1, "fast._orig_mod.w": 2})
 
 
-def test_two_places_in_the_model_are_ambiguous_too() -> None:
-    with pytest.raises(AmbiguousCheckpointError, match=r'model has 2 places.*"a\." and "b\."'):
-        plan_renaming(keys("w"), model("a.w", "b.w", tied={"a.w": "a.w", "b.w": "a.w"}))
-
-
-def test_a_root_with_other_weights_beside_it_is_loaded_and_the_others_are_listed() -> None:
+def test_weights_beside_a_dropped_root_are_listed() -> None:
     plan = plan_renaming(keys("model.w", "loss.weight", "metric.total"), model("w"))
-    assert plan.renames == {"model.w": "w"}
-    assert plan.dropped_root == "model."
+    assert (plan.renames, plan.dropped_root) == ({"model.w": "w"}, "model.")
     assert plan.unused == ("loss.weight", "metric.total")
 
 
-def test_weights_beside_a_full_set_of_the_same_names_are_not_preferred_to_it() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"not in the model: teacher\.w"):
-        plan_renaming(keys("w", "teacher.w"), model("w"))
-
-
-def test_an_unknown_root_is_refused_with_the_roots_that_there_are() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r'no "teacher\." in the checkpoint \(a\., b\.\)'):
-        plan_renaming(keys("a.w", "b.w"), model("w"), root="teacher.")
-
-
-def test_root_may_be_deeper_than_one_attribute_and_skip_wrappers() -> None:
-    plan = plan_renaming(keys("module.system.model.w", "module.system.head.w"), model("w"), root="system.model.")
-    assert plan.renames == {"module.system.model.w": "w"}
-
-
-def test_an_empty_root_forbids_a_change_of_root() -> None:
-    with pytest.raises(CheckpointMismatchError):
-        plan_renaming(keys("model.w"), model("w"), root="")
-
-
-def test_strict_refuses_what_is_missing_left_over_or_of_another_shape() -> None:
+def test_what_does_not_fit_is_refused_if_strict_and_listed_if_not() -> None:
     wanted = ModelKeys(shapes={"a.w": W, "a.b": B, "c.w": W})
+    checkpoint = {"module.a.w": W, "module.a.b": (9,), "module.x.w": W}
     with pytest.raises(CheckpointMismatchError) as caught:
-        plan_renaming({"module.a.w": W, "module.a.b": (9,), "module.x.w": W}, wanted)
+        plan_renaming(checkpoint, wanted)
     message = str(caught.value)
     assert '1 of the model\'s 3 keys fit (removed "module." from 1 keys). Nothing was changed.' in message
     assert "not in the checkpoint: c.w" in message
     assert "not in the model: module.x.w" in message
     assert "module.a.b (9,) instead of (4,)" in message
-    assert caught.value.missing == ("c.w",)
-    assert caught.value.unexpected == ("module.x.w",)
-
-
-def test_partial_loading_takes_what_fits_and_lists_the_rest() -> None:
-    wanted = ModelKeys(shapes={"a.w": W, "a.b": B, "c.w": W})
-    plan = plan_renaming({"module.a.w": W, "module.a.b": (9,), "module.x.w": W}, wanted, strict=False)
-    assert plan.renames == {"module.a.w": "a.w"}
-    assert plan.missing == ("c.w",)
-    assert plan.unexpected == ("module.x.w",)
-    assert plan.mismatched == (("module.a.b", (9,), B),)
-
-
-def test_partial_loading_of_nothing_is_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match="0 of the model's 1 keys"):
-        plan_renaming(keys("encoder.k"), model("decoder.w"), strict=False)
-
-
-def test_partial_loading_does_not_choose_between_two_roots() -> None:
-    with pytest.raises(AmbiguousCheckpointError):
-        plan_renaming(keys("s.a.w", "t.a.w"), model("a.w", "head.w"), strict=False)
+    plan = plan_renaming(checkpoint, wanted, strict=False)
+    assert (plan.renames, plan.clashes) == ({"module.a.w": "a.w"}, {"module.a.b": "a.b"})
+    assert (plan.missing, plan.unexpected) == (("c.w",), ("module.x.w",))
+    assert (caught.value.missing, caught.value.unexpected) == (plan.missing, plan.unexpected)
 
 
 def test_partial_loading_leaves_names_that_the_model_has_where_they_are() -> None:
@@ -182,11 +164,6 @@ def test_tied_weights_need_only_one_of_their_names() -> None:
         assert plan.tied == {absent: f"module.{present}"}
         applied = plan.apply({f"module.{present}": 1, "module.c.w": 2})
         assert applied == {present: 1, "c.w": 2, absent: 1}
-
-
-def test_parameters_without_a_shape_yet_take_any() -> None:
-    lazy = ModelKeys(shapes={"w": None})
-    assert plan_renaming({"module.w": (7, 7)}, lazy).renames == {"module.w": "w"}
 
 
 def test_one_element_goes_into_none_as_torch_allows_for_old_files() -> None:
@@ -205,11 +182,6 @@ def test_step_counters_of_wrappers_come_and_go_with_the_wrapper() -> None:
     assert added.kept == ("n_averaged",)
     both = plan_renaming({"n_averaged": (), "module._orig_mod.w": W}, averaged)
     assert both.renames == {"n_averaged": "n_averaged", "module._orig_mod.w": "module.w"}
-
-
-def test_a_parameter_that_is_called_like_a_step_counter_is_no_counter() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"not in the model: a\.n_averaged"):
-        plan_renaming({"a.w": W, "a.n_averaged": ()}, model("a.w"))
 
 
 def test_modules_that_translate_their_own_keys_are_left_to_it() -> None:
@@ -261,6 +233,8 @@ def test_cleaning_needs_no_guess_where_the_wrappers_are_known() -> None:
         "ema.module._orig_mod.w": "ema.w",
     }
     assert clean_names(["net.module.w"]) == {"net.module.w": "net.module.w"}
+    with pytest.raises(KeyCollisionError, match=r"_orig_mod\.w"):
+        clean_names(["w", "_orig_mod.w"])
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "model."])
@@ -299,22 +273,20 @@ class Named(nn.Module):
             self.add_module(name, child)
         if own:
             self.scale = nn.Parameter(torch.zeros(2))
-            self.note = "fresh"
+        self.note = "fresh"
 
     def get_extra_state(self) -> dict[str, str]:
-        return {"note": getattr(self, "note", "")}
+        return {"note": self.note}
 
     def set_extra_state(self, state: dict[str, str]) -> None:
         self.note = state["note"]
 
 
-def compiled(module: nn.Module) -> nn.Module:
-    if hasattr(module, "get_compiler_config"):  # torch cannot compile a compiled module again
-        return module
-    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+def compiled_once(net: nn.Module) -> nn.Module:
+    return net if hasattr(net, "get_compiler_config") else compiled(net)  # torch compiles nothing twice
 
 
-WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [nn.DataParallel, compiled, AveragedModel, checkpoint_wrapper]
+WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [nn.DataParallel, compiled_once, AveragedModel, checkpoint_wrapper]
 
 leaves = st.sampled_from([lambda: nn.Linear(2, 2), lambda: nn.BatchNorm1d(2), lambda: nn.Embedding(3, 2)]).map(
     lambda make: make()
@@ -345,22 +317,8 @@ def wrap(net: nn.Module, plan: list[tuple[int, Callable[[nn.Module], nn.Module]]
     return net
 
 
-def fill(net: nn.Module) -> None:
-    """Give every number a value that no other has."""
-    count = 0
-    for tensor in net.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
-            tensor.copy_(torch.arange(count, count + tensor.numel()).view(tensor.shape))
-            count += tensor.numel()
-    for module in net.modules():
-        if isinstance(module, Named):
-            module.note = f"note {(count := count + 1)}"
-
-
-def contents(net: nn.Module) -> list[object]:
-    """Everything that is learned, in the order of the unwrapped net, without the wrappers' own counters."""
-    tensors = [t for name, t in (*net.named_parameters(), *net.named_buffers()) if not name.endswith("n_averaged")]
-    return [t.tolist() for t in tensors] + [m.note for m in net.modules() if isinstance(m, Named)]
+def everything(net: nn.Module) -> list[object]:
+    return contents(net) + [module.note for module in net.modules() if isinstance(module, Named)]
 
 
 @given(net=nets, saved_as=wrappings, loaded_as=wrappings)
@@ -371,7 +329,9 @@ def test_any_nesting_loads_into_any_other(
 ) -> None:
     source = wrap(copy.deepcopy(net), saved_as)
     target = wrap(copy.deepcopy(net), loaded_as)
-    fill(source)
+    fill(source, 1)
+    for number, module in enumerate(source.modules()):
+        module.note = f"note {number}"
     weights = source.state_dict()
     known, state = read_model(target, weights)
     plan = plan_renaming({key: shape_of(value) for key, value in weights.items()}, known)
@@ -379,7 +339,7 @@ def test_any_nesting_loads_into_any_other(
     assert all(any(new is old for old in weights.values()) for new in renamed.values())
     renamed.update((key, state[key]) for key in plan.kept)
     target.load_state_dict(renamed)
-    assert contents(target) == contents(source)
+    assert everything(target) == everything(source)
     # And what a model has saved itself is never touched.
     own, _ = read_model(source, weights)
     untouched = plan_renaming({key: shape_of(value) for key, value in weights.items()}, own)

@@ -2,11 +2,9 @@
 memory than the file justifies."""
 
 import cProfile
-import json
 import pickle
 import pstats
 import re
-import struct
 import sys
 import threading
 import types
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
@@ -170,7 +169,7 @@ ODD: dict[str, tuple[Any, str, frozenset[str]]] = {
     "deep attribute": (
         {**WEIGHTS, "x": with_attribute(nested(1_000))},
         "nest.* more than 200",
-        ALL - {"inspect", "json", "verify"},
+        ALL,
     ),
     "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has the key .* of 100000 levels", ALL),
     "number among keys": (
@@ -245,7 +244,7 @@ ODD_TENSORS = {
 
 
 @pytest.mark.parametrize("kind", ODD_TENSORS)
-def test_256_gib_in_a_file_of_1_kib_are_never_allocated(
+def test_256_gib_in_a_small_file_are_never_allocated(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save({**WEIGHTS, "mask": ODD_TENSORS[kind]()}, tmp_path / "odd.ckpt")
@@ -341,19 +340,16 @@ SHAPES_OF_NAMES: dict[str, Callable[[int], str]] = {
 }
 
 
-def safetensors(path: Path, names: list[str]) -> str:
-    places = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
-    header = json.dumps(places).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * len(names)))
-    return str(path)
-
-
 @pytest.mark.parametrize("shape", SHAPES_OF_NAMES)
 def test_twice_the_keys_take_twice_the_calls(shape: str, tmp_path: Path) -> None:
     counts: dict[str, list[int]] = {}
     for number in (600, 1200):
         names = [SHAPES_OF_NAMES[shape](i) for i in range(number)]
-        path = safetensors(tmp_path / f"{number}.safetensors", names)
+        places = {
+            name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)
+        }
+        path = f"{tmp_path}/{number}.safetensors"
+        Path(path).write_bytes(safetensors(places, bytes(4 * number)))
         model = nn.Module()
         for i in range(number):
             model.register_parameter(f"weight{i}", nn.Parameter(torch.ones(1)))
@@ -374,3 +370,4 @@ def test_twice_the_keys_take_twice_the_calls(shape: str, tmp_path: Path) -> None
             counts.setdefault(name, []).append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     for name, (once, twice) in counts.items():
         assert twice < 2.3 * once, name
+    assert counts["convert"][1] < 120 * 1200, "torch.save alone makes 150 calls a tensor"

@@ -4,7 +4,6 @@ import io
 import os
 import random
 import struct
-import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import TENSORS, records_of, refuse_everywhere, saved, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_file
+from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
@@ -25,26 +25,7 @@ CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspa
 DEFLATED, STORED = zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED
 
 
-def saved(content: object = CONTENT) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-GOOD = saved()
-
-
-def records_of(data: bytes) -> list[tuple[str, bytes]]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return [(info.filename, archive.read(info)) for info in archive.infolist()]
-
-
-def zipped(records: list[tuple[str, bytes]], method: int = STORED) -> bytes:
-    buffer = io.BytesIO()
-    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(buffer, "w", method) as archive:  # duplicate names
-        for name, data in records:
-            archive.writestr(name, data)
-    return buffer.getvalue()
+GOOD = saved(CONTENT)
 
 
 PLAIN = zipped(records_of(GOOD))
@@ -53,18 +34,6 @@ PACKED = zipped(records_of(GOOD), DEFLATED)
 
 def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
-
-
-def refuse_everywhere(path: Path, match: str) -> None:
-    for act in (
-        lambda: read_structure(str(path)),
-        lambda: verify_file(str(path)),
-        lambda: read_checkpoint(path),
-        lambda: read_checkpoint(path, weights_only=False),
-        lambda: load_weights(torch.nn.Linear(30, 20), path),
-    ):
-        with pytest.raises(BrokenCheckpointError, match=match):
-            act()
 
 
 # -- what archive tools make of a checkpoint -----------------------------------------------------------------------
@@ -121,7 +90,7 @@ def commented() -> bytes:
 def without_checksums() -> bytes:
     torch.serialization.set_crc32_options(False)
     try:
-        return saved()
+        return saved(CONTENT)
     finally:
         torch.serialization.set_crc32_options(True)
 
@@ -151,19 +120,10 @@ def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path:
         assert [*loaded] == [*CONTENT]
         assert all(torch.equal(loaded[name], CONTENT[name]) for name in CONTENT)
         del loaded
-    assert verify_file(str(path)).has_checksums is (case != "no checksums")
+    assert verify_checkpoint(str(path)).has_checksums is (case != "no checksums")
     model = torch.nn.Linear(30, 20)
     load_weights(model, path)
     assert torch.equal(model.weight, CONTENT["weight"])
-
-
-DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
-TENSORS = st.builds(
-    lambda shape, dtype, seed: (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
-    st.lists(st.integers(0, 5), max_size=3),
-    DTYPES,
-    st.integers(0, 9),
-)
 
 
 @given(content=st.dictionaries(st.text(max_size=5), TENSORS, max_size=4), method=st.sampled_from([STORED, DEFLATED]))
@@ -179,7 +139,7 @@ def test_any_weights_survive_an_archive_tool(
     )
 
 
-def test_places_of_records_are_read_even_where_torch_would_compute_them(tmp_path: Path) -> None:
+def test_record_offsets_are_read_even_where_torch_computes_them(tmp_path: Path) -> None:
     config = pytest.importorskip("torch.utils.serialization.config")
     path = tmp_path / "last.ckpt"
     path.write_bytes(PLAIN)
@@ -339,7 +299,7 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_what_unpacks_to_less_than_the_index_says_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(too_short_inside())
-    for act in (lambda: verify_file(str(path)), lambda: read_checkpoint(path)):
+    for act in (lambda: verify_checkpoint(str(path)), lambda: read_checkpoint(path)):
         with pytest.raises(BrokenCheckpointError, match="record data/1 is not as long as the index says"):
             act()
 

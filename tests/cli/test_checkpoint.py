@@ -377,7 +377,7 @@ def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Pat
     assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
 
 
-def test_what_an_unsafe_file_needs_is_said_for_the_command_line(tmp_path: Path, run: Run) -> None:
+def test_an_unsafe_file_names_the_way_in_python(tmp_path: Path, run: Run) -> None:
     path = str(tmp_path / "a.pt")
     torch.save({"model": {"w": torch.ones(2)}, "hparams": {"data": tmp_path}}, path)
     for action, target in (("convert", str(tmp_path / "b.pt")), ("diff", path)):

@@ -53,7 +53,7 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     assert against_old("slow", "--max-slowdown", "20")[0] == 0
     code, shown = against_old("other", "--format", "json")
     assert code == 3
-    assert json.loads(shown)["reasons"] == ["the batch size differs: 64 before, 32 now"]
+    assert json.loads(shown)["reasons"] == ["batch_size differs: 64 before, 32 now"]
     assert "Result of the change: batch_size 64 -> 32: 50 % slower" in against_old("other")[1]
     assert against_old("slow", "--format", "markdown")[1].startswith("**SLOWER:** ")
 

@@ -59,21 +59,10 @@ def test_options_of_the_command_are_its_own(driver: Driver, run_cli: RunCli) -> 
     assert run_cli("run", "echo", "--wait").stdout == "--wait\n"
 
 
-def test_the_claim_ends_with_the_command(driver: Driver) -> None:
-    driver.gpus = [gpu()]
-    with running("--exclusive", "--", "sh", "-c", "echo on; read line") as job:
-        assert job.stdout is not None
-        job.stdout.readline()
-        assert not is_free()
-        job.communicate("\n")
-        assert is_free()
-
-
 def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> None:
     driver.gpus = [gpu()]
     # The shell does not exec its last command, because something follows it.
     with running("--exclusive", "--", "sh", "-c", "sh -c 'echo $$; exec sleep 60'; true") as job:
-        assert job.stdout is not None
         child = int(job.stdout.readline())
         job.kill()
         job.wait()
@@ -87,7 +76,6 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
 def test_killing_the_job_frees_the_gpu(driver: Driver) -> None:
     driver.gpus = [gpu()]
     with running("--exclusive", "--", "sh", "-c", "echo on; exec sleep 60") as job:
-        assert job.stdout is not None
         job.stdout.readline()
         assert not is_free()
         job.kill()
@@ -186,21 +174,11 @@ def test_an_unedited_script_under_advise_has_its_report(driver: Driver, run_cli:
 def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(utilization=90)]
     with running("--max-utilization", "5", "--wait", "1h", "--", "true") as job:
-        assert job.stderr is not None
         assert "Waiting for up to" in job.stderr.readline()
         job.send_signal(signal.SIGINT)
         assert "Traceback" not in job.communicate()[1]
     assert job.returncode == 130
     assert [entry.name for entry in claims_dir.iterdir()] == []
-
-
-def test_gpus_shows_who_holds_what_since_when(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu()]
-    with running("--min-free", "8GiB", "--", "sh", "-c", "echo on; read line") as job:
-        assert job.stdout is not None
-        job.stdout.readline()
-        (claim,) = json.loads(run_cli("gpus", "--json").stdout)[0]["claims"]
-        assert (claim["pid"], claim["memory_bytes"]) == (job.pid, 8 * 2**30)
 
 
 def test_bind_numa_keeps_the_command_on_near_cores(driver: Driver, run_cli: RunCli) -> None:

@@ -35,7 +35,7 @@ def size_bytes(size: int | str | None) -> int | None:
 @dataclass
 class Process:
     pid: int
-    memory: int | None = None  # None: the driver does not tell, as under Windows' WDDM
+    memory: int | None = None  # None: the driver does not report it, as under Windows' WDDM
     graphics: bool = False
     sm: int | None = None  # its own utilization in percent, for nvmlDeviceGetProcessUtilization
     gpu_instance: int | None = None  # the MIG instance in which it runs
@@ -81,12 +81,11 @@ class Gpu:
     samples: list[tuple[float, float]] | None = None  # (seconds since the epoch, value): instead of `utilization`
     utilization_rate: int | None = None  # the instantaneous reading, where it shall differ from the last sample
     processes: list[Process] | None = field(default_factory=list)
-    compute_mode: str | None = "default"  # exclusive_thread, prohibited, exclusive_process
+    compute_mode: str | None = "default"  # prohibited, exclusive_process
     mig_capable: bool = True
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
     cpus: list[int] | None = field(default_factory=lambda: [0, 1])
-    addressing_mode: str | None = "hmm"  # none, hmm, ats
     power_watts: Series = 100.0
     temperature_celsius: float | None = 40.0
     throttled_power: Series = 0.0  # fraction of the time, 0 to 1

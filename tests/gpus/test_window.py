@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.gpus.utilization import mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.gpus.window import GpuTimelines, PercentHistogram, Phases, WindowBuilder, counter_difference
+from lightning_gpu_tools.gpus.window import GpuTimelines, PercentHistogram, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Timeline
 
 
@@ -186,13 +186,6 @@ def test_a_counter_that_was_set_back_starts_again():
 def test_a_counter_that_was_away_for_a_poll_goes_on():
     window = window_of(at(1.0, energy_joules=100.0), at(2.0), at(3.0, energy_joules=300.0))
     assert window.energy_joules == 200
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "difference"), [(None, 1, None), (1, None, None), (5, 3, None), (3, 5, 2), (0, 0, 0)]
-)
-def test_counter_difference(before, after, difference):
-    assert counter_difference(before, after) == difference
 
 
 def test_means_of_the_hardware_counters_are_weighted_by_time():

@@ -11,7 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints.structure import read_structure, walk_tensors
+from lightning_gpu_tools.checkpoints.structure import read_structure
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 
 pytestmark = [
@@ -39,7 +39,7 @@ def test_weights_saved_on_a_gpu_come_to_the_cpu_or_where_they_are_wanted(tmp_pat
     path = tmp_path / "a.ckpt"
     net = nn.DataParallel(nn.Linear(64, 64).cuda(), device_ids=[0])
     write_checkpoint({"state_dict": net.state_dict()}, path)
-    locations = {info.storage.location for _, info in walk_tensors(read_structure(str(path)).content) if info.storage}
+    locations = read_structure(path).devices
     assert locations == {"cuda:0"}
     assert read_checkpoint(path)["state_dict"]["module.weight"].device.type == "cpu"
     assert read_checkpoint(path, map_location="cuda:0")["state_dict"]["module.weight"].is_cuda

@@ -53,12 +53,12 @@ def test_equal_runs_are_hardly_ever_called_different() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("gpu", ["NVIDIA L4"], "GPU differs"),
-        ("batch_size", 32, "batch size differs: 64 before, 32 now"),
+        ("gpu", ["NVIDIA L4"], "gpu differs"),
+        ("batch_size", 32, "batch_size differs: 64 before, 32 now"),
         ("precision", "bf16-mixed", "precision differs"),
-        ("world_size", 8, "world size differs: 2 before, 8 now"),
-        ("num_workers", 4, "loader's num_workers differs: None before, 4 now"),
-        ("pin_memory", True, "loader's pin_memory differs"),
+        ("world_size", 8, "world_size differs: 2 before, 8 now"),
+        ("num_workers", 4, "num_workers differs: None before, 4 now"),
+        ("pin_memory", True, "pin_memory differs"),
     ],
 )
 def test_different_setups_cannot_be_compared(setting: str, value: object, says: str) -> None:

@@ -32,7 +32,6 @@ def holder(path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Another process with a claim on GPU-a, until it is told to end or killed; "join": with the one that is there."""
     command = [sys.executable, "-c", HOLD, str(path), *arguments]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline()
         yield process
         process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -40,50 +41,51 @@ def chosen(
     return [one.gpu.index for one in best_set(made, count, links, numa, **{"memory_matters": False, **kw})]
 
 
-def test_without_links_and_nodes_memory_decides() -> None:
-    assert chosen(candidates(10, 30, 20), 2, [], {}) == [1, 2]
+RING = [(0, 1), (1, 2), (2, 3), (0, 3)]
+CLIQUE = list(itertools.combinations((4, 5, 6, 7), 2))
 
 
-def test_a_joined_pair_comes_before_a_freer_one() -> None:
-    assert chosen(candidates(40, 10, 39, 38), 2, nvlinks((0, 1), (2, 3)), {}) == [2, 3]
-
-
-def test_of_joined_pairs_the_freer_one() -> None:
-    assert chosen(candidates(40, 10, 39, 38), 2, nvlinks((0, 1), (1, 2), (1, 3)), {}) == [0, 1]
-
-
-def test_a_pair_on_one_node_comes_before_a_freer_one() -> None:
-    assert chosen(candidates(40, 30, 39, 38), 2, [], nodes(0, 0, 1, 1)) == [2, 3]
-
-
-def test_links_come_before_nodes() -> None:
-    assert chosen(candidates(40, 30, 39, 38), 2, nvlinks((0, 3)), nodes(0, 1, 1, 0)) == [0, 3]
-    assert chosen(candidates(40, 30, 39, 38), 2, nvlinks((0, 2)), nodes(0, 0, 1, 1)) == [0, 2]
-
-
-def test_unknown_nodes_are_not_the_same_node() -> None:
-    assert chosen(candidates(40, 39, 20, 19), 2, [], nodes(None, None, 1, 1)) == [2, 3]
-
-
-def test_of_four_the_most_joined() -> None:
-    ring = nvlinks((0, 1), (1, 2), (2, 3), (0, 3))
-    clique = nvlinks(*itertools.combinations((4, 5, 6, 7), 2))
-    assert chosen(candidates(40, 40, 40, 40, 20, 20, 20, 20), 4, [*ring, *clique], {}) == [7, 6, 5, 4]
-
-
-def test_no_busy_or_claimed_gpu_is_taken_for_its_link() -> None:
-    assert chosen(candidates(40, 30, 20, busy=(1,)), 2, nvlinks((0, 1)), {}) == [0, 2]
-    assert chosen(candidates(40, 30, 20, claimed=(1,)), 2, nvlinks((0, 1)), {}) == [0, 2]
-
-
-def test_the_busy_one_that_is_needed_is_the_joined_one() -> None:
-    assert chosen(candidates(40, 30, 20, busy=(1, 2)), 2, nvlinks((0, 2)), {}) == [0, 2]
+@pytest.mark.parametrize(
+    ("made", "count", "links", "numa", "expected"),
+    [
+        pytest.param(candidates(10, 30, 20), 2, [], (), [1, 2], id="memory-alone"),
+        pytest.param(candidates(40, 10, 39, 38), 2, [(0, 1), (2, 3)], (), [2, 3], id="joined-before-freer"),
+        pytest.param(candidates(40, 10, 39, 38), 2, [(0, 1), (1, 2), (1, 3)], (), [0, 1], id="the-freer-joined-pair"),
+        pytest.param(candidates(40, 30, 39, 38), 2, [], (0, 0, 1, 1), [2, 3], id="one-node-before-freer"),
+        pytest.param(candidates(40, 30, 39, 38), 2, [(0, 3)], (0, 1, 1, 0), [0, 3], id="joined-on-one-node"),
+        pytest.param(candidates(40, 30, 39, 38), 2, [(0, 2)], (0, 0, 1, 1), [0, 2], id="joined-before-one-node"),
+        pytest.param(candidates(40, 39, 20, 19), 2, [], (None, None, 1, 1), [2, 3], id="unknown-is-no-node"),
+        pytest.param(candidates(*[40] * 4, *[20] * 4), 4, [*RING, *CLIQUE], (), [7, 6, 5, 4], id="the-most-joined"),
+        pytest.param(candidates(40, 30, 20, busy=(1,)), 2, [(0, 1)], (), [0, 2], id="no-busy-one-for-its-link"),
+        pytest.param(candidates(40, 30, 20, claimed=(1,)), 2, [(0, 1)], (), [0, 2], id="no-claimed-one-for-its-link"),
+        pytest.param(candidates(40, 30, 20, busy=(1, 2)), 2, [(0, 2)], (), [0, 2], id="of-busy-ones-the-joined"),
+    ],
+)
+def test_links_come_before_nodes_and_these_before_memory(
+    made: list[Candidate], count: int, links: list[tuple[int, int]], numa: tuple[int | None, ...], expected: list[int]
+) -> None:
+    assert chosen(made, count, nvlinks(*links), nodes(*numa)) == expected
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(36.0, [2, 3]), (35.9, [0, 1])], ids=["a-tenth-less", "more-than-that"])
 def test_a_link_costs_at_most_a_tenth_of_the_memory(gib: float, expected: list[int]) -> None:
     made = candidates(41, 40, gib, gib + 0.01)
     assert sorted(chosen(made, 2, nvlinks((2, 3)), {}, memory_matters=True)) == expected
+
+
+CUBE_MESH = [*itertools.combinations(range(4), 2), *CLIQUE, (0, 4), (1, 5), (2, 6), (3, 7)]  # DGX-1
+BRIDGES = [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize("links", [CUBE_MESH, BRIDGES], ids=["cube-mesh", "bridges"])
+@pytest.mark.parametrize("count", range(2, 8))
+def test_no_set_has_more_joined_pairs(links: list[tuple[int, int]], count: int) -> None:
+    def joined(some: Iterable[int]) -> int:
+        return len({*itertools.combinations(sorted(some), 2)} & {*links})
+
+    made = candidates(*[40, 10, 39, 38, 20, 30, 25, 37])
+    found = chosen(made, count, nvlinks(*links), nodes(*[0] * 4, *[1] * 4))
+    assert joined(found) == max(map(joined, itertools.combinations(range(8), count)))
 
 
 def test_many_gpus_are_chosen_from_quickly() -> None:

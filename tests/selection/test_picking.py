@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +15,6 @@ from fake_driver import Driver, gpu, link, mig, process
 
 from lightning_gpu_tools import (
     CudaAlreadyInitializedError,
-    GpuReading,
     GpuSelection,
     LightningGpuToolsError,
     NotEnoughGpusError,
@@ -52,13 +49,14 @@ def test_claimed_memory_is_not_given_twice(driver: Driver) -> None:
     assert "12.0 GiB free (18.0 GiB more are claimed), asked for 18.0 GiB" in caught.value.rejected[1]
 
 
-def test_exclusive_is_refused_where_somebody_is_and_refuses_everybody_else(driver: Driver) -> None:
+def test_exclusive_is_refused_where_somebody_is_and_refuses_others(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(processes=[process(pid=4711)]), gpu(processes=None), gpu()]
-    selection = select_gpus(exclusive=True)
-    assert indices(selection) == [2]
-    with pytest.raises(NotEnoughGpusError, match="claimed exclusively"):
-        select_gpus(3)
-    selection.release()
+    with select_gpus(exclusive=True) as selection:
+        assert indices(selection) == [2]
+        with pytest.raises(NotEnoughGpusError, match="claimed exclusively"):
+            select_gpus(3)
+    selection.release()  # again
+    assert [entry.name for entry in claims_dir.iterdir()] == []
     assert indices(select_gpus(2, claim=False)) == [2, 1]
 
 
@@ -77,14 +75,6 @@ def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None
     assert [entry.name for entry in claims_dir.iterdir()] == []
 
 
-def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [gpu()]
-    with select_gpus(exclusive=True) as selection:
-        assert len(list(claims_dir.iterdir())) == 2
-    selection.release()
-    assert [entry.name for entry in claims_dir.iterdir()] == []
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -93,7 +83,6 @@ def test_a_released_selection_leaves_nothing_and_can_be_released_again(driver: D
         "nvmlDeviceGetComputeMode",
         "nvmlDeviceGetComputeRunningProcesses_v3",
         "nvmlDeviceGetGraphicsRunningProcesses_v3",
-        "nvmlDeviceGetAddressingMode",
     ],
 )
 def test_an_old_driver_without_a_function_will_do(driver: Driver, function: str) -> None:
@@ -148,15 +137,6 @@ def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
         select_gpus()
 
 
-def test_list_gpus_ignores_the_mask(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.gpus = [gpu(), gpu(lost=True)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    readings = list_gpus()
-    assert [type(reading) for reading in readings] == [GpuReading, GpuReading]
-    assert readings[0].error is None
-    assert readings[1].error is not None
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -202,7 +182,6 @@ def test_ranks_of_ddp_get_the_gpus_that_the_first_applied(
 ) -> None:
     driver.gpus = [gpu(), gpu(), gpu(memory_free="70GiB")]
     with subprocess.Popen([sys.executable, "-c", RANK, repr(options)], stdin=-1, stdout=-1, text=True) as job:
-        assert job.stdout is not None
         first = job.stdout.readline()
         with driver.change():
             driver.gpus[1].memory_free = "50GiB"
@@ -226,7 +205,7 @@ def test_the_sentence_after_a_selection_says_what_and_why(driver: Driver) -> Non
     driver.gpus = [gpu(memory_free="71.3GiB"), gpu(memory_free="80GiB", utilization=60)]
     reason = select_gpus().reason
     assert f"GPU 0 ({driver.gpus[0].uuid[:12]}…) with 71.3 GiB free, 0 % busy" in reason
-    assert "the most free memory, out of 2 visible" in reason
+    assert reason.endswith("Best of 2 visible: idle before busy, then the most free memory.")
 
 
 EXCLUSIVE_OR_WHY = """
@@ -251,27 +230,6 @@ def test_many_processes_at_once_never_share_an_exclusive_gpu(driver: Driver) -> 
         job.kill()
         job.communicate()
     assert answers == {"refused": 12, **dict.fromkeys(uuids(driver, *range(4)), 1)}
-
-
-def test_selecting_loads_neither_torch_nor_lightning(driver: Driver) -> None:
-    driver.gpus = [gpu()]
-    code = "import sys, lightning_gpu_tools as t; t.select_gpus(); print(json.dumps(sorted(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", "import json;" + code], capture_output=True, text=True, check=True)
-    assert not {"torch", "lightning", "rich"} & set(json.loads(output.stdout))
-
-
-def test_errors_of_a_selection_can_be_passed_between_processes(driver: Driver) -> None:
-    driver.gpus = [gpu(lost=True)]
-    with pytest.raises(NotEnoughGpusError) as caught:
-        select_gpus()
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert (str(copy), copy.requested, copy.rejected) == (str(caught.value), 1, caught.value.rejected)
-
-
-def test_importing_the_package_asks_no_driver(driver: Driver) -> None:
-    code = "import sys, lightning_gpu_tools.selection.picking; print('pynvml' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-    assert driver.calls() == []
 
 
 def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
@@ -322,24 +280,12 @@ int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); 
     assert indices(select_gpus(2)) == [0, 2]
 
 
-def test_gpus_joined_by_nvlink_are_preferred(driver: Driver) -> None:
-    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (40, 10, 39, 38)]
-    with driver.change():
-        driver.links = [link(0, 1, nvlink=True), link(2, 3, nvlink=True)]
+def test_joined_gpus_and_those_on_one_node_are_preferred(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (10, 0), (39, 1), (38, 1))]
     assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [2, 3]
-    assert indices(select_gpus(2, min_free="39GiB", claim=False)) == [0, 2]
+    with driver.change():
+        driver.links = [link(0, 2, nvlink=True)]
+    assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [0, 2]
     with driver.change():
         driver.gpus[2].utilization = 90
     assert indices(select_gpus(2, claim=False)) == [0, 3]
-
-
-def test_gpus_on_one_numa_node_are_preferred(driver: Driver) -> None:
-    driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (39.5, 1), (39, 0), (10, 1))]
-    assert indices(select_gpus(2, claim=False)) == [0, 2]
-
-
-def test_links_are_only_read_where_there_is_a_choice(driver: Driver) -> None:
-    driver.gpus = [gpu(), gpu()]
-    select_gpus(2)
-    select_gpus(1)
-    assert not [call for call in driver.calls() if "P2P" in call.function or "Topology" in call.function]

@@ -53,8 +53,6 @@ if len(sys.argv) > 1:
 sys.stdin.read()
 """)
     with subprocess.Popen([sys.executable, path, "parent"], stdin=-1, stdout=-1, text=True) as parent:
-        assert parent.stdout is not None
-        assert parent.stdin is not None
         assert parent.stdout.readline() == parent.stdout.readline() != ""
         parent.kill()
         parent.wait()

@@ -44,36 +44,22 @@ def test_idle_gpus_rank_by_free_memory_then_the_higher_index() -> None:
     assert order(rank([gpu(i, free=mib * MIB) for i, mib in enumerate(free_mib)])) == [0, 1, 3, 2]
 
 
-def test_idle_ranks_before_busy_with_more_memory() -> None:
-    assert order(rank([gpu(0, free=70 * GIB, utilization=99), gpu(1, free=5 * GIB, utilization=3)])) == [1, 0]
-
-
-def test_a_percent_of_noise_does_not_outweigh_memory() -> None:
-    assert order(rank([gpu(0, free=20 * GIB, utilization=0), gpu(1, free=40 * GIB, utilization=4)])) == [1, 0]
-
-
-@pytest.mark.parametrize(("utilization", "expected"), [(9.9, [0, 1]), (10.0, [1, 0])], ids=["below", "at-the-border"])
-def test_a_gpu_is_busy_from_ten_percent_on(utilization: float, expected: list[int]) -> None:
-    assert order(rank([gpu(0, free=50 * GIB, utilization=utilization), gpu(1, free=40 * GIB)])) == expected
-
-
-def test_unknown_utilization_ranks_after_a_busy_gpu() -> None:
-    assert order(rank([gpu(0, free=70 * GIB, utilization=None), gpu(1, free=GIB, utilization=99)])) == [1, 0]
-
-
-def test_a_gpu_that_hides_its_memory_ranks_last() -> None:
-    claims = (claim("GPU-1"),)
-    assert order(rank([gpu(0, free=None), gpu(1, free=GIB, utilization=99)], claims)) == [1, 0]
-
-
-def test_a_claimed_gpu_ranks_last_but_is_not_refused() -> None:
-    gpus = [gpu(0, free=70 * GIB), gpu(1, free=5 * GIB, utilization=80)]
-    assert order(rank(gpus, (claim("GPU-0"),))) == [1, 0]
-
-
-def test_jobs_spread_over_claimed_gpus() -> None:
-    gpus = [gpu(0, free=70 * GIB), gpu(1, free=5 * GIB)]
-    assert order(rank(gpus, (claim("GPU-0"), claim("GPU-0"), claim("GPU-1")))) == [1, 0]
+@pytest.mark.parametrize(
+    ("first", "second", "claimed", "expected"),
+    [
+        pytest.param((70, 99), (5, 3), [], [1, 0], id="idle-before-busy"),
+        pytest.param((20, 0), (40, 4), [], [1, 0], id="a-percent-of-noise-is-idle"),
+        pytest.param((50, 9.9), (40, 0), [], [0, 1], id="just-not-busy"),
+        pytest.param((50, 10.0), (40, 0), [], [1, 0], id="busy-from-ten-percent"),
+        pytest.param((70, None), (1, 99), [], [1, 0], id="busy-before-unknown"),
+        pytest.param((None, 0), (1, 99), ["GPU-1"], [1, 0], id="unknown-memory-last"),
+        pytest.param((70, 0), (5, 80), ["GPU-0"], [1, 0], id="claimed-after-busy"),
+        pytest.param((70, 0), (5, 0), ["GPU-0", "GPU-0", "GPU-1"], [1, 0], id="fewer-claims-first"),
+    ],
+)
+def test_tiers_come_before_memory(first: Any, second: Any, claimed: list[str], expected: list[int]) -> None:
+    gpus = [gpu(i, None if gib is None else gib * GIB, load) for i, (gib, load) in enumerate((first, second))]
+    assert order(rank(gpus, tuple(map(claim, claimed)))) == expected
 
 
 def test_claimed_memory_that_is_not_used_yet_is_not_free() -> None:
@@ -158,7 +144,7 @@ def test_a_desktop_does_not_stand_in_the_way_of_exclusive() -> None:
 
 
 def test_what_someone_waits_for_is_kept_for_them() -> None:
-    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol", since_s=0.0)
+    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol")
     ranking = rank_gpus([gpu(0), gpu(1)], (), Request(), ahead=[waiter])
     assert order(ranking) == [1]
     assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
@@ -167,7 +153,7 @@ def test_what_someone_waits_for_is_kept_for_them() -> None:
 def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
     gpus = [gpu(index, free=(10 + index) * GIB) for index in range(5)]
     waiters = [
-        GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name, since_s=0.0)
+        GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name)
         for name, uuids, requested in (("a", ("GPU-0", "GPU-1", "GPU-3"), 1), ("b", ("GPU-3", "GPU-4", "GPU-1"), 2))
     ]
     ranking = rank_gpus(gpus, (), Request(), ahead=waiters)

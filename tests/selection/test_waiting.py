@@ -9,7 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu, process
@@ -67,27 +70,32 @@ with select_gpus(exclusive=True, wait=60):
 """
 
 
+@contextmanager
+def waiting(claims_dir: Path, name: str = "a", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that is in the queue for a GPU of its own; with it, it prints its name and ends."""
+    before, deadline = len(list(claims_dir.glob("wait-*.json"))), time.monotonic() + 60
+    command = [sys.executable, "-c", WAIT, name]
+    with subprocess.Popen(command, **{"stdout": -1, "stderr": -1, "text": True, **options}) as job:
+        while len(list(claims_dir.glob("wait-*.json"))) == before:
+            assert time.monotonic() < deadline, "it was not in the queue within a minute"
+            time.sleep(0.02)
+        yield job
+
+
 def test_waiters_are_served_in_the_order_they_came(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
-    served = tmp_path / "served"
-    waiting: list[subprocess.Popen[str]] = []
-    with served.open("a") as one_after_the_other:
+    with (tmp_path / "served").open("w") as served, ExitStack() as jobs:
         for name in "abc":
-            command = [sys.executable, "-c", WAIT, name]
-            waiting.append(subprocess.Popen(command, stdout=one_after_the_other, stderr=-1, text=True))
-            wait_until(lambda: len(list(claims_dir.glob("wait-*.json"))) == len(waiting))
-    mine.release()
-    for job in waiting:
-        job.communicate()
-    assert served.read_text().split() == ["a", "b", "c"]
+            jobs.enter_context(waiting(claims_dir, name, stdout=served))
+        mine.release()
+    assert (tmp_path / "served").read_text().split() == ["a", "b", "c"]
 
 
 def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
-    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+    with waiting(claims_dir) as job:
         with open_ledger(str(claims_dir)):  # so that it is not stopped while it has the ledger
             job.send_signal(signal.SIGSTOP)
         mine.release()
@@ -100,35 +108,18 @@ def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: 
 
 def test_a_small_request_passes_a_waiting_larger_one(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB", processes=[process(4711)]) for gib in (20, 40, 30)]
-    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
+    with waiting(claims_dir) as job:
         assert indices(select_gpus(2, min_free="5GiB", wait=60)) == [2, 0]  # the best one is kept
         job.kill()
 
 
-def test_ctrl_c_while_waiting_leaves_nothing(driver: Driver, claims_dir: Path) -> None:
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_a_waiter_that_ends_holds_nobody_up(driver: Driver, claims_dir: Path, ended_by: signal.Signals) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
-    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
-        job.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in job.communicate()[1]
-    assert not list(claims_dir.glob("wait-*.json"))
-    mine.release()
-
-
-def test_a_killed_waiter_holds_nobody_up(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [gpu()]
-    mine = select_gpus(exclusive=True)
-    with subprocess.Popen([sys.executable, "-c", WAIT, "a"], stdout=-1, stderr=-1, text=True) as job:
-        wait_until(lambda: list(claims_dir.glob("wait-*.json")))
-        job.kill()
+    with waiting(claims_dir) as job:
+        job.send_signal(ended_by)
+        assert ("KeyboardInterrupt" in job.communicate()[1]) is (ended_by is signal.SIGINT)
+    assert bool(list(claims_dir.glob("wait-*.json"))) is (ended_by is signal.SIGKILL)
     mine.release()
     assert indices(select_gpus(exclusive=True, wait=30)) == [0]
-
-
-def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not happen within a minute"
-        time.sleep(0.02)

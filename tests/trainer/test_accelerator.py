@@ -153,12 +153,6 @@ def test_gpus_that_were_selected_before_are_used(driver: Driver, claims_dir: Pat
     assert live_claims(claims_dir) == [("exclusive", 2)]
 
 
-def test_other_jobs_see_the_claim_and_go_elsewhere(driver: Driver, run_cli: RunPython) -> None:
-    trainer(2)
-    answer = run_cli("pick", "-n", "2", env={"CUDA_VISIBLE_DEVICES": None, "LIGHTNING_GPU_TOOLS_JOB": None})
-    assert answer.stdout.split() == [f"{driver.gpus[1].uuid},{driver.gpus[0].uuid}"]
-
-
 @pytest.mark.parametrize(
     ("options", "kind"),
     [({}, "whole"), ({"min_free": "8GiB"}, "memory"), ({"exclusive": True}, "exclusive"), ({"claim": False}, None)],
@@ -225,15 +219,6 @@ def test_an_accelerator_can_be_copied_and_sent_to_other_processes(clone: Callabl
     assert type(copied).__qualname__ == "FreeMemoryCUDAAccelerator"
     with pytest.raises(NotEnoughGpusError, match=r"asked for 35\.0 GiB"):
         type(copied).parse_devices(2)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"min_free": "8 bananas"}, "8 bananas"), ({"max_utilization": 101}, "101"), ({"wait": "soon"}, "soon")],
-)
-def test_wrong_options_are_refused_at_once(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FreeMemoryCUDAAccelerator(**options)  # type: ignore[arg-type]
 
 
 def test_one_line_of_the_log_names_the_gpus_and_why(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import re
 import shlex
@@ -10,7 +9,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from lightning.pytorch import Callback
@@ -19,7 +18,8 @@ from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.trainer import fit_report
+from lightning_gpu_tools.reports import plot
+from lightning_gpu_tools.trainer import fit_report, session
 from lightning_gpu_tools.trainer.fit_report import publish
 
 
@@ -72,8 +72,7 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
         (fit_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
         (fit_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
         (fit_report, "save_report", "The report could not be written to", []),
-        ("lightning_gpu_tools.reports.plot", "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
-        ("lightning_gpu_tools.trainer.session", "diagnose", "no report because of an error in GPUUtilization", []),
+        (plot, "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
     ],
 )
 def test_a_fault_in_the_report_costs_only_itself_and_is_printed(
@@ -85,16 +84,23 @@ def test_a_fault_in_the_report_costs_only_itself_and_is_printed(
     says: str,
     files: list[str],
 ) -> None:
-    if isinstance(owner, str):
-        owner = importlib.import_module(owner)
     monkeypatch.setattr(owner, name, fail)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(tmp_path)
+    train(tmp_path)
     printed = capsys.readouterr().out
     assert says in printed
-    assert ("Verdict: " in printed) is (name not in ("render_text", "diagnose"))
+    assert ("Verdict: " in printed) is (name != "render_text")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"gpu_report.{kind}" for kind in files]
+
+
+@pytest.mark.parametrize("action", ["ignore", "error"])
+def test_no_filter_hides_that_there_is_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Literal["ignore", "error"]
+) -> None:
+    monkeypatch.setattr(session, "diagnose", fail)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.filterwarnings(action, message=".*without a report")
+        train(tmp_path)
+    assert "because of an error in it: ZeroDivisionError: of ours" in str([str(one.message) for one in shown])
 
 
 def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(

@@ -189,6 +189,8 @@ def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd
     assert "Verdict: TOO SHORT" in capfd.readouterr().out
 
 
+# On a busy machine the advisor may warn, too.
+@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

@@ -24,7 +24,13 @@ from loader_switching import DrawsAlways, frozen_states
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, Stream, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, LoaderResult, NumWorkersFinder, load_report
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    LoaderResult,
+    NumWorkersFinder,
+    load_report,
+)
 from lightning_gpu_tools.trainer import num_workers_finder
 
 # A batch takes four times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
@@ -130,14 +136,33 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
     assert report.unseen == ()  # a loader without workers has none to be polled until the search is over
 
 
-def test_without_apply_the_settings_are_only_measured(tmp_path: Path) -> None:
+def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> None:
     finder = NumWorkersFinder(budget_s=2.0, apply=False)
-    watch = train(tmp_path, [finder], shuffled())
+    advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
+    watch = train(tmp_path, [advisor, finder], shuffled(Slow(50)))
     assert finder.result is not None
     assert finder.result.settings is not None
     assert finder.result.settings.num_workers >= 2
     assert not finder.result.applied
     assert set(watch.workers) == {0}
+    assert advisor.diagnosis is not None
+    (finding,) = advisor.diagnosis.findings
+    assert f"num_workers={finder.result.settings.num_workers} (now 0)" in finding.advice
+    assert finder.result.reason in finding.advice
+
+
+@pytest.mark.parametrize("finder_first", [True, False])
+def test_a_training_that_is_too_short_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, finder_first: bool
+) -> None:
+    callbacks = [NumWorkersFinder(), GPUUtilizationMonitor()]
+    with caplog.at_level("INFO"):
+        train(tmp_path, callbacks if finder_first else callbacks[::-1], shuffled(Samples(20)), Noisy(0.0))
+    (line,) = [line for line in caplog.messages if "NumWorkersFinder" in line]
+    assert line == "NumWorkersFinder: Training ended after 20 steps, before 25 were seen."
+    report = load_report(tmp_path)
+    assert report.loader is not None
+    assert report.loader.reason in line
 
 
 def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def positions(made: Trainer, driver: Driver) -> list[int]:
     return [[one.uuid for one in driver.gpus].index(uuid) for uuid in cpu_as_cuda.gpus_of(made)]
 
 
-@pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_by_name_gets_the_freest_gpus(cuda: Driver, name: str, accelerator: str) -> None:
     made = trainer(name, accelerator=accelerator)
@@ -158,7 +158,7 @@ def test_ddp_on_the_cpu_is_plain_ddp(cuda: Driver, recwarn: pytest.WarningsRecor
         (None, {}, None, r"This PyTorch \(.*\) was built without CUDA"),
         ("13.0", {"library_missing": True}, None, r"libnvidia-ml\.so\.1"),
         ("13.0", {"gpus": []}, None, r"The NVIDIA driver lists no GPU\."),
-        ("13.0", {}, "", r"CUDA_VISIBLE_DEVICES='' hides every GPU\."),
+        ("13.0", {}, "9", r"CUDA_VISIBLE_DEVICES='9' hides every GPU\."),
         ("13.0", {}, None, r"CUDA does not start, although"),
     ],
     ids=["cpu-build", "no-driver", "no-gpu", "hidden", "cuda-fails"],
@@ -230,6 +230,13 @@ def test_lightning_cli_builds_both_from_yaml(cuda: Driver, tmp_path: Path) -> No
     assert isinstance(made.accelerator, FreeMemoryCUDAAccelerator)
     assert isinstance(made.strategy, FreeMemoryDDPStrategy)
     assert made.strategy._ddp_kwargs["find_unused_parameters"] is True
+    assert positions(made, cuda) == [3, 2]
+
+
+def test_lightning_cli_takes_a_strategy_by_name(cuda: Driver, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {strategy: ddp_free_memory, devices: 2, logger: false}")
+    made = cli(tmp_path / "config.yaml").trainer
+    assert type(made.strategy) is FreeMemoryDDPStrategy
     assert positions(made, cuda) == [3, 2]
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
+from plugin_trainings import trainer
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -79,18 +80,9 @@ class Manual(Lit):
         return [optim.Adam([parameter]) for parameter in [*self.net.parameters()][: self.number]]
 
 
-def fit(model: LightningModule, folder: Path, path: Any = None, epochs: int = 3, **options: Any) -> Trainer:
-    options.setdefault("callbacks", [EarlyStopping("loss", patience=9, check_on_train_epoch_end=True)])
-    run = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **{"plugins": [PortableCheckpointIO()], **options},
-    )
+def fit(model: LightningModule, folder: Path, path: Any = None, plugin: Any = None, **options: Any) -> Trainer:
+    stopping = [EarlyStopping("loss", patience=9, check_on_train_epoch_end=True)]
+    run = trainer(folder, plugin, **{"epochs": 3, "callbacks": stopping, **options})
     run.fit(model, DataLoader(torch.ones(2, 2), 2), ckpt_path=path)  # type: ignore[arg-type]
     return run
 
@@ -285,12 +277,10 @@ def test_errors_of_the_users_optimizer_pass_unchanged(folder: Path) -> None:
 
 
 def test_the_loss_scale_is_checked_too(folder: Path) -> None:
-    def plugins() -> list[Any]:
-        return [PortableCheckpointIO(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
-
+    plugins = [PortableCheckpointIO(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     content = {**checkpoint(folder), "MixedPrecision": {"scale": 2.0}}
     with pytest.raises(CheckpointMismatchError, match='"MixedPrecision" cannot be used'):
-        resume(content, Lit(), folder, plugins=plugins())
+        resume(content, Lit(), folder, plugins=plugins)
 
 
 def test_checking_leaves_the_optimizer_and_the_counts_alone(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -50,12 +51,9 @@ class OneSlow(Dataset[torch.Tensor]):
         return torch.zeros(4)
 
 
-def seen(
-    folder: Path, dataset: Dataset[torch.Tensor], workers: int, *others: Callback, step_s: float = 0
-) -> LoadingFacts:
+def seen(folder: Path, dataset: Dataset[torch.Tensor], workers: int, *others: Callback) -> LoadingFacts:
     watching = Watching()
-    model = Model(time.sleep, step_s=step_s)
-    quiet_trainer(folder, callbacks=[*others, watching]).fit(model, loader(dataset, num_workers=workers))
+    quiet_trainer(folder, callbacks=[*others, watching]).fit(Model(), loader(dataset, num_workers=workers))
     return watching.watch.facts()
 
 
@@ -67,13 +65,32 @@ def test_behind_one_slow_worker_batches_lie_ready(tmp_path: Path, dataset: Any, 
     assert (facts.ready_out_of_order_share >= 0.5) is behind_one
 
 
-@pytest.mark.parametrize(("sample_s", "step_s", "share"), [(0.0, 0.03, (0.8, 1.0)), (0.02, 0.0, (0.0, 0.3))])
-def test_batches_that_lie_ready_are_seen(
-    tmp_path: Path, sample_s: float, step_s: float, share: tuple[float, float]
-) -> None:
-    ready = seen(tmp_path, Samples(60, time.sleep, sample_s), 1, step_s=step_s).ready_share
-    assert ready is not None
-    assert share[0] <= ready <= share[1]
+class Gated(Dataset[torch.Tensor]):
+    """Delivers nothing before it may."""
+
+    def __init__(self) -> None:
+        self.gate = multiprocessing.Event()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.gate.wait()
+        return torch.zeros(4)
+
+
+def test_batches_that_are_ready_are_seen() -> None:
+    dataset = Gated()
+    iterator = iter(loader(dataset, num_workers=1))
+    watch = WorkerWatch(lambda: iterator)
+    watch.before_fetch()
+    assert watch.facts().ready_share == 0
+    dataset.gate.set()
+    while not torch_compat.is_batch_ready(iterator):
+        time.sleep(0.001)
+    watch.before_fetch()
+    assert watch.facts().ready_share == 0.5
+    assert len(list(iterator)) == 2  # which also ends the worker
 
 
 def test_without_workers_nothing_is_known_of_them(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], in
         samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
     except pynvml.NVMLError_NotFound:  # nobody used it
         return {}, last_us
-    # One sample a process; values above 100 are as little to be believed as in the GPU's own samples.
+    # One sample a process; values above 100 are as wrong as in the GPU's own samples.
     percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
     return percents, max((one.timeStamp for one in samples), default=last_us)
 

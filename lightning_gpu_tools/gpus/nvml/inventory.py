@@ -21,7 +21,6 @@ from lightning_gpu_tools.units import printable, user_name
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
-    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: "exclusive_thread",
     pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
 }
@@ -73,7 +72,8 @@ def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]
         address = (pci.domain, pci.bus, pci.device)
         # As nvidia-smi writes it.
         reading = replace(reading, pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0")
-        integrated, total_bytes, free_bytes = _memory(handle, reading.name)
+        integrated = reading.name is not None and _INTEGRATED_NAME.search(reading.name) is not None
+        total_bytes, free_bytes = _memory(handle, integrated)
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         reading = replace(
             reading,
@@ -101,7 +101,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
             reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
-            _, total_bytes, free_bytes = _memory(handle, reading.name)
+            total_bytes, free_bytes = _memory(handle, integrated=False)
             reading = replace(
                 reading,
                 memory_total_bytes=total_bytes,
@@ -116,27 +116,19 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
     return tuple(instances)
 
 
-def _memory(handle: Any, name: str | None) -> tuple[bool | None, int | None, int | None]:
-    """Return whether the GPU is integrated, and its total and free bytes."""
+def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
+    """Return the total and the free bytes."""
+    if integrated:
+        # What the host has available is what the GPU can get. NVML's answer, where there is one, leaves out what the
+        # page cache would give back.
+        import psutil
+
+        host = psutil.virtual_memory()
+        return host.total, host.available
     # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
     # https://github.com/XuehaiPan/nvitop/pull/30.
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    integrated = name is not None and _INTEGRATED_NAME.search(name) is not None
-    if not integrated and memory is not None:
-        return False, memory.total, memory.free
-    if not integrated and not _addresses_host_memory(handle):
-        return None, None, None
-    # Memory is not supported, and it addresses that of the host: what the host has available is what it can get. On
-    # the named products NVML's answer, where there is one, leaves out what the page cache would give back.
-    import psutil
-
-    host = psutil.virtual_memory()
-    return True, host.total, host.available
-
-
-def _addresses_host_memory(handle: Any) -> bool:
-    addressing_mode = getattr(pynvml, "nvmlDeviceGetAddressingMode", None)  # nvidia-ml-py has it since 13.580
-    return addressing_mode is not None and ask(addressing_mode, handle) == pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS
+    return (None, None) if memory is None else (memory.total, memory.free)
 
 
 def _utilization_percent(handle: Any) -> float | None:

@@ -84,12 +84,6 @@ class GpuProbe:
         self._highest_mhz: int | None = None
         self._pid = open_driver()
 
-    def __enter__(self) -> GpuProbe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Give everything back to the driver; idempotent."""
         if self._pid != os.getpid():
@@ -197,8 +191,8 @@ class GpuProbe:
         if samples or is_first:
             self._last_sample_s = now_s
             return [] if is_first else samples
-        # On some products (GB10) the buffer is not filled while the GPU is idle. Two of the longest sample periods tell
-        # that from a read that was just too early for the next sample.
+        # On some products (GB10) the buffer is not filled while the GPU is idle. Two of the longest sample periods
+        # distinguish that from a read that was just too early for the next sample.
         if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 _VALUE_NOT_AVAILABLE = 2**64 - 1
 _NO_INSTANCE = 2**32 - 1
 _UNSIGNED_INT, _UNSIGNED_LONG_LONG = 1, 3  # nvmlValueType_t
-_COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
-_ADDRESSING_MODES = ("none", "hmm", "ats")
+_COMPUTE_MODES = {"default": 0, "prohibited": 2, "exclusive_process": 3}
 
 FUNCTIONS: dict[str, Callable[..., None]] = {}
 ON_DEVICE: set[str] = set()
@@ -50,10 +49,6 @@ def instances(card: Any) -> list[Any]:
 # Answers that are one number or one text
 
 
-def _position(names: tuple[str, ...], name: str | None) -> int | None:
-    return None if name is None else names.index(name)
-
-
 def _link(library: Library, device: Any, other: Any) -> bool | None:
     """Whether two GPUs are joined by NVLink."""
     partner = library.find(library._uuids.get(address_of(other), ""))
@@ -80,8 +75,7 @@ def _number(name: str, answer: Callable[..., int | None], *, mig: bool = False) 
 
 
 _number("nvmlDeviceGetIndex", lambda library, device: library.state.gpus.index(device))
-_number("nvmlDeviceGetComputeMode", lambda _, device: _position(_COMPUTE_MODES, device.compute_mode))
-_number("nvmlDeviceGetAddressingMode", lambda _, device: _position(_ADDRESSING_MODES, device.addressing_mode))
+_number("nvmlDeviceGetComputeMode", lambda _, device: _COMPUTE_MODES.get(device.compute_mode))
 _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capable else 0)
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
 _number("nvmlDeviceGetPowerUsage", _milliwatts)

@@ -1,0 +1,255 @@
+"""Writes the tables of README.md and docs/: figures from benchmarks/results/, the report's fields from docstrings.
+
+    python -m benchmarks.tables
+
+Each stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. One with figures says how to measure them
+again, and on what machine they were measured. A test fails where a table is not what this program writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, RankSpeed, Report
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.phases import PHASES
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+QUIET = 1.2  # load average below which timings are worth quoting
+
+Results = dict[str, Any]
+
+
+def results(name: str) -> Results:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def source(command: str, *names: str) -> str:
+    """Return how the figures came about: by which command, when, on which machine, with links to them."""
+    found = results(names[0])
+    machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
+    links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
+    where = f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
+    busy = f", load average {load:.1f}: to be repeated on a quiet machine" if load > QUIET else ""
+    return f"`python benchmarks/{command}` on {where}, {machine['date']}{busy}: {links}."
+
+
+def table(*rows: Sequence[str]) -> str:
+    """Return a Markdown table; the first row is its head."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def block(*parts: str) -> str:
+    """Return tables and paragraphs, these wrapped as the pages are."""
+    return "\n\n".join(
+        part if part.startswith("|") else textwrap.fill(part, 125, break_on_hyphens=False, break_long_words=False)
+        for part in parts
+    )
+
+
+def pick_speed() -> str:
+    found = results("pick_speed")
+    bare_s = found["median_s"]["bare nvidia-ml-py"]
+    repeats = len(found["all_s"]["bare nvidia-ml-py"])
+    rows = [
+        (name, f"{1e3 * seconds:.0f} ms", f"{seconds / bare_s:.1f}")
+        for name, seconds in found["median_s"].items()
+        if name != "Python alone"
+    ]
+    return block(
+        table(("a new process each", f"median of {repeats}", "/ bare script"), *rows),
+        f"Over {found['gpus']} GPUs, which are Python and slower than a driver. The bare script makes ten kinds of "
+        "calls per GPU, `pick` six of them. " + source("pick_speed.py", "pick_speed"),
+    )
+
+
+def diagnosis() -> str:
+    suite, peers = results("diagnosis_suite"), results("diagnosis_peers")
+    kinds = {
+        "on the CPU": "real trainings on the CPU",
+        "on a simulated GPU": "real trainings on a simulated GPU",
+        "as measurements": "measurements written by hand, as such a run would give them",
+    }
+    count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
+    rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items()]
+
+    outcomes = {
+        "names": "right",
+        "hints": "hints at it",
+        "misses": "another cause",
+        "no verdict": "no verdict",
+        "false alarm": "false alarm",
+    }
+    other = peers["machine"]["traceml-ai"]
+    of_both = [
+        (who, *(str(peers[key].get(outcome, 0)) for outcome in outcomes))
+        for who, key in (("this package", "ours"), (f"TraceML {other}", "traceml"))
+    ]
+    return block(
+        table(("cases with a known cause", "diagnosed right"), *rows),
+        source("diagnosis_suite.py", "diagnosis_suite"),
+        f"TraceML {other} under `traceml run`, on the {peers['both']} of these trainings on the CPU that it "
+        "attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
+        "epoch starts and transfers. Which kind of slow loading it is does not count here.",
+        table((f"of {peers['both']} trainings", *outcomes.values()), *of_both),
+        source("diagnosis_peers.py", "diagnosis_peers"),
+    )
+
+
+def step_overhead() -> str:
+    plain, fake = results("step_overhead"), results("step_overhead_fake_gpus")
+
+    def beyond(found: Results, name: str, other: str, kind: str) -> str:
+        if name not in found["measured_us"] or name == other:
+            return ""
+        measured, base = (found["measured_us"][one][kind] for one in (name, other))
+        values = [a - b for a, b in zip(measured, base, strict=True)]
+        low, high = median_interval(values) or (min(values), max(values))
+        return f"{median(values):+.0f} ({low:+.0f} to {high:+.0f})"
+
+    none, empty = "no callbacks", "two empty callbacks"
+    rows = [
+        (
+            name,
+            beyond(plain, name, none, "wall"),
+            beyond(plain, name, empty, "wall"),
+            beyond(plain, name, none, "cpu"),
+            beyond(fake, name, none, "wall"),
+        )
+        for name in fake["measured_us"]
+        if name != none
+    ]
+    head = (
+        "us per step",
+        "beyond no callbacks",
+        "beyond two empty ones",
+        "CPU time, beyond none",
+        f"{fake['fake_gpus']} fake GPUs, beyond none",
+    )
+    step_us = median(plain["measured_us"][none]["wall"])
+    return block(
+        table(head, *rows),
+        f"Steps of {step_us / 1e3:.1f} ms; everything at its defaults; `log_every_n_steps=50` unless stated. Medians "
+        f"of {plain['rounds']} paired differences between turns of {plain['steps_per_turn']} steps, with 95 % "
+        f"intervals. What threads and processes do beside the training is not in them. "
+        + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+    )
+
+
+def loader_settings() -> str:
+    found = results("loader_settings")
+
+    def settings(choice: tuple[int, int | None], per_s: float) -> str:
+        return f"{choice[0]}{f'x{choice[1]}' if choice[0] else ''}: {per_s:.0f}/s"
+
+    rows = [
+        (
+            name
+            + (f", {one['users_num_workers']} workers now" if one["users_num_workers"] and "now" not in name else ""),
+            f"{one['users_batches_per_s']:.0f}/s",
+            settings(one["choice"], one["choice_batches_per_s"]),
+            settings(one["best_of_grid"], one["best_batches_per_s"]),
+            f"{one['finder_s']:.1f} of {one['grid_s']:.0f} s",
+        )
+        for name, one in found["loaders"].items()
+    ]
+    before, after = (found["example"][when]["steps_per_s"] for when in ("before", "after"))
+    return block(
+        table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "finder / grid"), *rows),
+        f"Batches a second, beside the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
+        f"computes on the same cores that it loads with, went from {before:.1f} to {after:.1f} steps a second. "
+        + source("loader_settings.py", "loader_settings"),
+    )
+
+
+def checkpoint_io() -> str:
+    found = results("checkpoint_io")
+
+    def seconds(place: str, action: str) -> str:
+        one = found["results"][place][action]
+        return f"{one['seconds_median']:.2g} s ({min(one['seconds_all']):.2g} to {max(one['seconds_all']):.2g})"
+
+    ours, theirs = "PortableCheckpointIO", "TorchCheckpointIO"
+    cells = [
+        ("save to memory", "memory", f"save, {ours}", f"save, {theirs}"),
+        ("save to memory under `AsyncCheckpointIO`", "memory", f"async save, {ours}", f"async save, {theirs}"),
+        ("save to a disk, both with fsync", "disk", f"save, {ours}", f"save, {theirs} + fsync"),
+        ("load into a model, warm page cache", "memory", f"load into a model, {ours}", f"load into a model, {theirs}"),
+    ]
+    rows = [(what, *(seconds(place, action) for action in actions)) for what, place, *actions in cells]
+    return block(
+        table((f"{found['gib']:g} GiB", f"`{ours}`", f"Lightning's `{theirs}`"), *rows),
+        f"Medians of {found['repeats']} and their ranges. " + source("checkpoint_io.py", "checkpoint_io"),
+    )
+
+
+def fields(kind: type) -> str:
+    """Return the fields of a dataclass as its JSON object has them, with what their docstrings say."""
+    described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
+    hints = get_type_hints(kind)
+    rows = []
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
+        meaning = re.sub(r"\s+", " ", text).replace("``None``", "``null``").replace("``", "`")
+        meaning = meaning.replace("see docs/report_schema.md", "see [Phases](#phases)")
+        rows.append((f"`{name}`", in_json(hints[name]), meaning))
+    assert [row[0] for row in rows] == [f"`{field.name}`" for field in dataclasses.fields(kind)], kind
+    first = [("`schema_version`", "integer", str(SCHEMA_VERSION))] if kind is Report else []
+    return table(("field", "type", "meaning"), *first, *rows)
+
+
+def in_json(kind: Any) -> str:
+    """Return what a type is in JSON, in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join("null" if one is NoneType else in_json(one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return "string"
+    is_object = dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping
+    return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(
+        kind, "object" if is_object else "list"
+    )
+
+
+def phases() -> str:
+    rows = [(f"`{phase.name}`", phase.meaning) for phase in PHASES.values()]
+    return table(("phase", "the training thread is"), *rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{one.__name__: one for one in (pick_speed, diagnosis, step_overhead, loader_settings, checkpoint_io, phases)},
+    **{
+        kind.__name__: functools.partial(fields, kind)
+        for kind in (Report, GpuSummary, Diagnosis, Finding, RankSpeed, MemoryGrowth, LoaderSummary)
+    },
+}
+
+
+def filled(page: str) -> str:
+    """Return a page with its tables made anew."""
+    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)
+
+
+def main() -> None:
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

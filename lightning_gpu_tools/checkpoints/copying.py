@@ -1,0 +1,284 @@
+"""Whether torch can copy weights into a model and leave them what they are; known before the first number is copied.
+
+Mostly names, shapes and types say it all. Code of the model's own may translate weights while it is loaded; such a
+model is loaded twice. The first time each weight that fits is replaced by the parameter's own, and all is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
+from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
+from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself, shape_of
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.units import printable
+
+
+class Fit(NamedTuple):
+    """How one entry of a checkpoint fits a model.
+
+    Attributes:
+        entry: Its name; ``""`` if the weights are all that the file holds.
+        weights: Its content.
+        plan: How its keys become the model's.
+        keys: What is known of the model.
+        state: The model's ``state_dict()``.
+        strict: Whether everything must fit.
+    """
+
+    entry: str
+    weights: Mapping[str, Any]
+    plan: RenamePlan
+    keys: ModelKeys
+    state: Mapping[str, Any]
+    strict: bool
+
+    def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
+        renamed = self.plan.apply(weights, keep=self.plan.left_over(strict=self.strict))
+        renamed.update((key, self.state[key]) for key in self.plan.kept)
+        return renamed
+
+
+def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
+    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers.
+
+    Args:
+        model: As it is. Its own hooks run; what they and ``load_state_dict`` do to its tensors is undone.
+        fit: Says which weight belongs to which of them.
+        leave_out_misfits: Whether weights of another shape are going to be left out. If not, they are refused.
+
+    Raises:
+        CheckpointMismatchError: There is such a weight. Nothing was changed.
+    """
+    refused = {**_parts_of_others(fit.weights), **_different_for_tied(fit)}
+    if fit.plan.left_over(strict=fit.strict) or _takes_part(model, fit.keys):
+        refused |= _rehearse(model, fit, leave_out_misfits)
+    else:
+        places = (
+            (old, fit.state[new]) for old, new in fit.plan.renames.items() if shape_of(fit.state[new]) is not None
+        )
+        refused |= {old: why for old, target in places if (why := _why_not_copied(fit.weights[old], target))}
+    if refused:
+        shown = [f"{printable(key)} ({why})" for key, why in list(refused.items())[:4]]
+        more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
+        raise CheckpointMismatchError(
+            f"Torch cannot copy {', '.join(shown)}{more}. Nothing was changed. Store these weights as the model has "
+            "them, or take them out of the file and load it with strict=False."
+        )
+
+
+def _takes_part(model: nn.Module, keys: ModelKeys) -> bool:
+    """Whether the model has code of its own that runs while it is loaded."""
+    return (
+        bool(keys.self_loading)
+        or type(model).load_state_dict is not nn.Module.load_state_dict
+        or any(has_own_hooks(module._load_state_dict_post_hooks) for module in model.modules())
+    )
+
+
+def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
+    """Load, but copy nothing; return key -> reason for each weight that torch could not copy."""
+    refused: dict[str, str] = {}
+
+    def check(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
+        value = state_dict[key]
+        if is_copied_into(shape_of(value), shape_of(target)):
+            if value is not target and (why := _why_not_copied(value, target)):
+                refused[key] = why
+            state_dict[key] = target
+        elif leave_out_misfits:
+            del state_dict[key]
+
+    with _undoing(model), before_each_copy(model, check):
+        load_state(model, fit.renamed(fit.weights), fit.strict, "Nothing was changed.")
+    return refused
+
+
+@contextlib.contextmanager
+def _undoing(model: nn.Module) -> Iterator[None]:
+    """Let modules that load themselves do it to copies of their tensors, and put everything back afterwards."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in _modules(model):
+            parts: tuple[dict[str, Any], ...] = (vars(module), module._modules, module._parameters, module._buffers)
+            before += [(part, dict(part)) for part in parts]
+            if type(module).set_extra_state is not nn.Module.set_extra_state:  # which may change anything
+                vars(module)["set_extra_state"] = lambda state: None
+            if loads_itself(module):
+                for tensors in parts[2:]:
+                    tensors.update({name: _copied(tensor) for name, tensor in tensors.items() if tensor is not None})
+        yield
+    finally:
+        for part, saved in before:
+            part.clear()
+            part.update(saved)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    # A ScriptModule takes no hooks, and is never on the meta device nor sharded.
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def _copied(tensor: Any) -> torch.Tensor:
+    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet, and is given its shape while it is loaded
+        kind: Any = type(tensor)
+        empty: torch.Tensor = kind(tensor.requires_grad, device=tensor.device, dtype=tensor.dtype)
+        return empty
+    twin = tensor.detach().clone()
+    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
+    """Call ``load_state_dict``, and end the message of its refusal with the outcome for the model."""
+    try:
+        return model.load_state_dict(renamed, strict=strict)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
+        error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
+        raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+
+
+Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
+
+
+@contextlib.contextmanager
+def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
+    """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
+
+    Here and not before, because hooks may change names and shapes, and because one module's weights at a time need no
+    second copy of the model. It is given the module, the name and the full key of a parameter or buffer, itself, and
+    the state that it is about to be loaded from.
+    """
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        buffers = ((name, module._buffers[name]) for name in persistent)
+        for name, target in (*module._parameters.items(), *buffers):
+            if target is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
+                prepare(module, name, prefix + name, target, state_dict)
+
+    handles = [module.register_load_state_dict_pre_hook(hook) for module in _modules(model)]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of sharded tensors if any process has a part that another one saved; alike in all processes.
+
+    Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
+    """
+    parts = {key: value for key, value in weights.items() if _is_sharded(value)}
+    if not parts or not torch.distributed.is_initialized():
+        return {}
+    mesh = next(iter(parts.values())).device_mesh
+    place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
+    return (
+        {} if all(answers) else dict.fromkeys(parts, "a part that another process saved; each must load its own file")
+    )
+
+
+def _different_for_tied(fit: Fit) -> dict[str, str]:
+    """Return the keys whose numbers would be overwritten by others, which the checkpoint has for a tied weight."""
+    first: dict[str, tuple[str, torch.Tensor]] = {}
+    refused = {}
+    for old, new in fit.plan.renames.items():
+        value, leader = fit.weights[old], fit.keys.tied.get(new)
+        if leader is None or shape_of(value) is None or value.is_meta or value.layout is not torch.strided:
+            continue
+        other, same = first.setdefault(leader, (old, value))
+        if other != old and not _are_equal(value, same, fit.state[new].dtype):
+            refused[old] = f'other numbers than "{printable(other)}", which is the same tensor in the model'
+    return refused
+
+
+def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
+    if one.is_quantized or two.is_quantized or _is_sharded(one):
+        return True  # not known, and no pair of such is known that is tied
+    if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
+        return True
+    a, b = one.to(dtype), two.to(dtype)
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def _why_not_copied(value: Any, target: torch.Tensor) -> str:
+    """Say why a weight cannot be copied, or not without becoming another one; ``""`` if it can."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
+    is_of_its_kind = (
+        value.layout is target.layout
+        and value.is_nested == target.is_nested
+        and value.is_meta <= target.is_meta
+        and value.is_quantized <= target.is_quantized
+        and (not _is_one_part(value) or _is_sharded(target))
+    )
+    if not is_of_its_kind:
+        return f"{_kind(value)} instead of {_kind(target)}"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "the model's is an inference tensor, which can only be changed under torch.inference_mode()"
+    if target.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
+    ):
+        return "the model's is an expanded tensor, whose numbers share one place in memory"
+    return "" if value.dtype is target.dtype else _changed_number(value, target.dtype)
+
+
+def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
+    """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
+    if value.is_meta or value.is_quantized or value.layout is not torch.strided or type(value) is not torch.Tensor:
+        return ""
+    numbers = value
+    if value.is_complex():
+        numbers = torch.view_as_real(value.resolve_conj())
+        if not dtype.is_complex:
+            if numbers[..., 1].any():
+                return f"a complex number cannot become one of {_name(dtype)}"
+            numbers = numbers[..., 0]
+    if numbers.is_floating_point() and numbers.element_size() < 4:
+        numbers = numbers.float()  # where the limits below are exact, and float8 can be compared
+    if dtype.is_floating_point or dtype.is_complex:
+        kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
+        limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # as far as it is rounded down
+        if numbers.dtype is torch.bool or kinds(numbers.dtype).max <= limit:
+            return ""
+        changed = ((numbers > limit) | (numbers < -limit)) & ~numbers.isinf()
+    else:
+        cast = numbers.to(dtype)
+        changed = (cast.to(numbers.dtype) != numbers) | ((cast < 0) != (numbers < 0))
+    if not changed.any():
+        return ""
+    number = numbers[changed][0]
+    return f"{number.item():g} would become {number.to(dtype).item():g} as {_name(dtype)}"
+
+
+def _is_one_part(value: Any) -> bool:
+    """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
+    return _is_sharded(value) and value.device_mesh.size() > 1 and not torch.distributed.is_initialized()
+
+
+def _is_sharded(value: Any) -> bool:
+    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
+
+
+def _kind(value: torch.Tensor) -> str:
+    layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
+    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
+
+
+def _name(torchs: torch.dtype | torch.layout) -> str:
+    return str(torchs).removeprefix("torch.")

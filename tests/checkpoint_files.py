@@ -1,0 +1,69 @@
+"""Checkpoint files as torch, archive tools and those who craft them write them."""
+
+import io
+import json
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.errors import BrokenCheckpointError
+
+TENSORS = st.builds(
+    lambda shape, dtype, seed: (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
+    st.one_of(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([[300], [1 << 11], [2, 700]])),
+    st.sampled_from(
+        [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16]
+    ),
+    st.integers(0, 9),
+)
+
+
+def saved(content: object, **options: Any) -> bytes:
+    """What torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer, **options)
+    return buffer.getvalue()
+
+
+def records_of(data: bytes) -> list[tuple[str, bytes]]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return [(info.filename, archive.read(info)) for info in archive.infolist()]
+
+
+def zipped(records: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(buffer, "w", method) as archive:  # duplicate names
+        for name, data in records:
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def described_by(program: bytes, blocks: int = 1) -> bytes:
+    """A file whose description is this pickle program, with blocks of four numbers."""
+    numbers = struct.pack("<4f", 1, 2, 3, 4)
+    records = [("archive/data.pkl", b"\x80\x02" + program + b"."), ("archive/version", b"3\n")]
+    return zipped(records + [(f"archive/data/{block}", numbers) for block in range(blocks)])
+
+
+def safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def refuse_everywhere(path: Path, match: str) -> None:
+    for act in (
+        lambda: read_structure(path),
+        lambda: verify_checkpoint(path),
+        lambda: read_checkpoint(path),
+        lambda: read_checkpoint(path, weights_only=False),
+    ):
+        with pytest.raises(BrokenCheckpointError, match=match):
+            act()

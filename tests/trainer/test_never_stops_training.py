@@ -1,0 +1,182 @@
+"""Whatever goes wrong in a callback of this package, a training ends as it does without it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from loader_switching import frozen_states
+from trainings import Boom, Model, Samples, hide, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
+from lightning_gpu_tools.loaders import settings, workers
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
+from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
+from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
+from lightning_gpu_tools.training import compat as torch_compat
+
+STEPS, FAILS_AT = 4, 2
+
+
+class Failing(Model):
+    """Fails at a step, if it is told to."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at = at
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.at:
+            raise Boom(f"at step {batch_idx}")
+        return super().training_step(batch, batch_idx) * torch.rand(1)
+
+
+class Outcome(NamedTuple):
+    error: str
+    weights: list[Any]
+    states: Any
+
+
+def train(folder: Path, callbacks: list[Callback], fails_at: int | None) -> Outcome:
+    seed_everything(0, verbose=False)
+    model = Failing(fails_at)
+    plugins = [PortableCheckpointIO()] if any(isinstance(one, PortableCheckpointHooks) for one in callbacks) else []
+    trainer = quiet_trainer(folder, callbacks=callbacks, plugins=plugins, log_every_n_steps=5, logger=False)
+    error = "none"
+    try:
+        trainer.fit(model, loader(Samples(STEPS), shuffle=True))
+        trainer.save_checkpoint(folder / "last.ckpt")
+    except Exception as raised:  # noqa: BLE001 - whatever reaches the user
+        error = repr(raised)
+    return Outcome(error, [weight.tolist() for weight in model.parameters()], frozen_states())
+
+
+class BadText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("has no text")
+
+
+FAULTS: list[Callable[[], Exception]] = [
+    lambda: RuntimeError("ours"),
+    lambda: PermissionError(13, "ours"),
+    lambda: AttributeError("ours"),
+    lambda: StopIteration("ours"),
+    lambda: UserWarning("ours"),
+    BadText,
+]
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "monitor": GPUUtilizationMonitor,
+    "advisor": lambda: GPUUtilizationAdvisor(min_steps=1, min_seconds=0),
+    "finder": lambda: NumWorkersFinder(budget_s=0.1),
+    "checkpoints": PortableCheckpointHooks,
+}
+
+
+def hooks_of(callback: Callback) -> dict[str, Callable[..., Any]]:
+    """Return the hooks that a callback has beside Lightning's empty ones, as they are without a guard."""
+    found = {name: getattr(type(callback), name) for name in dir(Callback) if not name.startswith("_")}
+    return {
+        name: getattr(hook, "__wrapped__", hook)
+        for name, hook in found.items()
+        if callable(hook) and hook is not getattr(Callback, name)
+    }
+
+
+@contextmanager
+def fault_in(function: Callable[..., Any], fault: Callable[[], Exception]) -> Iterator[list[str]]:
+    """Raise where a function begins, each time that it is called; gives a list that has an entry for each."""
+    raised: list[str] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code is function.__code__:
+            raised.append(frame.f_code.co_name)
+            sys.settrace(None)
+            sys.settrace(trace)
+            raise fault()
+
+    sys.settrace(trace)
+    try:
+        yield raised
+    finally:
+        sys.settrace(None)
+
+
+@pytest.fixture(scope="module")
+def as_usual(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Outcome]:
+    """Return how the training ends without a callback: with no error, and with one of the user's."""
+    return {at: train(tmp_path_factory.mktemp("alone"), [], at) for at in (None, FAILS_AT)}
+
+
+HOOKS = [(kind, hook) for kind, made in CALLBACKS.items() for hook in hooks_of(made())]
+
+
+@pytest.mark.parametrize(("kind", "hook"), HOOKS)
+def test_a_fault_in_any_hook_changes_nothing(
+    tmp_path: Path, as_usual: dict[int | None, Outcome], kind: str, hook: str
+) -> None:
+    ever_raised = []
+    for fault, (at, alone) in zip(FAULTS, itertools.cycle(as_usual.items()), strict=False):
+        callback = CALLBACKS[kind]()
+        with fault_in(hooks_of(callback)[hook], fault) as raised:
+            assert train(tmp_path, [callback], at) == alone
+        ever_raised += raised
+    assert ever_raised
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        num_workers_finder._Fit._adopt,
+        num_workers_finder.switchable,
+        num_workers_finder.step_cost,
+        num_workers_finder.read_host_budget,
+        num_workers_finder.search,
+        num_workers_finder.restore,
+    ],
+)
+def test_a_fault_in_the_search_changes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_usual: dict[int | None, Outcome],
+    function: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr(num_workers_finder, "STUDY_STEPS", 3)
+    monkeypatch.setattr(num_workers_finder, "why_no_search", lambda steps: None)
+    for at, alone in as_usual.items():
+        with fault_in(function, lambda: RuntimeError("ours")) as raised:
+            assert train(tmp_path, [CALLBACKS["finder"]()], at) == alone
+        assert raised or at is not None
+
+
+PRIVATE_NAMES = [
+    (module, name)
+    for module in (compat, torch_compat)
+    for name in sorted(set(re.findall(r'"(_[a-z]\w+)"', Path(str(module.__file__)).read_text())))
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [*PRIVATE_NAMES, (settings, GET_ITERATOR), (workers, SHUT_DOWN_WORKERS), (wrappers, "process_dataloader")],
+)
+@pytest.mark.parametrize("at", [None, FAILS_AT])
+def test_a_missing_private_name_changes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_usual: dict[int | None, Outcome],
+    module: ModuleType,
+    name: str,
+    at: int | None,
+) -> None:
+    hide(monkeypatch, module, name)
+    monkeypatch.setattr(num_workers_finder, "STUDY_STEPS", 3)
+    assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == as_usual[at]
