@@ -139,7 +139,8 @@ def train(case: Case, num_workers: int, seconds: float) -> tuple[float, Diagnosi
             default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(case.model(), loader)
-    assert advisor.diagnosis is not None
+    if advisor.diagnosis is None or not watch.clock.blocks:
+        raise SystemExit(f"No steady steps in {seconds:g} s: the machine is busy, or give it more --seconds.")
     return median(block.step_s for block in watch.clock.blocks), advisor.diagnosis
 
 
