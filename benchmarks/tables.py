@@ -43,10 +43,8 @@ def source(command: str, *names: str) -> str:
     """Return how the figures came about: by which command, when, on which machine, with links to them."""
     machine = results(names[0])["machine"]
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
-    return (
-        f"`python benchmarks/{command}`, {machine['date']}, {machine['cores']} cores of a shared virtual machine "
-        f"({machine['processor']}): {links}."
-    )
+    where = f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
+    return f"`python benchmarks/{command}` on {where}, {machine['date']}: {links}."
 
 
 def table(*rows: Sequence[str]) -> str:

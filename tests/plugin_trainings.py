@@ -65,6 +65,14 @@ def trainer(folder: Path, plugin: Any = None, *, epochs: int = 1, **options: Any
     return Trainer(accelerator="cpu", max_epochs=epochs, default_root_dir=folder, **{**defaults, **options})
 
 
+def trained(folder: Path, wrapping: str = "plain", plugin: Any = None, **options: Any) -> tuple[Trainer, Lit]:
+    """A Trainer and its model after a fit, saved as ``a.ckpt``."""
+    run, model = trainer(folder, plugin, **options), Lit(wrapping)
+    run.fit(model)
+    run.save_checkpoint(folder / "a.ckpt")
+    return run, model
+
+
 def weights(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 

@@ -59,7 +59,7 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     Raises:
         CheckpointMismatchError: There is such a weight. Nothing was changed.
     """
-    refused = _different_for_tied(fit)
+    refused = {**_parts_of_others(fit.weights), **_different_for_tied(fit)}
     if fit.plan.left_over(strict=fit.strict) or _takes_part(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
@@ -176,6 +176,23 @@ def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
             handle.remove()
 
 
+def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of sharded tensors if any process has a part that another one saved; alike in all processes.
+
+    Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
+    """
+    parts = {key: value for key, value in weights.items() if _is_sharded(value)}
+    if not parts or not torch.distributed.is_initialized():
+        return {}
+    mesh = next(iter(parts.values())).device_mesh
+    place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
+    return (
+        {} if all(answers) else dict.fromkeys(parts, "a part that another process saved; each must load its own file")
+    )
+
+
 def _different_for_tied(fit: Fit) -> dict[str, str]:
     """Return the keys whose numbers would be overwritten by others, which the checkpoint has for a tied weight."""
     first: dict[str, tuple[str, torch.Tensor]] = {}
@@ -191,7 +208,7 @@ def _different_for_tied(fit: Fit) -> dict[str, str]:
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
-    if one.is_quantized or two.is_quantized or hasattr(one, "device_mesh"):
+    if one.is_quantized or two.is_quantized or _is_sharded(one):
         return True  # not known, and no pair of such is known that is tied
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
@@ -208,7 +225,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         and value.is_nested == target.is_nested
         and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
-        and (not _is_one_part(value) or hasattr(target, "device_mesh"))
+        and (not _is_one_part(value) or _is_sharded(target))
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
@@ -251,9 +268,11 @@ def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 
 def _is_one_part(value: Any) -> bool:
     """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    if type(value) is torch.Tensor or not hasattr(value, "device_mesh") or value.device_mesh.size() == 1:
-        return False
-    return not torch.distributed.is_initialized()
+    return _is_sharded(value) and value.device_mesh.size() > 1 and not torch.distributed.is_initialized()
+
+
+def _is_sharded(value: Any) -> bool:
+    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
 
 
 def _kind(value: torch.Tensor) -> str:

@@ -27,8 +27,6 @@ WRAPPER_SEGMENT = "module"
 WRAPPER_COUNTER = "n_averaged"
 
 _WRAPPER_CHILD = WRAPPER_SEGMENT + "."
-# No nesting that people build comes near it; a hostile file must not exhaust the stack.
-_MAX_WRAPPERS_IN_A_ROW = 32
 
 
 @dataclass
@@ -213,39 +211,40 @@ class Overlay:
     def largest(self, checkpoint: Node, model: Node) -> Overlap:
         """Return the largest overlap, taking out ``module`` levels of the checkpoint where that makes it larger."""
         overlap = Overlap()
-        self._largest(checkpoint, model, 0, overlap)
+        self._add_largest(checkpoint, model, overlap)
         return overlap
 
     def fits(self, checkpoint_key: str, model_key: str) -> bool:
         """Whether torch would copy the one tensor into the other."""
         return is_copied_into(self._checkpoint_shapes[checkpoint_key], self._model_shapes[model_key])
 
-    def _largest(self, checkpoint: Node, model: Node, wrappers: int, overlap: Overlap) -> None:
-        if not is_wrapper(checkpoint) or wrappers >= _MAX_WRAPPERS_IN_A_ROW:
-            self._by_name(checkpoint, model, 0, overlap)
+    # As deep as keys have levels, which envelope.check_contents limits.
+    def _add_largest(self, checkpoint: Node, model: Node, overlap: Overlap) -> None:
+        if not is_wrapper(checkpoint):
+            self._add_by_name(checkpoint, model, overlap)
             return
         # The same two nodes meet again on several ways through a row of wrappers.
         pair = (id(checkpoint), id(model))
         if pair not in self._wrapper_readings:
             kept, unwrapped = Overlap(), Overlap()
-            self._by_name(checkpoint, model, wrappers + 1, kept)
-            self._without_wrapper(checkpoint, model, wrappers + 1, unwrapped)
+            self._add_by_name(checkpoint, model, kept)
+            self._add_without_wrapper(checkpoint, model, unwrapped)
             # On a tie the name stays: the smaller change.
             self._wrapper_readings[pair] = unwrapped if len(unwrapped.pairs) > len(kept.pairs) else kept
         overlap.pairs += self._wrapper_readings[pair].pairs
         overlap.clashes += self._wrapper_readings[pair].clashes
 
-    def _by_name(self, checkpoint: Node, model: Node, wrappers: int, overlap: Overlap) -> None:
+    def _add_by_name(self, checkpoint: Node, model: Node, overlap: Overlap) -> None:
         for name, have in checkpoint.items():
             want = model.get(name)
             if isinstance(have, str):
                 if isinstance(want, str):
                     (overlap.pairs if self.fits(have, want) else overlap.clashes).append((have, want))
             elif isinstance(want, dict):
-                self._largest(have, want, wrappers, overlap)
+                self._add_largest(have, want, overlap)
 
-    def _without_wrapper(self, checkpoint: Node, model: Node, wrappers: int, overlap: Overlap) -> None:
-        self._largest(unwrap(checkpoint), model, wrappers, overlap)
+    def _add_without_wrapper(self, checkpoint: Node, model: Node, overlap: Overlap) -> None:
+        self._add_largest(unwrap(checkpoint), model, overlap)
         counter, wanted = checkpoint.get(WRAPPER_COUNTER), model.get(WRAPPER_COUNTER)
         free = all(wanted != taken for _, taken in overlap.pairs)
         if isinstance(counter, str) and isinstance(wanted, str) and free:

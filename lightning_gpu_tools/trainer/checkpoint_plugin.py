@@ -122,10 +122,9 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is no checkpoint, or damaged.
             UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, or the model's types cannot hold its numbers. Nothing
-                has been loaded then. A model with its own ``on_load_checkpoint`` or ``load_state_dict`` may
-                still make it fit, and is left to itself. What ``fit`` restores beside the weights is checked when all
-                hooks have run, and raises the same.
+            CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. Nothing was
+                loaded. A model with its own ``on_load_checkpoint`` or ``load_state_dict`` may still make it fit, and is
+                left to itself. What ``fit`` restores beside the weights is checked after all hooks.
         """
         checkpoint: Any
         if self.inner is not None:

@@ -159,27 +159,27 @@ def test_the_report_of_a_partial_load_is_true(
             assert torch.equal(value, before[key])
 
 
-def test_any_entry_can_be_asked_for_also_beside_a_state_dict(tmp_path: Path) -> None:
+def test_two_sets_of_weights_need_a_word_and_any_can_be_asked_for(tmp_path: Path) -> None:
     one, two, target = (nn.Linear(2, 2) for _ in range(3))
-    torch.save({"state_dict": one.state_dict(), "state_dict_ema": two.state_dict()}, tmp_path / "a.pt")
-    for root, expected in ((None, one), ("state_dict_ema", two), ("state_dict", one)):
-        load_weights(target, tmp_path / "a.pt", root=root)
-        assert torch.equal(target.weight, expected.weight)
-
-
-def test_two_sets_of_weights_need_a_word(tmp_path: Path) -> None:
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    torch.save({"model": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}},
-               tmp_path / "a.pt")  # fmt: skip
+    sets = {"model": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}}
+    torch.save(sets, tmp_path / "a.pt")
     with pytest.raises(AmbiguousCheckpointError, match=r'"model" and "ema".*root="model" or root="ema"'):
-        load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
-    target = nn.Linear(2, 2)
-    assert load_weights(target, tmp_path / "a.pt", root="ema").entry == "ema"
-    assert torch.equal(target.weight, two.weight)
-    torch.save({"state": {"model": {f"net.{k}": v for k, v in one.state_dict().items()}}}, tmp_path / "b.pt")
-    assert load_weights(target, tmp_path / "b.pt").entry == "state.model"
-    assert load_weights(target, tmp_path / "b.pt", root="state.model.net.").root == "net."
-    assert torch.equal(target.weight, one.weight)
+        load_weights(target, tmp_path / "a.pt")
+    # A "state_dict" is meant where nobody names another.
+    torch.save({"state_dict": one.state_dict(), "ema": two.state_dict()}, tmp_path / "b.pt")
+    torch.save({"state": {"model": {f"net.{k}": v for k, v in one.state_dict().items()}}}, tmp_path / "c.pt")
+    for name, root, entry, expected in (
+        ("a.pt", "ema", "ema", two),
+        ("b.pt", None, "state_dict", one),
+        ("b.pt", "ema", "ema", two),
+        ("b.pt", "state_dict", "state_dict", one),
+        ("c.pt", None, "state.model", one),
+        ("c.pt", "state.model.net.", "state.model", one),
+    ):
+        report = load_weights(target, tmp_path / name, root=root)
+        assert report.entry == entry
+        assert torch.equal(target.weight, expected.weight)
+    assert report.root == "net."
 
 
 def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:

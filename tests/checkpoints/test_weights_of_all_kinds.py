@@ -94,7 +94,7 @@ import sys, torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from lightning_gpu_tools import load_weights
+from lightning_gpu_tools import CheckpointMismatchError, load_weights
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
@@ -105,6 +105,12 @@ torch.save(net.state_dict(), f"{folder}/{rank}.pt")
 load_weights(back, f"{folder}/{rank}.pt")
 whole = torch.load(f"{folder}/plain.pt")
 assert all(torch.equal(value, whole[key]) for key, value in back.state_dict().items())
+try:
+    load_weights(back, f"{folder}/0.pt")
+except CheckpointMismatchError as error:
+    assert "0.weight (a part that another process saved" in str(error), error
+else:
+    raise AssertionError("took the part of rank 0 for the one of rank 1")
 torch.distributed.destroy_process_group()
 """
 

@@ -1,7 +1,9 @@
 """The plugin in real Trainers: the keys it saves and loads, at every call site."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,16 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from plugin_trainings import WRAPPINGS, Lit, make_net, no_tracing, same, trainer, weights  # noqa: F401 - a fixture
+from plugin_trainings import (  # noqa: F401 - a fixture
+    WRAPPINGS,
+    Lit,
+    make_net,
+    no_tracing,
+    same,
+    trained,
+    trainer,
+    weights,
+)
 from torch import nn
 from wrapped_models import compiled
 
@@ -25,12 +36,8 @@ from lightning_gpu_tools.trainer.checkpoint_plugin import MANIFEST, PortableChec
     ("saved_as", "in_thread"), [*((name, False) for name in WRAPPINGS), ("compile(DataParallel)", True)]
 )
 def test_the_file_has_clean_keys_and_any_wrapping_loads_it(saved_as: str, in_thread: bool, tmp_path: Path) -> None:
-    plugin = PortableCheckpointIO()
-    run = trainer(tmp_path, AsyncCheckpointIO(plugin) if in_thread else plugin)
-    source = Lit(saved_as)
-    run.fit(source)
-    path = tmp_path / "a.ckpt"
-    run.save_checkpoint(path)
+    plugin, path = PortableCheckpointIO(), tmp_path / "a.ckpt"
+    run, source = trained(tmp_path, saved_as, AsyncCheckpointIO(plugin) if in_thread else plugin)
     run.strategy.checkpoint_io.teardown()
     stored = torch.load(path)  # as any other program would
     expected = [f"net.{key}" for key in make_net().state_dict()]
@@ -48,23 +55,19 @@ def test_the_file_has_clean_keys_and_any_wrapping_loads_it(saved_as: str, in_thr
 
 
 def test_vanilla_lightning_reads_the_file(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    source = Lit("DataParallel")
-    run.fit(source)
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    _, source = trained(tmp_path, "DataParallel")
     target = Lit(seed=1)
     trainer(tmp_path, TorchCheckpointIO(), epochs=2).fit(target, ckpt_path=tmp_path / "a.ckpt")
     assert same(source, Lit.load_from_checkpoint(tmp_path / "a.ckpt"))
 
 
 def test_every_entry_point_of_the_trainer_loads_through_the_plugin(tmp_path: Path) -> None:
-    source = Lit("compile")
-    keeper = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="loss", save_top_k=1, save_last="link")
-    run = trainer(tmp_path, epochs=3, callbacks=[keeper])
-    run.fit(source)
+    keeper = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", monitor="loss", save_top_k=1, save_last="link")
+    run, source = trained(tmp_path, "compile", epochs=3, callbacks=[keeper])
     # One file is left of three, and the link shows it: removals and links went through the plugin's files.
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [Path(keeper.best_model_path).name, "last.ckpt"]
-    assert (tmp_path / "last.ckpt").is_symlink()
+    last = tmp_path / "kept" / "last.ckpt"
+    assert sorted(last.parent.iterdir()) == [Path(keeper.best_model_path), last]
+    assert last.is_symlink()
     best = torch.load(keeper.best_model_path)["state_dict"]["net.0.weight"]
     for path in ("best", "last", keeper.best_model_path, f"file://{keeper.best_model_path}"):
         for act in (run.validate, run.test, run.predict):
@@ -81,13 +84,10 @@ def test_every_entry_point_of_the_trainer_loads_through_the_plugin(tmp_path: Pat
 def test_resuming_is_bitwise_the_same_as_not_having_stopped(wrapping: str, tmp_path: Path) -> None:
     straight = Lit(wrapping)
     trainer(tmp_path, epochs=4).fit(straight)
-    first = Lit(wrapping)
-    run = trainer(tmp_path, epochs=2)
-    run.fit(first)
-    run.save_checkpoint(tmp_path / "half.ckpt")
+    _, first = trained(tmp_path, wrapping, epochs=2)
     resumed = Lit(wrapping, seed=9)
     again = trainer(tmp_path, epochs=4)
-    again.fit(resumed, ckpt_path=tmp_path / "half.ckpt")
+    again.fit(resumed, ckpt_path=tmp_path / "a.ckpt")
     assert same(straight, resumed)
     assert not same(straight, first)
     whole = trainer(tmp_path, epochs=4)
@@ -167,9 +167,7 @@ def test_fabric_saves_and_loads_through_the_plugin(wrapping: str, tmp_path: Path
 
 def test_optimizer_states_by_name_are_renamed_both_ways(tmp_path: Path) -> None:
     plugin = PortableCheckpointIO()
-    run = trainer(tmp_path, plugin)
-    model = Lit("compile")
-    run.fit(model)
+    run, model = trained(tmp_path, "compile", plugin)
     names = [name for name, _ in model.named_parameters()]
     by_name = {"state": {name: {"step": 1} for name in names}, "param_groups": [{"lr": 1, "params": names}]}
     by_number = {"state": {0: {"step": 1}}, "param_groups": [{"lr": 1, "params": [0]}]}
@@ -183,9 +181,7 @@ def test_optimizer_states_by_name_are_renamed_both_ways(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    run.fit(Lit())
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    trained(tmp_path)
 
     class Wider(Lit):
         def __init__(self) -> None:
@@ -209,19 +205,20 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path) -> No
 
 def test_the_plugin_keeps_no_trainer_alive_and_can_be_pickled(tmp_path: Path) -> None:
     plugin = PortableCheckpointIO(TorchCheckpointIO(), verify=True)
-    run = trainer(tmp_path, plugin)
-    run.fit(Lit())
+    run, model = trained(tmp_path, plugin=plugin)
     twin = pickle.loads(pickle.dumps(plugin))
     assert twin.verify
     assert isinstance(twin.inner, TorchCheckpointIO)
-    model = plugin._model()
-    assert model is not None
+    assert plugin._model() is model
     assert twin._model() is None
+    watch = weakref.ref(run)
+    del run, model
+    gc.collect()
+    assert watch() is None
 
 
 def test_a_save_with_two_keys_of_one_name_keeps_lightnings_keys(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    run.fit(Lit())
+    run, _ = trained(tmp_path)
     checkpoint = run._checkpoint_connector.dump_checkpoint()
     checkpoint["state_dict"] = OrderedDict({"net.w": torch.ones(1), "net._orig_mod.w": torch.zeros(1)})
     with pytest.warns(UserWarning, match=r"keeps its keys as they are.*net\._orig_mod\.w"):

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from plugin_trainings import Lit, make_net, no_tracing, same, trainer, weights  # noqa: F401 - a fixture
+from plugin_trainings import Lit, make_net, no_tracing, same, trained, trainer, weights  # noqa: F401 - a fixture
 from torch import nn
 
 import lightning_gpu_tools
@@ -34,9 +34,7 @@ def memory_files() -> Iterator[type[MemoryFileSystem]]:
 
 
 def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    run.fit(Lit())
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    run, _ = trained(tmp_path)
     data = (tmp_path / "a.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(data[:-500])
     torch.save([1, 2], tmp_path / "list.ckpt")
@@ -53,11 +51,8 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_verify_finds_what_loading_alone_does_not(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    source = Lit()
-    run.fit(source)
     path = tmp_path / "a.ckpt"
-    run.save_checkpoint(path)
+    _, source = trained(tmp_path)
     data = bytearray(path.read_bytes())
     data[data.index(weights(source)[0].detach().numpy().tobytes())] ^= 1
     path.write_bytes(data)
@@ -96,12 +91,10 @@ def test_an_inner_plugin_does_the_files_and_is_torn_down(tmp_path: Path) -> None
 
 
 def test_a_trainer_without_gpus_loads_what_one_with_gpus_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, path = Lit(), tmp_path / "gpu.ckpt"
-    run = trainer(tmp_path)
-    run.fit(source)
+    path = tmp_path / "a.ckpt"
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
-        run.save_checkpoint(path)
+        _, source = trained(tmp_path)
     target = Lit("DataParallel", seed=1)
     trainer(tmp_path, epochs=2).fit(target, ckpt_path=path)
     trainer(tmp_path).test(target, ckpt_path=path, verbose=False)
@@ -161,10 +154,8 @@ def test_a_failed_save_raises_also_from_the_thread(tmp_path: Path) -> None:
 
 def test_resuming_survives_that_the_file_is_written_over(tmp_path: Path) -> None:
     # Optimizers keep the tensors they are given. Were those pages of the file, writing over it would change them.
-    source, path = Lit(), tmp_path / "a.ckpt"
-    run = trainer(tmp_path)
-    run.fit(source)
-    run.save_checkpoint(path)
+    path = tmp_path / "a.ckpt"
+    trained(tmp_path)
     loaded = PortableCheckpointIO().load_checkpoint(path)
     state = loaded["optimizer_states"][0]["state"][0]["exp_avg"]
     before = state.clone()
@@ -193,16 +184,13 @@ def test_a_plugin_that_writes_nothing_is_refused_as_the_inner_one(tmp_path: Path
     with pytest.raises(ValueError, match=r"the other way round: AsyncCheckpointIO\(PortableCheckpointIO\(\)\)"):
         PortableCheckpointIO(AsyncCheckpointIO())
     plugin = PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO()))
-    run = trainer(tmp_path, plugin)
-    run.fit(Lit("DataParallel"))
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    trained(tmp_path, "DataParallel", plugin)
     plugin.teardown()
     assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]
 
 
 def test_saving_does_not_change_what_it_is_given(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    run.fit(Lit("DataParallel"))
+    run, _ = trained(tmp_path, "DataParallel")
     checkpoint = run._checkpoint_connector.dump_checkpoint()
     before, keys = dict(checkpoint), list(checkpoint["state_dict"])
     run.strategy.checkpoint_io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
