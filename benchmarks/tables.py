@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
+QUIET = 1.2  # load average below which timings are worth quoting
+
 Results = dict[str, Any]
 
 
@@ -41,12 +43,12 @@ def results(name: str) -> Results:
 
 def source(command: str, *names: str) -> str:
     """Return how the figures came about: by which command, when, on which machine, with links to them."""
-    machine = results(names[0])["machine"]
+    found = results(names[0])
+    machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
-    return (
-        f"`python benchmarks/{command}`, {machine['date']}, {machine['cores']} cores of a shared virtual machine "
-        f"({machine['processor']}): {links}."
-    )
+    where = f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
+    busy = f", load average {load:.1f}: to be repeated on a quiet machine" if load > QUIET else ""
+    return f"`python benchmarks/{command}` on {where}, {machine['date']}{busy}: {links}."
 
 
 def table(*rows: Sequence[str]) -> str:
@@ -74,8 +76,8 @@ def pick_speed() -> str:
     ]
     return block(
         table(("a new process each", f"median of {repeats}", "/ bare script"), *rows),
-        f"Over {found['gpus']} GPUs, which are Python and slower than a driver. The bare script makes ten kinds of "
-        "calls per GPU, `pick` six of them. " + source("pick_speed.py", "pick_speed"),
+        f"Over {found['gpus']} GPUs, which are Python and slower than a driver. The bare script and `pick` make "
+        "the same ten kinds of calls per GPU. " + source("pick_speed.py", "pick_speed"),
     )
 
 
@@ -106,7 +108,7 @@ def diagnosis() -> str:
         source("diagnosis_suite.py", "diagnosis_suite"),
         f"TraceML {other} under `traceml run`, on the {peers['both']} of these trainings on the CPU that it "
         "attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
-        f"epoch starts and transfers. Load average before: {peers['load_average_before']:.1f}.",
+        "epoch starts and transfers. Which kind of slow loading it is does not count here.",
         table((f"of {peers['both']} trainings", *outcomes.values()), *of_both),
         source("diagnosis_peers.py", "diagnosis_peers"),
     )
@@ -143,12 +145,11 @@ def step_overhead() -> str:
         f"{fake['fake_gpus']} fake GPUs, beyond none",
     )
     step_us = median(plain["measured_us"][none]["wall"])
-    loads = " and ".join(f"{found['load_average_before']:.1f}" for found in (plain, fake))
     return block(
         table(head, *rows),
         f"Steps of {step_us / 1e3:.1f} ms; everything at its defaults; `log_every_n_steps=50` unless stated. Medians "
         f"of {plain['rounds']} paired differences between turns of {plain['steps_per_turn']} steps, with 95 % "
-        f"intervals. What threads and processes do beside the training is not in them. Load average before: {loads}. "
+        f"intervals. What threads and processes do beside the training is not in them. "
         + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
     )
 

@@ -3,6 +3,7 @@ the fake cannot drift away from what it stands for."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def check_probe(wait: Callable[[float], None]) -> None:
     """Two reads, a second apart, give samples and counters that fit together, without a problem."""
     for gpu in nvml.read_gpus():
         assert gpu.uuid is not None
-        with GpuProbe(gpu.uuid) as probe:
+        with contextlib.closing(GpuProbe(gpu.uuid)) as probe:
             first = probe.read()
             wait(1.2)
             second = probe.read()

@@ -108,14 +108,12 @@ class TensorInfo:
         dtype: As torch prints it without ``torch.``; ``"?"`` if the pickle does not tell.
         shape: Its size; ``None`` if the pickle does not tell.
         storage: Where its numbers are; ``None`` for tensors that are not one block of numbers.
-        kind: ``"tensor"``, ``"parameter"``, or the function that would build it.
         attributes: What a program has hung on it, which is saved and copied with it.
     """
 
     dtype: str
     shape: tuple[int, ...] | None
     storage: StorageInfo | None
-    kind: str = "tensor"
     attributes: Any = field(default=None, compare=False)
 
 
@@ -123,25 +121,13 @@ class TensorInfo:
 class Opaque:
     """An object that only running code could build, or the class of one: inert, whatever is done to it."""
 
-    made_by: Any
-    arguments: Any = ()
-    state: Any = None
-    items: list[Any] | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether ``weights_only=True`` would build it."""
-        return isinstance(self.made_by, _StandIn) and self.made_by.is_plain
+    is_plain: bool = False  # whether weights_only=True would build it
 
     def append(self, value: Any) -> None:
-        """Take an element of a list subclass, or a key and a value of a dictionary subclass."""
-        self.extend((value,))
+        """Take an element of a list subclass, and forget it."""
 
     def extend(self, values: Sequence[Any]) -> None:
-        """Take elements of a list or set subclass."""
-        if self.items is None:
-            self.items = []
-        self.items.extend(values)
+        """Take elements of a list or set subclass, and forget them."""
 
 
 class _StandIn:
@@ -215,7 +201,7 @@ class StructureReader(pickle._Unpickler):
         """Return the description of a storage, ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module"):
-            return Opaque("persistent id", pid)
+            return Opaque()
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
             raise damaged("it describes a storage in a way that no version of torch does")
         _, kind, key, location, numel, *part = pid
@@ -242,13 +228,9 @@ class StructureReader(pickle._Unpickler):
         arguments = self.stack.pop()
         self.stack[-1] = self._call(self.stack[-1], arguments)
 
-    def _newobj(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._call(self.stack[-1], arguments)
-
     def _newobj_ex(self) -> None:
-        keywords, arguments = self.stack.pop(), self.stack.pop()
-        self.stack[-1] = Opaque(self.stack[-1], (arguments, keywords))
+        del self.stack[-2:]
+        self.stack[-1] = Opaque()
 
     def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
         self.append(self._call(kind, tuple(arguments)))
@@ -261,11 +243,9 @@ class StructureReader(pickle._Unpickler):
             for key in state:
                 _check_key(key)
             vars(target).update(state)
-        elif isinstance(target, Opaque) and not target.is_plain:
-            target.state = state
-        elif isinstance(target, (Opaque, TensorInfo)):  # torch would have a tensor grow beyond its storage
-            self.globals.add("torch.Tensor.__setstate__(...)")
-        else:
+        elif isinstance(target, TensorInfo) or (isinstance(target, Opaque) and target.is_plain):
+            self.globals.add("torch.Tensor.__setstate__(...)")  # a tensor would grow beyond its storage
+        elif not isinstance(target, Opaque):
             raise damaged("it sets attributes of what has none")
 
     def _setitem(self) -> None:
@@ -289,9 +269,7 @@ class StructureReader(pickle._Unpickler):
                 if type(key) is not str:
                     _check_key(key)
                 target[key] = items[i + 1]
-        elif isinstance(target, Opaque) and not target.is_plain:
-            target.extend([(items[i], items[i + 1]) for i in range(0, len(items), 2)])
-        else:
+        elif not isinstance(target, Opaque) or target.is_plain:
             raise damaged("it puts items into what is not a dictionary")
 
     def _appends(self) -> None:
@@ -312,7 +290,7 @@ class StructureReader(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
         pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _newobj,
+        pickle.NEWOBJ[0]: _reduce,
         pickle.NEWOBJ_EX[0]: _newobj_ex,
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _setitem,
@@ -332,18 +310,18 @@ class StructureReader(pickle._Unpickler):
         if not isinstance(arguments, tuple) or not isinstance(function, (_StandIn, Opaque)):
             raise damaged("it calls what is not a function")
         if isinstance(function, Opaque):
-            return Opaque(function, arguments)
+            return Opaque()
         if function.module == "torch._utils":
             if function.name in _TENSOR_MAKERS:
                 return self._describe_tensor(function, arguments)
             if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
-                return _as_kind(arguments[0], "parameter", arguments[3:])
+                return _with_attributes(arguments[0], arguments[3:])
         name = str(function)
         if name == "torch._tensor._rebuild_from_type_v2" and len(arguments) >= 3:
-            build, kind, inner, *attributes = arguments
-            return _as_kind(self._call(build, inner), str(kind), attributes)
+            build, _, inner, *attributes = arguments
+            return _with_attributes(self._call(build, inner), attributes)
         if name == "torch.nn.parameter.Parameter" and arguments:
-            return _as_kind(arguments[0], "parameter")
+            return arguments[0]
         if name in ("collections.OrderedDict", "collections.Counter"):
             return self._mapping(arguments)
         if name in ("torch.Size", "builtins.set", "builtins.frozenset") and len(arguments) == 1:
@@ -355,7 +333,7 @@ class StructureReader(pickle._Unpickler):
                 return tuple(elements)
         if function.is_plain and not _needs_no_more_memory(name, arguments):
             self.globals.add(f"{name}(...)")
-        return Opaque(function, arguments)
+        return Opaque(function.is_plain)
 
     def _mapping(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
         mapping: OrderedDict[Any, Any] = OrderedDict()
@@ -380,15 +358,13 @@ class StructureReader(pickle._Unpickler):
         if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
             raise damaged("it describes a tensor in a way that no version of torch does")
         dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
-        is_common = maker.name.startswith(("_rebuild_tensor", "_rebuild_device"))
-        kind = "tensor" if is_common else maker.name.removeprefix("_rebuild_")
         if isinstance(first, StorageInfo):
             # Tensors of an untyped storage bring their own dtype.
             dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
             _check_view(first, *arguments[1:4], dtype=dtype)
             if maker.name == "_rebuild_qtensor":
                 _check_channels(arguments[2], arguments[4])
-            return TensorInfo(dtype, tuple(arguments[2]), first, kind)
+            return TensorInfo(dtype, tuple(arguments[2]), first)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes != [first.dtype]:  # a copy, which is large where many elements share one place
                 self.globals.add(f"{maker}(...)")
@@ -400,7 +376,7 @@ class StructureReader(pickle._Unpickler):
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
-        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind)
+        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None)
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
@@ -463,8 +439,8 @@ def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
     return not name.endswith("Tensor") or not arguments  # a legacy constructor; a number is a size there
 
 
-def _as_kind(described: Any, kind: str, attributes: Any = None) -> Any:
-    return replace(described, kind=kind, attributes=attributes) if isinstance(described, TensorInfo) else described
+def _with_attributes(described: Any, attributes: Sequence[Any]) -> Any:
+    return replace(described, attributes=attributes) if isinstance(described, TensorInfo) else described
 
 
 def _is_too_deep(content: Any) -> bool:

@@ -113,7 +113,6 @@ class GpuWaiter(NamedTuple):
         requested: How many of them it waits for.
         pid: The process, as it sees itself.
         user: Its owner, by the file system's word.
-        since_s: Since when, seconds since the epoch.
     """
 
     name: str
@@ -121,7 +120,6 @@ class GpuWaiter(NamedTuple):
     requested: int
     pid: int
     user: str
-    since_s: float
 
 
 class UtilizationSample(NamedTuple):

@@ -3,9 +3,10 @@
 The driver buffers its utilization samples for some seconds, so polling once a second misses none of them. All that
 happens in the training thread is ``Sampler.take``, which adds up numbers and asks no driver.
 
-    with Sampler([uuid], interval_s=1.0) as sampler:
-        ...
-        window = sampler.take()[uuid]
+    sampler = Sampler([uuid], interval_s=1.0)
+    ...
+    window = sampler.take()[uuid]
+    sampler.close()
 """
 
 from __future__ import annotations
@@ -115,12 +116,6 @@ class Sampler:
         self._opened.wait(_OPENING_TIMEOUT_S)
         if isinstance(self.failure, NvmlUnavailableError):
             raise self.failure
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def latest_percent(self) -> float | None:

@@ -25,8 +25,12 @@ from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
 from lightning_gpu_tools.loaders.trial import Trials, in_one_line
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# What the ranks of a job tell each other: returns the facts of all of them, the same on each; None if one is missing.
-Gather = Callable[[dict[str, Any]], "list[dict[str, Any]] | None"]
+# How the ranks of a job exchange facts: returns those of all, the same on each, or raises SilentRankError.
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+class SilentRankError(Exception):
+    """The ranks of a job cannot agree on anything; the message says why."""
 
 
 def search(
@@ -53,6 +57,9 @@ def search(
         epoch_steps: Steps in an epoch; ``None`` if that is unknown, or workers cannot live on between epochs.
         bar: Whether to show a progress bar.
         gather: Exchanges facts with the other ranks, which search at the same time and come to the same result.
+
+    Raises:
+        SilentRankError: By ``gather``.
     """
     began_s = time.perf_counter()
     original = settings_of(loader)
@@ -62,8 +69,6 @@ def search(
         show("a batch")
         trials, own = _probed(loader, step, budget_s, alone_s)
         everyones = gather({**own, "host": dataclasses.asdict(host)})
-        if everyones is None:
-            return original, "Another rank did not answer."
         failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
         if failed or trials is None:
             return original, f"The loader is left as it is: {failed}."
@@ -89,8 +94,6 @@ def search(
                 show(f"num_workers={settings.num_workers}, prefetch_factor={settings.prefetch_factor}")
                 trial = trials.run(settings, min(one.batch_s or math.inf for one in tried))
             everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
-            if everyones is None:
-                return original, "Another rank did not say how its trial went."
             worst = min((facts["trial"] for facts in everyones), key=_speed)
             tried.append(LoaderTrial(**{**worst, "settings": settings}))
         return choose(case, tried)

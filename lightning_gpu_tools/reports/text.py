@@ -11,12 +11,15 @@ from collections.abc import Mapping
 
 from lightning_gpu_tools.advice.ranks import slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.report import LoaderSummary, Report
+from lightning_gpu_tools.reports.report import FILE_NAME, LoaderSummary, Report
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
+# A report is at most 80 lines long, whatever the job. The file has the rest.
+_MAX_GPUS = 8
+_MAX_NAMES = 8
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
@@ -24,8 +27,10 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 def render_text(report: Report) -> str:
     """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
     diagnosis = report.diagnosis
+    gpus = sorted(report.gpus, key=lambda gpu: not gpu.errors)
     details = [
-        *map(_gpu_line, report.gpus),
+        *map(_gpu_line, gpus[:_MAX_GPUS]),
+        *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
         *([report.gpu_note] if report.gpu_note else []),
         *map(str, report.memory_growth),
         *_rank_lines(report),
@@ -211,8 +216,11 @@ def _time_tree(report: Report) -> list[str]:
         last = i == len(groups) - 1
         mark = "  ◀ cause" if group in causes else ""
         lines.append(_branch("└─ " if last else "├─ ", phase_label(group), sum(parts.values()), report) + mark)
-        named = {name: seconds for name, seconds in parts.items() if name}
-        for j, (name, seconds) in enumerate(named.items()):
+        named = [(name, seconds) for name, seconds in parts.items() if name]
+        if len(named) > _MAX_NAMES:
+            rest = named[_MAX_NAMES - 1 :]
+            named[_MAX_NAMES - 1 :] = [(f"{len(rest)} others", sum(seconds for _, seconds in rest))]
+        for j, (name, seconds) in enumerate(named):
             stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
             lines.append(_branch(stem, name, seconds, report))
     return lines

@@ -16,10 +16,10 @@ from lightning_gpu_tools.units import printable
 _MAX_ITEMS = 20_000
 # NVML counts bytes in 64 bits; nothing else is as large. Smaller numbers cannot overflow in a sum or a product.
 _MAX_NUMBER = 2**64
-# A report has six levels: the points of its timelines.
-_MAX_DEPTH = 12
-# Times and rates, by the unit in the field's name, are never negative.
-_OF_TIMES = re.compile(r"_s(_|$)|^seconds$")
+# Values of settings and evidence are numbers, strings and lists of them.
+_MAX_DEPTH = 8
+# Times and rates are never negative. Their unit is in the name of a field on the way to them.
+_OF_TIMES = re.compile(r"_s(_|$|[.\[])|(^|\.)seconds$")
 _WORDS = {NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
@@ -28,33 +28,16 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any]) -> Any:
 
     Args:
         kind: A type: a dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``,
-            ``Sequence[X]``, ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any``.
+            ``Sequence[X]``, ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for anything not
+            nested deeply and without numbers out of range.
         value: What ``json.loads`` returned.
         kinds: Types that replace the declared ones of dataclass fields, by the field's name.
 
     Raises:
-        ValueError: The value has another type, is nested too deeply, or has too many items; or a number is not finite,
-            too large, a negative integer or a negative time. The message names the place and the value.
+        ValueError: The value has another type or too many items, or a number is not finite, too large, a negative
+            integer or a negative time. The message names the place and the value.
     """
-    _check(value, "")
     return _read(kind, value, "", kinds)
-
-
-def _check(value: Any, place: str, is_time: bool = False, depth: int = _MAX_DEPTH) -> None:
-    """Refuse numbers and sizes that no part of a report has."""
-    if isinstance(value, (list, dict)):
-        if depth == 0:
-            raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
-        if len(value) > _MAX_ITEMS:
-            raise _refused(place, f"has {len(value):,} items; at most {_MAX_ITEMS:,} are allowed")
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            of_times = is_time or (isinstance(key, str) and _OF_TIMES.search(key) is not None)
-            _check(one, _inside(place, key), of_times, depth - 1)
-    elif isinstance(value, (int, float)):
-        if not abs(value) <= _MAX_NUMBER:  # NaN is not either
-            raise _refused(place, "must be a finite number of at most 2^64", value)
-        if value < 0 and (is_time or isinstance(value, int)):
-            raise _refused(place, "must not be negative", value)
 
 
 def _read(kind: Any, value: Any, place: str, kinds: Mapping[str, Any]) -> Any:
@@ -64,13 +47,13 @@ def _read(kind: Any, value: Any, place: str, kinds: Mapping[str, Any]) -> Any:
         raise _refused(place, f"must be {' or '.join(map(_in_words, options))}", value)
     if get_origin(option) is Literal and value not in get_args(option):
         raise _refused(place, f"must be one of {', '.join(get_args(option))}", value)
+    _check_ranges(value, place, _MAX_DEPTH if option is Any else None)
     if option is Any or isinstance(value, (str, int, float, NoneType)):
         return value
     if hasattr(option, "_fields"):
         if len(value) != len(option._fields):
             raise _refused(place, f"must be a list of {', '.join(option._fields)}, got {len(value)} items")
         value = dict(zip(option._fields, value, strict=True))
-        _check(value, place)  # again, now that it is known which items are times
     is_dataclass: bool = dataclasses.is_dataclass(option)
     for field in dataclasses.fields(option) if is_dataclass else ():
         if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
@@ -82,6 +65,29 @@ def _read(kind: Any, value: Any, place: str, kinds: Mapping[str, Any]) -> Any:
         return {key: _read(get_args(option)[1], one, _inside(place, key), kinds) for key, one in value.items()}
     items = [_read(get_args(option)[0], one, _inside(place, i), kinds) for i, one in enumerate(value)]
     return tuple(items) if get_origin(option) is tuple else items
+
+
+def _check_ranges(value: Any, place: str, depth: int | None) -> None:
+    """Refuse numbers and sizes that nothing in a report has.
+
+    Args:
+        value: The value.
+        place: Its place.
+        depth: How many levels may be inside a value of any type; ``None`` for a typed one, whose items are checked by
+            themselves.
+    """
+    if isinstance(value, (list, dict)):
+        if depth == 0:
+            raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
+        if len(value) > _MAX_ITEMS:
+            raise _refused(place, f"has {len(value):,} items; at most {_MAX_ITEMS:,} are allowed")
+        for one in (value if isinstance(value, list) else value.values()) if depth else ():
+            _check_ranges(one, place, depth - 1 if depth else None)
+    elif isinstance(value, (int, float)):
+        if not abs(value) <= _MAX_NUMBER:  # NaN is not either
+            raise _refused(place, "must be a finite number of at most 2^64", value)
+        if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
+            raise _refused(place, "must not be negative", value)
 
 
 @functools.cache

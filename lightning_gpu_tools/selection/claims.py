@@ -296,7 +296,6 @@ def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
         requested=_number(record, "requested", 1, _MAX_UUIDS),
         pid=_number(record, "pid", 1, _MAX_PID),
         user=user_name(entry.owner_id),
-        since_s=entry.since_ns / 1e9,
     )
 
 

@@ -31,7 +31,7 @@ from lightning_gpu_tools.loaders.plan import (
     wait_share,
     why_no_search,
 )
-from lightning_gpu_tools.loaders.search import search
+from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import local_ranks, trains_on_gpu
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
@@ -249,7 +249,12 @@ class _Fit:
         self._steps += 1
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
-            self._as_own_work(action)
+            try:
+                self._as_own_work(action)
+            except SilentRankError as error:
+                self._take_back(f"The original settings are back, because {error}.")
+                if self.result is None:
+                    self._leave(f"The training loader is left as it is: {error}.")
 
     def _as_own_work(self, action: Callable[[], object]) -> None:
         self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
@@ -258,10 +263,12 @@ class _Fit:
     def _switches(self) -> list[Switch]:
         return [switch for one in self._adopted.values() if (switch := one.switch) is not None]
 
-    def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return the facts of all ranks, in their order; ``None`` if one is missing."""
+    def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the facts of all ranks, in their order."""
         exchange = self._exchange
         assert exchange is not None
+        if exchange.ranks < self._trainer.world_size:
+            raise SilentRankError("the ranks cannot agree without torch.distributed")
         if exchange.ranks == 1:
             return [facts]
         self._turn += 1
@@ -271,7 +278,9 @@ class _Fit:
         # A rank that has read this turn of all may have published the next one already.
         turns = {self._turn: "now", self._turn + 1: "before"}
         found: list[dict[str, Any]] = [one[turns[one["turn"]]] for one in everyones if one["turn"] in turns]
-        return found if len(found) == exchange.ranks else None
+        if len(found) < exchange.ranks:
+            raise SilentRankError("another rank did not answer")
+        return found
 
     # The search, and what follows
 
@@ -286,12 +295,6 @@ class _Fit:
         obstacle, nothing = self._obstacle(switch)
         cost = None if obstacle else dataclasses.asdict(step_cost(self._study, torch.get_num_threads()))
         everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
-        if trainer.world_size > 1 and self._exchange is not None and self._exchange.ranks < trainer.world_size:
-            self._leave("The training loader is left as it is: the ranks cannot agree without torch.distributed.")
-            return
-        if everyones is None:
-            self._leave("The training loader is left as it is: another rank did not answer.")
-            return
         obstacle = next((facts["obstacle"] for facts in everyones if facts["obstacle"]), None)
         if obstacle or switch is None:
             self._leave(f"The training loader is left as it is: {obstacle}.")
@@ -357,11 +360,10 @@ class _Fit:
         steps, switch.fetches = steps_between(switch.fetches or [])[self._ramp_up :], None
         slower = bool(steps) and is_slower(steps, self._study)
         everyones = self._gather({"fault": switch.fault, "slower": slower})
-        faults = ["another rank did not answer"] if everyones is None else [facts["fault"] for facts in everyones]
-        fault = next(filter(None, faults), None)
+        fault = next((facts["fault"] for facts in everyones if facts["fault"]), None)
         if fault:
             self._take_back(f"They failed in use ({fault}), so the original settings are back.")
-        elif any(facts["slower"] for facts in everyones or []):
+        elif any(facts["slower"] for facts in everyones):
             self._take_back("In their first hundred steps they were slower, so the original settings are back.")
         elif steps:
             self.result = dataclasses.replace(self.result, confirmed=True, wait_share=wait_share(steps))
@@ -397,9 +399,9 @@ class _Fit:
             rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
         if result.settings is None:
             return
-        state = (
-            "stays" if result.settings == result.original else "is in use now" if result.applied else "is not in use"
-        )
+        state = "is in use now" if result.applied else "was found and is not in use (apply=False)"
+        if result.settings == result.original:
+            state = "stays"
         rank_zero_info(f"NumWorkersFinder: {_words(result.settings)} {state}. {result.reason}")
         if self._trainer.is_global_zero:
             settings = {**dataclasses.asdict(result.settings), "applied": result.applied}

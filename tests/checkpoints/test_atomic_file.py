@@ -5,12 +5,9 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
@@ -18,49 +15,26 @@ import torch
 from lightning_gpu_tools.checkpoints.atomic_file import replacing, sweep
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 
-HOLDER = """
-import sys
-from lightning_gpu_tools.checkpoints.atomic_file import replacing
-with replacing(sys.argv[1]) as file:
-    file.write(b"half of it")
-    file.flush()
-    print("writing", flush=True)
-    sys.stdin.readline()
-"""
+
+def start_saving(path: Path) -> tuple[int, int]:
+    """Fork a process that has half a file when this returns, and ends when its pipe is written to."""
+    (told, tell), (said, say) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        with replacing(str(path)) as file:
+            file.write(b"half of it")
+            file.flush()
+            os.write(say, b"1")
+            os.read(told, 1)
+        os._exit(0)
+    os.read(said, 1)
+    return pid, tell
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a child that talks through its pipes; it does not outlive the test."""
-    children = []
-
-    def run(program: str, *arguments: str) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        children.append(child)
-        return child
-
-    yield run
-    for child in children:
-        child.kill()
-        child.communicate()
-
-
-def line(stream: IO[str] | None) -> str:
-    assert stream is not None
-    return stream.readline().strip()
-
-
-def tell(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None
-    child.stdin.write("\n")
-    child.stdin.flush()
-
-
-def kill(child: subprocess.Popen[str]) -> None:
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
 def parts(folder: Path) -> list[Path]:
@@ -118,8 +92,7 @@ def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
             os._exit(0)
         while not any(part.stat().st_size >= megabytes << 20 for part in parts(tmp_path)):
             assert os.waitpid(child, os.WNOHANG)[0] == 0, "the child was faster than the test"
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        kill(child)
         left = parts(tmp_path)
         assert len(left) == 1
         assert read_checkpoint(path, verify=True)["w"].tolist() == [1, 1, 1]
@@ -129,17 +102,14 @@ def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
     assert parts(tmp_path) == []
 
 
-def test_saving_sweeps_what_only_dead_processes_left(
-    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    dead, living = (start(HOLDER, str(tmp_path / name)) for name in ("dead.ckpt", "living.ckpt"))
-    assert line(dead.stdout) == line(living.stdout) == "writing"
+def test_saving_sweeps_what_only_dead_processes_left(tmp_path: Path) -> None:
+    (dead, _), (living, tell) = start_saving(tmp_path / "dead.ckpt"), start_saving(tmp_path / "living.ckpt")
     assert len(parts(tmp_path)) == 2
     kill(dead)
     write_checkpoint({}, tmp_path / "mine.ckpt")
     assert len(parts(tmp_path)) == 1
-    tell(living)
-    assert living.wait() == 0
+    os.write(tell, b"1")
+    assert os.waitpid(living, 0)[1] == 0
     assert (tmp_path / "living.ckpt").read_bytes() == b"half of it"
     assert parts(tmp_path) == []
 
@@ -152,10 +122,8 @@ def test_what_another_machine_is_writing_is_left_alone(tmp_path: Path) -> None:
     assert theirs.exists()
 
 
-def test_another_users_left_over_is_no_obstacle(open_folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    child = start(HOLDER, str(open_folder / "theirs.ckpt"))
-    assert line(child.stdout) == "writing"
-    kill(child)
+def test_another_users_left_over_is_no_obstacle(open_folder: Path) -> None:
+    kill(start_saving(open_folder / "theirs.ckpt")[0])
     open_folder.chmod(0o1777)
     assert as_nobody(lambda: write_checkpoint({}, open_folder / "mine.ckpt")) is None
     assert (open_folder / "mine.ckpt").exists()

@@ -153,11 +153,19 @@ def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["pick"], ["pick", "-n", "2"], ["run", "-n", "2", "--bind-numa", "--", "true"]], ids=" ".join
+    ("arguments", "job"),
+    [
+        (["pick"], ""),
+        (["pick", "-n", "2"], ""),
+        (["pick", "-n", "2"], "of-this-process"),
+        (["run", "-n", "2", "--bind-numa", "--", "true"], ""),
+    ],
 )
-def test_a_selection_opens_and_reads_the_driver_once(driver: Driver, run_cli: RunCli, arguments: list[str]) -> None:
+def test_a_selection_opens_and_reads_the_driver_once(
+    driver: Driver, run_cli: RunCli, arguments: list[str], job: str
+) -> None:
     driver.gpus = [gpu() for _ in range(3)]
-    assert run_cli(*arguments).returncode == 0
+    assert run_cli(*arguments, env={"LIGHTNING_GPU_TOOLS_JOB": job}).returncode == 0
     assert driver.stays_open()
     assert [call.function for call in driver.calls()].count("nvmlDeviceGetMemoryInfo") == 3
 

@@ -3,6 +3,7 @@ thread poll and waits for it, and the driver's clock stands still until it is ad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -39,7 +40,7 @@ def clock(driver, monkeypatch):
 
 
 def sampling(uuids, **options):
-    return Sampler(uuids, **{"interval_s": 3600.0, **options})
+    return contextlib.closing(Sampler(uuids, **{"interval_s": 3600.0, **options}))
 
 
 def test_a_window_holds_what_happened_between_two_calls(clock):
@@ -84,7 +85,7 @@ def test_the_thread_polls_at_once_and_at_intervals(driver):
         def close(self) -> None:
             pass
 
-    with Sampler(["GPU-a"], interval_s=0.01, open_probe=lambda uuid, gpm: CountingProbe()):
+    with sampling(["GPU-a"], interval_s=0.01, open_probe=lambda uuid, gpm: CountingProbe()):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
@@ -188,7 +189,7 @@ def test_a_bug_in_the_thread_is_reported_and_raises_nothing():
             pass
 
     started_s = time.monotonic()
-    with Sampler(["GPU-a"], open_probe=lambda uuid, gpm: BrokenProbe()) as reader:
+    with sampling(["GPU-a"], open_probe=lambda uuid, gpm: BrokenProbe()) as reader:
         window = reader.take(wait_s=TIMEOUT_S)["GPU-a"]
     assert isinstance(reader.failure, ZeroDivisionError)
     assert window.duration_s == 0
@@ -230,9 +231,10 @@ for _ in range(20):  # sometimes while the thread holds its lock
         assert reader.take(wait_s=30) == {} == reader.timelines(uuid)
         reader.enter("validation")
         reader.close()
-        with Sampler([uuid], interval_s=3600) as own:
-            window = own.take(wait_s=30)[uuid]
-            assert window.memory_used_bytes == 59 * 2**30 and window.problems == (), window
+        own = Sampler([uuid], interval_s=3600)
+        window = own.take(wait_s=30)[uuid]
+        own.close()
+        assert window.memory_used_bytes == 59 * 2**30 and window.problems == (), window
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 assert reader.take(wait_s=30)[uuid].problems == ()

@@ -110,34 +110,35 @@ def test_a_failure_ends_the_way_up_and_two_end_the_search() -> None:
     assert next_trial(case(), [*trials, trial(2, None, failed="killed")]) is None
 
 
-def test_the_fewest_workers_within_three_percent_are_taken() -> None:
-    trials = [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.0100), trial(3, 0.0140)]
-    settings, reason = choose(case(), trials)
-    assert settings.num_workers == 5
-    assert "99 batches/s against 20 with the original settings" in reason
+ON_CPU = case(step=StepCost(wall_s=0.01, cpu_s=0.01, threads=1))
+KILLED = trial(4, None, failed="killed")
 
 
-def test_settings_that_are_hardly_faster_are_not_taken() -> None:
-    settings, reason = choose(case(), [trial(0, 0.0102), trial(5, 0.0100)])
-    assert settings == NONE
-    assert "more than 3 % faster" in reason
-
-
-def test_a_step_that_computes_needs_a_gain_of_fifteen_percent() -> None:
-    on_cpu = case(step=StepCost(wall_s=0.01, cpu_s=0.01, threads=1))
-    settings, reason = choose(on_cpu, [trial(0, 0.0113), trial(2, 0.0100)])
-    assert settings == NONE
-    assert "less than 15 % is not certain enough" in reason
-    assert choose(on_cpu, [trial(0, 0.0116), trial(2, 0.0100)])[0].num_workers == 2
-    assert choose(case(), [trial(0, 0.0113), trial(2, 0.0100)])[0].num_workers == 2
-
-
-def test_nothing_is_changed_where_the_original_settings_were_not_measured() -> None:
-    settings, reason = choose(
-        case(original=workers(4)), [trial(0, 0.05), trial(4, None, failed="killed"), trial(2, 0.01)]
-    )
-    assert settings == workers(4)
-    assert "killed" in reason
+@pytest.mark.parametrize(
+    ("of", "trials", "count", "said"),
+    [
+        # The fewest workers within 3 % of the best.
+        (case(), [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.01), trial(3, 0.014)], 5, "99 batches/s against 20 wi"),
+        (case(), [trial(0, 0.0102), trial(5, 0.0100)], 0, "more than 3 % faster"),
+        # A step that computes needs a gain of 15 %.
+        (ON_CPU, [trial(0, 0.0113), trial(2, 0.0100)], 0, "less than 15 % is not certain enough"),
+        (ON_CPU, [trial(0, 0.0116), trial(2, 0.0100)], 2, "batches/s against"),
+        (case(), [trial(0, 0.0113), trial(2, 0.0100)], 2, "batches/s against"),
+        # Nothing is changed for a prediction alone.
+        (case(original=workers(4)), [trial(0, 0.05), KILLED, trial(2, 0.01)], 4, "killed"),
+        (case(), [trial(0, 0.05)], 0, "Nothing could be tried in the time there was."),
+        (
+            case(cost=LoadCost(wall_s=0.4, cpu_s=0.4)),
+            [trial(0, 0.41), trial(8, 0.05)],
+            8,
+            "The CPU is the limit: the step",
+        ),
+    ],
+)
+def test_what_is_taken_and_why(of: LoaderCase, trials: list[LoaderTrial], count: int, said: str) -> None:
+    settings, reason = choose(of, trials)
+    assert settings.num_workers == count
+    assert said in reason
 
 
 def test_workers_live_on_where_starting_them_takes_part_of_an_epoch() -> None:
@@ -151,12 +152,6 @@ def test_memory_is_pinned_for_a_gpu_only() -> None:
     trials = [trial(0, 0.05), trial(5, 0.01)]
     assert choose(case(cuda=True), trials)[0].pin_memory
     assert not choose(case(), trials)[0].pin_memory
-
-
-def test_the_limit_is_named() -> None:
-    computing = case(cost=LoadCost(wall_s=0.4, cpu_s=0.4))
-    _, reason = choose(computing, [trial(0, 0.41), trial(8, 0.05)])
-    assert "The CPU is the limit: the step runs at most 20 % of the time." in reason
 
 
 SPEEDS = st.floats(0.001, 1.0)

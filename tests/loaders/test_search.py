@@ -68,7 +68,7 @@ def test_batches_are_those_that_the_sampler_puts_together() -> None:
             return super().__getitem__(index)
 
     loader = DataLoader(Even(60, time.sleep, 0.005), 4, sampler=SubsetRandomSampler(range(0, 60, 2)))
-    result = find_loader_settings(loader, 0.005, budget_s=1.5)
+    result = find_loader_settings(loader, 0.005, budget_s=4)
     assert not any(trial.failed for trial in result.trials)
     assert "batches/s" in result.reason
 

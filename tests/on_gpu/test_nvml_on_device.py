@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -58,7 +59,7 @@ def test_uuid_is_the_one_torch_gives(cuda):
 def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
     uuid = f"GPU-{cuda.cuda.get_device_properties(0).uuid}"
     matrix = cuda.randn(8192, 8192, device="cuda:0")
-    with Sampler([uuid], interval_s=0.5) as sampler:
+    with contextlib.closing(Sampler([uuid], interval_s=0.5)) as sampler:
         sampler.take(wait_s=10)
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
@@ -81,7 +82,7 @@ def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
 def test_a_poll_is_cheap():
     """The thread's share of a core, at one poll a second."""
     for gpu in nvml.read_gpus():
-        with GpuProbe(gpu.uuid) as probe:
+        with contextlib.closing(GpuProbe(gpu.uuid)) as probe:
             probe.read()
             time.sleep(0.2)
             begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()

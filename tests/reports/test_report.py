@@ -17,6 +17,7 @@ from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
 from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
@@ -43,7 +44,7 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
 
 def test_a_field_of_a_later_version_is_ignored() -> None:
     data = json.loads(to_json(REPORT))
-    data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = 1
+    data["news"] = data["gpus"][0]["news"] = data["diagnosis"]["news"] = [-1, "x" * 20_001]
     assert from_json(json.dumps(data)) == REPORT
 
 
@@ -130,6 +131,20 @@ def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str,
     assert max(map(len, render_text(report).splitlines())) <= 100
 
 
+def test_a_large_job_has_a_report_of_80_lines() -> None:
+    gpus = [
+        replace(REPORT.gpus[0], index=i, others_utilization_percent=50.0, power_watts_mean=300.0) for i in range(64)
+    ]
+    names = [f"{group}/Name{i}" for group in ("callback", "logging") for i in range(50)]
+    broken = replace(gpus[63], errors=("Xid 31 (memory page fault)",))
+    phase_s = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)}
+    lines = render_text(replace(REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=111.0)).splitlines()
+    assert len(lines) <= 80
+    assert "56 more GPUs are in gpu_report.json." in lines
+    assert any("ERRORS: Xid 31" in line for line in lines)
+    assert sum("43 others" in line and "43 s" in line for line in lines) == 2
+
+
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
     path = save_report(REPORT, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "gpu_report.json"
@@ -151,3 +166,14 @@ def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     assert "OSError" in result.stderr
     assert os.listdir(tmp_path) == ["gpu_report.json"]
     assert load_report(tmp_path) == REPORT
+
+
+def test_neither_dollar_signs_nor_a_users_style_change_the_picture(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    from lightning_gpu_tools.reports.plot import save_plot
+
+    costly = replace(REPORT, diagnosis=replace(REPORT.diagnosis, why="$\\frac$ of $5_{ is text"))
+    usual = save_plot(costly, tmp_path / "usual").read_bytes()
+    assert usual.startswith(b"\x89PNG")
+    with matplotlib.rc_context({"text.usetex": True, "text.parse_math": True, "lines.linewidth": 9}):
+        assert save_plot(costly, tmp_path / "styled").read_bytes() == usual

@@ -144,7 +144,7 @@ def test_a_desktop_does_not_stand_in_the_way_of_exclusive() -> None:
 
 
 def test_what_someone_waits_for_is_kept_for_them() -> None:
-    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol", since_s=0.0)
+    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol")
     ranking = rank_gpus([gpu(0), gpu(1)], (), Request(), ahead=[waiter])
     assert order(ranking) == [1]
     assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
@@ -153,7 +153,7 @@ def test_what_someone_waits_for_is_kept_for_them() -> None:
 def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
     gpus = [gpu(index, free=(10 + index) * GIB) for index in range(5)]
     waiters = [
-        GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name, since_s=0.0)
+        GpuWaiter(name=name, uuids=uuids, requested=requested, pid=99, user=name)
         for name, uuids, requested in (("a", ("GPU-0", "GPU-1", "GPU-3"), 1), ("b", ("GPU-3", "GPU-4", "GPU-1"), 2))
     ]
     ranking = rank_gpus(gpus, (), Request(), ahead=waiters)

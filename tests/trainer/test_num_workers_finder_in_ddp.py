@@ -69,7 +69,7 @@ def test_all_ranks_try_and_decide_the_same(tmp_path: Path) -> None:
         assert name == "trials" or ranks[0]["faulty"][name] == ranks[1]["faulty"][name]
     for rank in ranks:
         assert rank["tuned"]["applied"]
-        assert rank["tuned"]["chosen"] >= 2
+        assert rank["tuned"]["chosen"] >= 1
         assert rank["tuned"]["workers"][-1] == rank["tuned"]["chosen"]
         assert "only on rank 1" in rank["faulty"]["reason"]
         assert rank["faulty"]["chosen"] == 0

@@ -39,11 +39,6 @@ class ErrorEvents:
     def __init__(self) -> None:
         self._event_set: Any = None
 
-    @property
-    def started(self) -> bool:
-        """Whether events are being collected."""
-        return self._event_set is not None
-
     def start(self, handle: Any) -> None:
         """Collect from now on.
 

@@ -84,12 +84,6 @@ class GpuProbe:
         self._highest_mhz: int | None = None
         self._pid = open_driver()
 
-    def __enter__(self) -> GpuProbe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Give everything back to the driver; idempotent."""
         if self._pid != os.getpid():

@@ -222,9 +222,10 @@ def test_a_lost_gpu_still_reports_its_last_error(driver, probe_of):
 
 def test_forbidden_events_are_asked_for_once(driver, probe_of):
     driver.gpus = [gpu(errors={"nvmlDeviceRegisterEvents": "NO_PERMISSION"}, ecc_errors=None)]
-    with probe_of() as probe:
-        for _ in range(3):
-            assert (probe.read().errors, probe.read().problems) == ((), ())
+    probe = probe_of()
+    for _ in range(3):
+        assert (probe.read().errors, probe.read().problems) == ((), ())
+    probe.close()
     functions = [call.function for call in driver.calls()]
     assert functions.count("nvmlDeviceRegisterEvents") == 1
     assert functions.count("nvmlEventSetCreate") == functions.count("nvmlEventSetFree") == 1
