@@ -76,8 +76,8 @@ def pick_speed() -> str:
     ]
     return block(
         table(("a new process each", f"median of {repeats}", "/ bare script"), *rows),
-        f"Over {found['gpus']} GPUs, which are Python and slower than a driver. The bare script makes ten kinds of "
-        "calls per GPU, `pick` six of them. " + source("pick_speed.py", "pick_speed"),
+        f"Over {found['gpus']} GPUs, which are Python and slower than a driver. The bare script and `pick` make "
+        "the same ten kinds of calls per GPU. " + source("pick_speed.py", "pick_speed"),
     )
 
 

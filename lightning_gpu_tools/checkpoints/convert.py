@@ -62,7 +62,7 @@ class Changes:
 
 
 def convert(source: str, target: str, changes: Changes, progress: Progress = lambda _: None) -> str:
-    """Write ``target`` from ``source`` and say what was done. ``target`` is safetensors if it is called so.
+    """Write ``target`` from ``source``, as safetensors if it ends in ``.safetensors``, and return what was done.
 
     If ``target`` is a symbolic link, the link stays and the file that it names is replaced or made.
 
@@ -77,10 +77,8 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     plan = _plan(shown, weights, content, changes)
     _check_written_size(source, weights, plan, changes, as_safetensors)
     converted = _apply(plan, shown, weights, changes)
-    said = [f"{len(converted)} weights"]
-    said += [
-        part for part in (plan.describe(), f"not taken along: {list_groups(plan.unused)}" * bool(plan.unused)) if part
-    ]
+    left_out = f"left out: {list_groups(plan.unused)}" if plan.unused else ""
+    done = ", ".join(filter(None, [f"{len(converted)} weights", plan.describe(), left_out]))
     if as_safetensors:
         write_safetensors(converted, file, _texts(content), progress)
     elif changes.weights_only or not isinstance(content, Mapping) or not entry:
@@ -97,7 +95,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
                 rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_checkpoint(_put(rest, entry, alone(converted)), file, progress)
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
-    return f"{where}: {', '.join(said)}"
+    return f"{where}: {done}"
 
 
 def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:

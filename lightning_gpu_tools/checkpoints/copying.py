@@ -188,9 +188,7 @@ def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
     place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
     answers: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
-    return (
-        {} if all(answers) else dict.fromkeys(parts, "a part that another process saved; each must load its own file")
-    )
+    return {} if all(answers) else dict.fromkeys(parts, "a part that another process saved; each loads its own file")
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:

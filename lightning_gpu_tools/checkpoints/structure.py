@@ -117,16 +117,14 @@ def read_structure(path: str | os.PathLike[str]) -> Structure:
 
 
 def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None) -> Structure:
-    """Read the whole of a file and compare it with the checksums in it.
+    """Do the same, then read the whole of the file and compare it with the checksums in it.
 
     Args:
         path: A local path, or any URL that fsspec knows.
         progress: Called with the number of bytes that were read since the last call.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: The file is damaged or no checkpoint.
-        OSError: It cannot be read.
+        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
     """
     with opened(path) as file:
         structure = describe(file, os.fspath(path))

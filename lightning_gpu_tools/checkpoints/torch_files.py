@@ -78,7 +78,9 @@ def write_checkpoint(
 
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
     if weights_only:
-        _refuse_what_torch_lets_pass(structure)
+        calls = [name for name in structure.globals if name.endswith("(...)")]
+        if calls:  # torch lets them pass
+            raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
         for prefix, module in _REGISTERED_BY.items():
             if any(name.startswith(prefix) for name in structure.globals):
                 importlib.import_module(module)
@@ -120,12 +122,6 @@ def _checking_sparse_tensors(structure: Structure) -> contextlib.AbstractContext
         return contextlib.nullcontext()
     checking: contextlib.AbstractContextManager[Any] = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
     return checking
-
-
-def _refuse_what_torch_lets_pass(structure: Structure) -> None:
-    calls = [name for name in structure.globals if name.endswith("(...)")]
-    if calls:
-        raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
 
 
 def _explain(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> None:

@@ -77,7 +77,7 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
         lines.append(f"torch refuses it although it was allowed: {reason}.")
         lines.append("Plain lists, dictionaries and numbers load.")
     if calls:
-        lines.append(f"does what no plain data needs: {_listed(calls)}. Only its author can vouch for it.")
+        lines.append(f"calls what plain data never needs: {_listed(calls)}. Only its author can vouch for it.")
     if dangerous:
         lines.append(f"can run code when opened: {_listed(dangerous)}. Only its author can vouch for it.")
     if unknown:

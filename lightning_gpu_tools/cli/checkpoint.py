@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools checkpoint``: look into checkpoint files, check, convert and compare them."""
+"""``lightning-gpu-tools checkpoint``: inspect, verify, convert and compare checkpoint files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
-# Below this a file is read before anybody wonders whether something is happening.
+# Our default: a smaller file is read before a progress bar is missed.
 _LONG_FILE_BYTES = 256 << 20
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -22,7 +22,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this command takes and what its help says."""
     parser.description = (
-        "Look into checkpoint files by torch.save (also those of Lightning) and safetensors. No code in a "
+        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. No code in a "
         "file is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -113,7 +113,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.structure import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
-    with _told():
+    with _errors_reported():
         structure = read_structure(args.file)
         check_contents(structure.content, args.file, TensorInfo)
         summary = summarize(structure)
@@ -128,7 +128,7 @@ def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 
     start = time.monotonic()
-    with _told(), _progress("verifying", _size(args.file)) as advance:
+    with _errors_reported(), _progress("verifying", _size(args.file)) as advance:
         structure = verify_checkpoint(args.file, advance)
         check_contents(structure.content, args.file, TensorInfo)
     if args.json:
@@ -146,7 +146,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.atomic_file import exists
 
-    with _told():
+    with _errors_reported():
         if exists(args.target) and not args.force:
             raise CheckpointError(f"{printable_path(args.target)} exists. --force replaces it.")
     import torch
@@ -162,7 +162,7 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    with _told(), _progress("converting", _size(args.source)) as advance:
+    with _errors_reported(), _progress("converting", _size(args.source)) as advance:
         said = convert(args.source, args.target, changes, advance)
     _print(said)
     return 0
@@ -173,7 +173,7 @@ def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 
     try:
-        with _told(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
+        with _errors_reported(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
             found = compare(args.first, args.second, advance)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
@@ -204,8 +204,8 @@ def _print(what: object) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What the file system refuses is an answer here, not a crash."""
+def _errors_reported() -> Iterator[None]:
+    """Report what the file system refuses as this command's own error."""
     try:
         yield
     except UnsafeCheckpointError as error:

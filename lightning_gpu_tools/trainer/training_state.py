@@ -151,15 +151,14 @@ def _one_of_each_kind(optimizer: Optimizer, state: Mapping[str, Any]) -> _Kinds:
 
     A network has thousands of parameters and, but for their numbers, a few dozen kinds of them.
     """
-    return [
-        [
-            *{
-                (parameter.shape, parameter.device, _form(state["state"].get(key))): (key, parameter)
-                for key, parameter in zip(saved["params"], own["params"], strict=True)
-            }.values()
-        ]
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
-    ]
+    kinds: _Kinds = []
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        alike = {
+            (parameter.shape, parameter.device, _form(state["state"].get(key))): (key, parameter)
+            for key, parameter in zip(saved["params"], own["params"], strict=True)
+        }
+        kinds.append([*alike.values()])
+    return kinds
 
 
 def _form(value: Any) -> Any:

@@ -320,7 +320,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "last.ckpt", CALLS[name])
-    with pytest.raises(UnsafeCheckpointError, match=rf"does what no plain data needs: {name}\(\.\.\.\)") as caught:
+    with pytest.raises(UnsafeCheckpointError, match=rf"calls what plain data never needs: {name}\(\.\.\.\)") as caught:
         read_checkpoint(path)
     assert "add_safe_globals" not in str(caught.value)
     assert f"{name}(...)" in read_structure(str(path)).globals
@@ -404,7 +404,7 @@ def test_every_pickle_of_an_old_file_is_checked(tmp_path: Path) -> None:
     start = empty.index(version) + len(version)
     contents = empty.index(b"}q\x00.") - 2
     path.write_bytes(empty[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + empty[contents:])
-    with pytest.raises(UnsafeCheckpointError, match="does what no plain data needs"):
+    with pytest.raises(UnsafeCheckpointError, match="calls what plain data never needs"):
         read_checkpoint(path)
 
 

@@ -122,7 +122,7 @@ def test_a_root_chooses_between_two_sets_of_weights() -> None:
     assert plan_renaming(deep, model("w"), root="system.model.").renames == {"module.system.model.w": "w"}
 
 
-def test_two_names_of_the_same_tensors_are_not_two_sets_of_weights() -> None:
+def test_two_names_of_one_tensor_are_not_two_sets_of_weights() -> None:
     # self.net = net; self.fast = torch.compile(net)
     same = {"net.w": 1, "fast._orig_mod.w": 1}
     assert plan_renaming(keys(*same), model("w"), same_tensor=lambda: same).renames == {"net.w": "w"}
@@ -136,7 +136,7 @@ def test_weights_beside_a_dropped_root_are_listed() -> None:
     assert plan.unused == ("loss.weight", "metric.total")
 
 
-def test_what_does_not_fit_is_refused_if_strict_and_listed_if_not() -> None:
+def test_misfits_are_refused_if_strict_and_listed_if_not() -> None:
     wanted = ModelKeys(shapes={"a.w": W, "a.b": B, "c.w": W})
     checkpoint = {"module.a.w": W, "module.a.b": (9,), "module.x.w": W}
     with pytest.raises(CheckpointMismatchError) as caught:
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused_if_strict_and_listed_if_not() -> None:
     assert (caught.value.missing, caught.value.unexpected) == (plan.missing, plan.unexpected)
 
 
-def test_partial_loading_leaves_names_that_the_model_has_where_they_are() -> None:
+def test_partial_loading_keeps_names_that_the_model_has() -> None:
     plan = plan_renaming(keys("module.a.w"), model("a.w", "module.a.w"), strict=False)
     assert plan.renames == {"module.a.w": "module.a.w"}
 
@@ -166,7 +166,7 @@ def test_tied_weights_need_only_one_of_their_names() -> None:
         assert applied == {present: 1, "c.w": 2, absent: 1}
 
 
-def test_one_element_goes_into_none_as_torch_allows_for_old_files() -> None:
+def test_one_element_becomes_a_scalar_as_in_torch() -> None:
     assert plan_renaming({"module.w": (1,)}, ModelKeys(shapes={"w": ()})).renames == {"module.w": "w"}
 
 

@@ -96,7 +96,7 @@ class Translating(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_the_models_hooks_translate_is_loaded_and_no_loss_in_the_report(strict: bool, tmp_path: Path) -> None:
+def test_what_hooks_translate_is_loaded_and_reported_as_loaded(strict: bool, tmp_path: Path) -> None:
     with pytest.warns(FutureWarning):
         source = Translating(nn.utils.weight_norm, 3, classes=4)
     torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
@@ -109,7 +109,7 @@ def test_what_the_models_hooks_translate_is_loaded_and_no_loss_in_the_report(str
     assert str(report) == 'a.pt: loaded 9 weights; removed "module." from 4 keys'
 
 
-def test_another_shape_below_hooks_that_do_not_change_it_is_left_out_if_not_strict(tmp_path: Path) -> None:
+def test_another_shape_below_hooks_is_left_out_if_not_strict(tmp_path: Path) -> None:
     source = Translating(parametrizations.weight_norm, 3, classes=4)
     target = Translating(parametrizations.weight_norm, 3, classes=7)
     torch.save(source.state_dict(), tmp_path / "a.pt")
@@ -159,7 +159,7 @@ def test_the_report_of_a_partial_load_is_true(
             assert torch.equal(value, before[key])
 
 
-def test_two_sets_of_weights_need_a_word_and_any_can_be_asked_for(tmp_path: Path) -> None:
+def test_any_set_of_weights_can_be_chosen_by_root(tmp_path: Path) -> None:
     one, two, target = (nn.Linear(2, 2) for _ in range(3))
     sets = {"model": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}}
     torch.save(sets, tmp_path / "a.pt")
@@ -189,7 +189,7 @@ def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:
             load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
 
 
-def test_wrappers_of_packages_that_are_not_installed_are_known_by_name(tmp_path: Path) -> None:
+def test_wrappers_of_missing_packages_are_known_by_name(tmp_path: Path) -> None:
     class DeepSpeedEngine(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()

@@ -217,7 +217,7 @@ def test_the_plugin_keeps_no_trainer_alive_and_can_be_pickled(tmp_path: Path) ->
     assert watch() is None
 
 
-def test_a_save_with_two_keys_of_one_name_keeps_lightnings_keys(tmp_path: Path) -> None:
+def test_colliding_keys_are_saved_as_lightning_has_them(tmp_path: Path) -> None:
     run, _ = trained(tmp_path)
     checkpoint = run._checkpoint_connector.dump_checkpoint()
     checkpoint["state_dict"] = OrderedDict({"net.w": torch.ones(1), "net._orig_mod.w": torch.zeros(1)})
@@ -226,7 +226,7 @@ def test_a_save_with_two_keys_of_one_name_keeps_lightnings_keys(tmp_path: Path) 
     assert list(torch.load(tmp_path / "a.ckpt")["state_dict"]) == ["net.w", "net._orig_mod.w"]
 
 
-def test_one_plugin_in_two_trainers_takes_the_names_from_the_one_that_saves(tmp_path: Path) -> None:
+def test_a_shared_plugin_takes_names_from_the_trainer_that_saves(tmp_path: Path) -> None:
     class Holder(nn.Module):
         def __init__(self, net: nn.Module) -> None:
             super().__init__()

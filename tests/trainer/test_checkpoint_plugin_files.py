@@ -180,7 +180,7 @@ def test_bare_weights_and_safetensors_can_be_tested_too(tmp_path: Path) -> None:
         trainer(tmp_path).test(Lit(), ckpt_path=tmp_path / "two.pt")
 
 
-def test_a_plugin_that_writes_nothing_is_refused_as_the_inner_one(tmp_path: Path) -> None:
+def test_an_inner_plugin_that_writes_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the other way round: AsyncCheckpointIO\(PortableCheckpointIO\(\)\)"):
         PortableCheckpointIO(AsyncCheckpointIO())
     plugin = PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO()))

@@ -122,7 +122,7 @@ def test_bare_weights_and_another_root_load_into_a_class(tmp_path: Path) -> None
         load_from_checkpoint(Lit, tmp_path / "b.pt")
 
 
-def test_what_a_model_keeps_of_a_checkpoint_is_not_the_files(tmp_path: Path) -> None:
+def test_what_a_model_keeps_is_no_part_of_the_file(tmp_path: Path) -> None:
     class Weighted(LightningModule):
         def __init__(self, class_weights: torch.Tensor) -> None:
             super().__init__()
@@ -164,7 +164,7 @@ def test_a_hook_that_resizes_does_so_as_in_lightning(strict: bool, tmp_path: Pat
     assert torch.equal(models[0].net.weight, models[1].net.weight)
 
 
-def test_weights_that_a_filtered_state_dict_hides_are_loaded_as_in_lightning(tmp_path: Path) -> None:
+def test_weights_hidden_by_state_dict_load_as_in_lightning(tmp_path: Path) -> None:
     class Filtered(Lit):
         strict_loading = False  # type: ignore[assignment]
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path) -> Non
             load_from_checkpoint(Lit, path)
 
 
-def test_what_the_command_line_of_lightning_saved_is_built_as_there(tmp_path: Path) -> None:
+def test_what_lightning_cli_saved_is_built_as_there(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     path = save_lit(Lit(), tmp_path / "a.ckpt")
     content = torch.load(path)
