@@ -97,6 +97,7 @@ class Batches:
                 shut_down()
         finally:
             timer.cancel()
+            timer.join()  # of two threads that wait for a process, only one learns that it has ended
             if self._deaths is not None:
                 self._deaths.undo()
         with suppress(RuntimeError):
