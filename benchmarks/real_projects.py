@@ -1,0 +1,313 @@
+"""Train programs that others wrote, with and without this package, and compare what comes of it.
+
+    python benchmarks/real_projects.py                     # all of them: installs 10 GB
+    python benchmarks/real_projects.py chemprop scvi-tools --rounds 5 --folder ~/projects --output results.json
+
+Each project gets a virtual environment of its own (torch of constraints.txt, the project, this checkout) and is trained
+in its own way, with data that it makes or ships, by `real_projects/train_<name>.py`. In each round it trains as it is,
+with `LIGHTNING_GPU_TOOLS=advise` in the environment, with the callbacks and with `NumWorkersFinder` (where the project
+takes callbacks), with what the advice says, and with the project's own switches. Weights and random states must be
+equal to the bit, but for settings with persistent workers: torch then draws their seed once and not in each epoch.
+Times are those of `Trainer.fit`, compared within a round. Last, checkpoints written without this
+package are loaded and resumed with it, and the other way round.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).parents[1]
+RUN_TRAINING = Path(__file__).with_suffix("") / "run_training.py"
+TIMEOUT_S = 1800.0  # of one training; they take less than a minute on two idle cores
+console = Console(width=120, highlight=False)
+
+
+@dataclass(frozen=True)
+class Project:
+    """A program of somebody else.
+
+    Attributes:
+        module: The name behind `train_`.
+        requirement: What pip installs.
+        callbacks: Whether it takes callbacks.
+        plugins: Whether it takes plugins of this package, too.
+        resumes: Whether it can go on from a checkpoint of the Trainer.
+        base: Options of `train()` in every run.
+        switches: What else its users can change that bears on loading, as options of `train()`.
+    """
+
+    module: str
+    requirement: str
+    callbacks: bool = True
+    plugins: bool = True
+    resumes: bool = False
+    base: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    workers: bool = True
+
+
+CHEMPROP = "chemprop==2.3.1"
+PROJECTS = {
+    "chemprop": Project("chemprop", CHEMPROP, resumes=True, switches={"dataset.cache = True": {"cache": True}}),
+    "chemprop-train": Project("chemprop_cli", CHEMPROP, callbacks=False, plugins=False),
+    "chemprop-train-no-cache": Project(
+        "chemprop_cli",
+        CHEMPROP,
+        callbacks=False,
+        plugins=False,
+        base={"arguments": ["--no-cache"]},
+        switches={"without --no-cache": {"arguments": []}},
+    ),
+    "pytorch-forecasting": Project("pytorch_forecasting", "pytorch-forecasting==1.8.0", resumes=True),
+    "darts": Project("darts", "darts[torch]==0.48.1", plugins=False),
+    "scvi-tools": Project("scvi", "scvi-tools==1.4.2"),
+    "nequip": Project("nequip", "nequip==0.19.1", resumes=True),
+    "gluonts": Project(
+        "gluonts", "gluonts[torch]==0.17.0", switches={"cache_data=True": {"cache_data": True}}, workers=False
+    ),
+}
+
+
+class FailedError(Exception):
+    """A step of a project failed; the message says which, and where its output is."""
+
+
+def execute(what: str, command: list[str], log: Path, variables: Mapping[str, str] = {}) -> None:
+    """Run a command with its output in a file.
+
+    Raises:
+        FailedError: It failed, or took too long.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        try:
+            subprocess.run(
+                command,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+                env={**os.environ, **variables},
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            reason = f"exit code {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else "timeout"
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise FailedError(f"{what} failed ({reason}). The end of {log}:\n{end}") from None
+
+
+def install(project: Project, folder: Path) -> Path:
+    """Return the Python of the project's environment, after installing it if it is not there."""
+    python, done = folder / "bin" / "python", folder / "installed.txt"
+    if done.exists() and done.read_text() == project.requirement:
+        return python
+    pins = (REPOSITORY / "constraints.txt").read_text()
+    torch = re.search(r"^torch==\S+", pins, re.MULTILINE)
+    assert torch is not None
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    # torch comes first: it alone decides between builds for the CPU and for CUDA.
+    for what, command in (
+        ("Making the environment", [sys.executable, "-m", "venv", str(folder)]),
+        (f"Installing {torch[0]}", [*pip, torch[0]]),
+        (f"Installing {project.requirement}", [*pip, torch[0], project.requirement]),
+        ("Installing this package", [*pip, torch[0], "--editable", str(REPOSITORY)]),
+    ):
+        console.print(f"  {what} ...", markup=False)
+        execute(what, command, folder.parent / f"install-{folder.name}.log")
+    done.write_text(project.requirement)
+    return python
+
+
+class Runner:
+    """Trains one project in its environment."""
+
+    def __init__(self, project: Project, python: Path, folder: Path) -> None:
+        self.project, self.python, self.folder = project, python, folder
+
+    def train(
+        self, name: str, *, parts: str = "", options: Mapping[str, Any] = {}, advise: bool = False
+    ) -> dict[str, Any]:
+        folder = self.folder / re.sub(r"\W+", "-", name)
+        shutil.rmtree(folder, ignore_errors=True)
+        load = os.getloadavg()[0]
+        arguments = ["--parts", parts, "--options", json.dumps({**self.project.base, **options})]
+        console.print(f"  {name} ...", end=" ", markup=False)
+        began_s = time.perf_counter()
+        result = self._call(folder, arguments, {"LIGHTNING_GPU_TOOLS": "advise"} if advise else {})
+        console.print(f"{result['fit_s']:.1f} s (with everything {time.perf_counter() - began_s:.0f} s)")
+        report = max(folder.rglob("gpu_report.json"), key=lambda file: file.stat().st_mtime, default=None)
+        if report is not None:
+            result["report"] = summary(json.loads(report.read_text()))
+        return {**result, "load_average_before": load}
+
+    def load(self, checkpoint: str, name: str) -> dict[str, str]:
+        return self._call(self.folder / f"load-{name}", ["--load", checkpoint], {})
+
+    def _call(self, folder: Path, arguments: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
+        command = [str(self.python), str(RUN_TRAINING), self.project.module, str(folder), *arguments]
+        execute(f"The training {folder.name}", command, folder.with_suffix(".log"), variables)
+        return json.loads((folder / "result.json").read_text())
+
+
+def summary(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what counts of a gpu_report.json."""
+    diagnosis = report["diagnosis"]
+    keys = ("cause", "share", "ceiling", "ceiling_lower", "basis", "advice", "evidence")
+    return {
+        "verdict": diagnosis["verdict"],
+        "findings": [{key: finding.get(key) for key in keys} for finding in diagnosis["findings"]],
+        "unexplained_share": report["phase_s"].get("unexplained", 0.0) / report["wall_s"],
+        "wall_s": report["wall_s"],
+        "steps": report["steps"],
+        "search": report["loader"],
+    }
+
+
+def measure(runner: Runner, rounds: int) -> dict[str, Any]:
+    project = runner.project
+    variants: dict[str, dict[str, Any]] = {"as it is": {}, "zero-code": {"advise": True}}
+    if project.callbacks:
+        variants |= {"callbacks": {"parts": "callbacks"}, "finder": {"parts": "finder"}}
+    variants |= {name: {"options": options} for name, options in project.switches.items()}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for turn in range(rounds):
+        console.print(f" round {turn + 1} of {rounds}")
+        for name, how in variants.items():
+            runs.setdefault(name, []).append(runner.train(name, **how))
+        if turn == 0 and project.workers:
+            more = loader_variants(runs["callbacks" if project.callbacks else "zero-code"][0])
+            runs |= {name: [runner.train(name, **how)] for name, how in more.items()}
+            variants |= more
+    return {"runs": runs, "checkpoints": exchange(runner, runs["as it is"][-1])}
+
+
+def loader_variants(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the DataLoader settings to try: those that the advice names, or without advice some that it could have."""
+    found = run["report"]["findings"] if "report" in run else []
+    text = " ".join(finding["advice"] or "" for finding in found if finding["cause"] == "data_loading")
+    # As the advice words it: "num_workers=2 (now 0), prefetch_factor=2 (now None)".
+    advised = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\w+) \(now", text)}
+    tries = [advised] if advised else [{"num_workers": count} for count in sorted({1, os.cpu_count() or 1})]
+    kind = "advised" if advised else "not advised"
+    return {
+        f"{kind}: {', '.join(f'{key}={value}' for key, value in one.items())}": {"options": {"loader": one}}
+        for one in tries
+    }
+
+
+def exchange(runner: Runner, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Load and resume checkpoints of the project with this package, and the other way round."""
+    found: dict[str, Any] = {}
+
+    def keep(name: str, action: Callable[[], Any]) -> None:
+        try:
+            found[name] = action()
+        except FailedError as error:
+            found[name] = str(error)
+
+    def resumed(name: str, written: Mapping[str, Any], parts: str) -> str:
+        options = {"resume": written["checkpoint"], "epochs": written["epochs"] + 1}
+        return runner.train(name, parts=parts, options=options)["weights"]
+
+    keep("load, written without", lambda: runner.load(plain["checkpoint"], "without"))
+    if not runner.project.plugins:
+        return found
+    ours = runner.train("plugins", parts="plugins")
+    keep("load, written with", lambda: runner.load(ours["checkpoint"], "with"))
+    found["weights"] = {"without": plain["weights"], "with": ours["weights"]}
+    if runner.project.resumes:
+        keep("resume", lambda: resumed("resume", plain, ""))
+        keep("resume with", lambda: resumed("resume with", plain, "plugins"))
+        keep("resume, written with", lambda: resumed("resume, written with", ours, ""))
+    return found
+
+
+def describe(result: Mapping[str, Any]) -> Table:
+    runs = result["runs"]
+    plain = runs["as it is"]
+    table = Table("variant", "fit, s", "beside as it is", "CPU time", "weights", "random numbers", "verdict")
+    for name, found in runs.items():
+        pairs = list(zip(found, plain[-len(found) :], strict=True))  # of one round each
+        wall, cpu = (sorted(one[key] / other[key] - 1 for one, other in pairs) for key in ("fit_s", "cpu_s"))
+        equal = (len({one[key] for one in (*found, *plain)}) == 1 for key in ("weights", "random_states"))
+        report = found[0].get("report")
+        table.add_row(
+            name,
+            f"{median(one['fit_s'] for one in found):.1f}",
+            f"{median(wall):+.1%} ({wall[0]:+.1%} to {wall[-1]:+.1%})",
+            f"{median(cpu):+.1%}",
+            *("equal" if one else "different" for one in equal),
+            report["verdict"] if report else "",
+        )
+    return table
+
+
+def print_findings(result: Mapping[str, Any]) -> None:
+    for name, found in result["runs"].items():
+        report = found[0].get("report", {"findings": [], "search": None})
+        for finding in report["findings"]:
+            ceiling = "" if finding["ceiling"] is None else f", up to {finding['ceiling']:.2f}x"
+            console.print(f"{name}: {finding['cause']}{ceiling}: {finding['advice']}", markup=False)
+        if search := report["search"]:
+            console.print(f"{name}: searched for {search['seconds']:.1f} s. {search['reason']}", markup=False)
+    for name, found in result["checkpoints"].items():
+        console.print(f"checkpoints, {name}:", markup=False)
+        for who, outcome in found.items() if isinstance(found, dict) else [("weights", found)]:
+            console.print(f"  {who}: {outcome.splitlines()[0]}", markup=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("projects", nargs="*", help=f"of {', '.join(PROJECTS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="keeps environments and runs (default: a temporary folder)")
+    parser.add_argument(
+        "--output", type=Path, help="also write the results as JSON; those of other projects in it stay"
+    )
+    args = parser.parse_args()
+    names = args.projects or list(PROJECTS)
+    if unknown := [name for name in names if name not in PROJECTS]:
+        parser.error(f"unknown: {', '.join(unknown)}. Choose from {', '.join(PROJECTS)}.")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.folder or Path(temporary)).resolve()
+        failed = 0
+        for name in names:
+            console.rule(name)
+            project = PROJECTS[name]
+            try:
+                python = install(project, folder / re.split(r"[=\[]", project.requirement)[0])
+                result = measure(Runner(project, python, folder / "runs" / name), args.rounds)
+            except FailedError as error:
+                console.print(str(error), style="red", markup=False)
+                failed += 1
+                continue
+            console.print(describe(result))
+            print_findings(result)
+            if args.output:
+                kept = json.loads(args.output.read_text()) if args.output.exists() else {"benchmark": "real_projects"}
+                kept.setdefault("projects", {})[name] = {"machine": describe_machine(), **result}
+                # Messages and checkpoints are named by where they were, which is nobody else's business.
+                text = json.dumps(kept, indent=1).replace(f"{folder}/", "").replace(f"{REPOSITORY}/", "")
+                args.output.write_text(text + "\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
