@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import types
+import weakref
 import zlib
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ _MAX_BYTES = 16 * 2**20
 # Our default: at most this many elements of a tensor or an array are read, spread over it.
 _ELEMENTS = 4096
 # What a worker process gets as it is, and what says nothing about whether that may be done.
-_SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)
 _OWN_WAYS = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -27,15 +30,16 @@ class NotCopyableError(Exception):
 def fingerprint(dataset: object) -> int:
     """Return a number that is another one when the dataset has changed.
 
-    Every object that the dataset holds is gone through as pickle does, and besides what a ``__getstate__`` says also
-    as it is: a forked worker gets an open file, too. Functions and classes are skipped, which need not be pickled then.
+    Every object that the dataset holds is gone through as pickle does. Functions and classes are skipped: they need not
+    be pickled where workers are forked. A forked worker also gets what a ``__getstate__`` leaves out, such as an open
+    file: that is searched for what cannot be copied, but a change of it is none of the dataset.
 
     Raises:
         NotCopyableError: It holds an open file, a lock, a running generator, ...
     """
     checksum = _Checksum()
     try:
-        _Walk(checksum, protocol=5, buffer_callback=checksum.add).dump(dataset)
+        _Walk(checksum).dump(dataset)
     except _EnoughError:
         pass
     except Exception as error:  # anybody's class may refuse in any way
@@ -65,6 +69,10 @@ class _Checksum:
 
 
 class _Walk(pickle.Pickler):
+    def __init__(self, checksum: _Checksum) -> None:
+        super().__init__(checksum, protocol=5, buffer_callback=checksum.add)
+        self._left_out: dict[str, _LeftOut] = {}
+
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, _SKIPPED):
             return NotImplemented if getattr(thing, "__module__", None) == "builtins" else (int, ())
@@ -75,8 +83,42 @@ class _Walk(pickle.Pickler):
             values = [] if flat is None or flat.device.type != "cpu" else flat[: 2 * _ELEMENTS].tolist()
             return tuple, ((str(thing.dtype), tuple(thing.shape), repr(values)),)
         if _has_own_way(type(thing)) and hasattr(thing, "__dict__"):
-            return object, (), (vars(thing), thing.__reduce_ex__(5))
+            package = _package(thing)
+            self._left_out.setdefault(package, _LeftOut(package)).search(vars(thing))
+            return object, (), thing.__reduce_ex__(5)
         return NotImplemented
+
+
+class _LeftOut(_Walk):
+    """Searches what classes of one package leave out when they are pickled, each object once.
+
+    What the package's own types refuse is its own affair: a cache of pandas holds what cannot be pickled, and is made
+    anew wherever it is missing.
+    """
+
+    def __init__(self, package: str) -> None:
+        super().__init__(_Checksum())
+        self._package = package
+
+    def search(self, attributes: dict[str, Any]) -> None:
+        with suppress(_EnoughError):
+            self.dump(attributes)
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, (torch.Tensor, io.IOBase, *_SKIPPED)) or type(thing) in copyreg.dispatch_table:
+            return super().reducer_override(thing)
+        has_own_way = _has_own_way(type(thing)) and hasattr(thing, "__dict__")
+        try:
+            reduced = thing.__reduce_ex__(5)
+        except Exception:  # anybody's class may refuse in any way
+            if _package(thing) != self._package:
+                raise
+            return (object, (), vars(thing)) if has_own_way else (int, ())
+        return (object, (), (vars(thing), reduced)) if has_own_way else reduced
+
+
+def _package(thing: object) -> str:
+    return type(thing).__module__.partition(".")[0]
 
 
 def _has_own_way(kind: type) -> bool:

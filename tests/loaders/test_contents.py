@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,24 @@ class Reopening(Holding):
         return {}
 
 
+class Index:
+    """Leaves a cache out, as pandas does, whose parts cannot be pickled."""
+
+    class Engine:
+        def __reduce__(self) -> Any:
+            raise TypeError("no default __reduce__ due to non-trivial __cinit__")
+
+    def __init__(self) -> None:
+        self.labels = ["a", "b"]
+        self.cache: dict[str, Any] = {"pattern": re.compile("a+")}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"labels": self.labels}
+
+    def look_up(self) -> None:
+        self.cache.update(engine=self.Engine(), owner=weakref.ref(self))
+
+
 class Own(torch.utils.data.Dataset[int]):
     """A class that only this module knows, with attributes of all kinds."""
 
@@ -45,6 +65,18 @@ class Own(torch.utils.data.Dataset[int]):
 def test_what_can_be_forked_need_not_be_pickled() -> None:
     own = Own()
     assert fingerprint(own) == fingerprint(own)
+
+
+def test_a_cache_that_a_class_leaves_out_counts_for_nothing() -> None:
+    index = Index()
+    before = fingerprint([index])
+    index.look_up()
+    assert fingerprint([index]) == before
+    index.labels.append("c")
+    assert fingerprint([index]) != before
+    index.cache["lock"] = threading.Lock()
+    with pytest.raises(NotCopyableError, match="cannot pickle"):
+        fingerprint([index])
 
 
 @pytest.mark.parametrize("kind", [Holding, Reopening])
