@@ -22,6 +22,11 @@ _MEMORY_SHARE = 0.5
 # Batches are delivered in order, so all wait for a slow one; the more are loaded ahead the longer the others last. Our
 # default: from a 95th percentile of 1.5 or 3 medians on, four or eight batches a worker instead of two.
 _PREFETCH_FROM_SPREAD = ((3.0, 8), (1.5, 4))
+# A step whose threads wait for each other after each operation loses time whenever a worker takes the core of one: this
+# much of the time that workers take from it, and of its own time, whichever is less. Fitted to five trainings of
+# benchmarks/ceilings.py on two cores, which it predicts within 10 %.
+_LOST_BESIDE_ONE = 0.35, 0.35
+_LOST_BESIDE_MANY = 0.9, 1.15
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
@@ -126,16 +131,15 @@ def _step_beside_workers(
     """Return how long a step takes while workers load on the same cores.
 
     Loading a batch and training on it must be paid for in CPU time, whoever does it. What the workers take beyond the
-    cores that the step leaves free delays the step. One worker delays it by all of that time, because the threads of a
-    step wait for each other after every operation; workers on every core share the delay. But then threads in lockstep
-    lose time by spinning while one of them has no core. Our model, from two threads with half a core each: half of the
-    delay more, at most the step once more.
+    cores that the step leaves free delays the step: one worker by all of that time, because the threads of a step wait
+    for each other after every operation; workers on every core share the delay. Threads in lockstep lose more.
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
     if current.num_workers:  # then the step was measured beside workers and has their delay already
         return step_s + excess_s / cores
-    lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 and workers > 1 else 0.0
-    return step_s + excess_s / min(workers, cores) + lockstep * min(excess_s / (2 * cores), step_s)
+    lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 else 0.0
+    of_excess, of_step = _LOST_BESIDE_ONE if workers == 1 else _LOST_BESIDE_MANY
+    return step_s + excess_s / min(workers, cores) + lockstep * min(of_excess * excess_s, of_step * step_s)
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:
