@@ -24,7 +24,7 @@ _MEMORY_SHARE = 0.5
 _PREFETCH_FROM_SPREAD = ((3.0, 8), (1.5, 4))
 # A step whose threads wait for each other after each operation loses time whenever a worker takes the core of one: this
 # much of the time that workers take from it, and of its own time, whichever is less. Fitted to five trainings of
-# benchmarks/ceilings.py on two cores, which it predicts within 10 %.
+# benchmarks/ceilings.py on two cores, whose speedups it predicts within 11 %.
 _LOST_BESIDE_ONE = 0.35, 0.35
 _LOST_BESIDE_MANY = 0.9, 1.15
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
