@@ -45,6 +45,8 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
+        "shards": len(structure.assembly.shards) if structure.assembly else None,
+        "part": structure.part and f"{structure.part.what}. {structure.part.advice}",
         "size_bytes": structure.size_bytes,
         "kind": "lightning" if lightning else "state_dict" if entries.keys() == {""} else "dictionary",
         "lightning_version": _text(content, LIGHTNING_VERSION) or manifest.get("lightning"),
@@ -72,7 +74,11 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     """
     kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
     size = format_bytes(summary["size_bytes"])
-    lines = prose(f"{printable_path(summary['path'])}: {kinds[summary['kind']]}, {size}, {summary['format']}")
+    how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
+    files = f" in {summary['shards']} files" if summary["shards"] else ""
+    lines = prose(f"{printable_path(summary['path'])}: {kinds[summary['kind']]}, {size}, {how}{files}")
+    if summary["part"]:
+        lines += prose(f"  This file {summary['part']}")
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],

@@ -18,8 +18,18 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, opened
-from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
+from lightning_gpu_tools.checkpoints.distributed_folder import PickledObject, Slice
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
+from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
+from lightning_gpu_tools.checkpoints.sources import Files, opened_source
+from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
+from lightning_gpu_tools.checkpoints.structure import (
+    Assembly,
+    Structure,
+    collector_paused,
+    compare_with_checksums,
+    describe,
+)
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -28,11 +38,12 @@ from lightning_gpu_tools.units import printable_path
 def read_checkpoint(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
 ) -> Any:
-    """Return what a checkpoint file holds.
+    """Return what a checkpoint file, or a folder with the shards of one, holds.
 
     The tensors of a local file are mapped, not read: they cost no memory until they are used, and the pages belong to
     the file. Copy what is to outlive a change of that file. A file that an archive tool has compressed is unpacked into
-    memory and always compared with its checksums.
+    memory and always compared with its checksums. A tensor that lies in several parts is put together anew for each
+    operation on it, and takes memory only meanwhile.
 
     What the file declares is checked against what it holds before torch sees it, and torch gets the same open file.
 
@@ -48,13 +59,16 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with opened(path) as file:
-        structure = describe(file, os.fspath(path))
-        if verify or structure.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
-            compare_with_checksums(file, structure)
-        if structure.format == "safetensors":
-            return _load_safetensors(file, structure, map_location)
-        return _load(file, structure, map_location, weights_only)
+    with opened_source(path) as (structure, files):
+        if structure.part is not None:
+            raise broken(os.fspath(path), structure.part)
+        for name, file in files.items():
+            shard = structure.shard(name)
+            if verify or shard.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
+                compare_with_checksums(file, shard)
+        if structure.assembly is None:
+            return _load(files[""], structure, map_location, weights_only)
+        return _load_shards(files, structure, structure.assembly, map_location, weights_only)
 
 
 def write_checkpoint(
@@ -76,7 +90,32 @@ def write_checkpoint(
         torch.save(content, watched_file)
 
 
+def _load_shards(files: Files, structure: Structure, assembly: Assembly, map_location: Any, weights_only: bool) -> Any:
+    contents = {name: _load(files[name], assembly.shards[name], map_location, weights_only) for name in assembly.loaded}
+    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+    numbers: dict[str, torch.UntypedStorage] = {}
+
+    def made(leaf: Any) -> Any:
+        if isinstance(leaf, SplitTensorInfo):
+            for part in leaf.parts:
+                if part.file not in numbers and 0 not in part.shape:
+                    numbers[part.file] = _numbers(files[part.file]).untyped_storage()
+            return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
+        if isinstance(leaf, PickledObject):
+            file = io.BytesIO(Slice(files[leaf.place.file], leaf.place).read())
+            described = describe(file, os.path.join(structure.path, leaf.place.file))
+            return _load(file, described, map_location, weights_only)
+        return leaf
+
+    try:
+        return put_in_place(assembly.assemble(contents), made)
+    except Fault as fault:
+        raise broken(structure.path, fault) from None
+
+
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    if structure.format == "safetensors":
+        return _load_safetensors(file, structure, map_location)
     if weights_only:
         calls = [name for name in structure.globals if name.endswith("(...)")]
         if calls:  # torch lets them pass
@@ -104,10 +143,22 @@ def _name_of_open_file(file: BinaryIO) -> str | None:
 
     Without one a file is read instead of mapped. An open file cannot be replaced on Windows.
     """
+    if isinstance(file, io.BytesIO):
+        return None
     if sys.platform == "win32":
         return file.name
     name = f"/proc/self/fd/{file.fileno()}"
     return name if os.path.exists(name) else None
+
+
+def _numbers(file: BinaryIO) -> torch.Tensor:
+    """Return the bytes of an open file, mapped where that is possible."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    source = _name_of_open_file(file)
+    if source is not None:
+        return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
+    file.seek(0)
+    return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
 
 
 def _guesses_places() -> bool:
@@ -154,13 +205,7 @@ def _allowed_names() -> set[str]:
 def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
     """Map the tensors to where their description, which has been checked, says that they are."""
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-    size_bytes = os.fstat(file.fileno()).st_size
-    source = _name_of_open_file(file)
-    if source is not None:
-        numbers = torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
-    else:
-        file.seek(0)
-        numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    numbers = _numbers(file)
     weights: OrderedDict[str, Any] = OrderedDict.fromkeys(structure.content)
     with collector_paused():
         in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])
