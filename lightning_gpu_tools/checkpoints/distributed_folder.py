@@ -180,9 +180,7 @@ def _check_places(folder: Folder, places: list[Place]) -> None:
 
 def _file_of_places(folder: Folder, name: str) -> Structure:
     size_bytes = folder.open(name).seek(0, os.SEEK_END)
-    return Structure(
-        os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset({"cpu"}), records={}
-    )
+    return Structure(os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset(), records={})
 
 
 def _part(

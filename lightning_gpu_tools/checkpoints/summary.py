@@ -75,7 +75,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
-    files = f" in {summary['shards']} files" if summary["shards"] else ""
+    files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
     lines = prose(f"{printable_path(summary['path'])}: {kinds[summary['kind']]}, {size}, {how}{files}")
     if summary["part"]:
         lines += prose(f"  This file {summary['part']}")
