@@ -17,10 +17,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.formats import (
     RESTORE,
+    SUFFIXES,
     Fault,
     Format,
     broken,
@@ -37,7 +40,8 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
     are_sizes,
 )
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
-from lightning_gpu_tools.units import format_bytes, printable
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -73,7 +77,7 @@ class Structure:
             that plain data never needs.
         devices: What its numbers were saved from, ``"cuda:2"``.
         metadata: The text entries of a safetensors file; empty for others.
-        records: The records of a zip file, by name; empty for others.
+        records: The records of a zip file, by name; of an old file the numbers, ``data/0``; empty for safetensors.
         places: Where the numbers of each tensor of a safetensors file begin; empty for others.
     """
 
@@ -112,7 +116,7 @@ def read_structure(path: str | os.PathLike[str]) -> Structure:
         BrokenCheckpointError: The file is damaged or no checkpoint.
         OSError: It cannot be read.
     """
-    with opened(path) as file:
+    with naming_another(path), opened(path) as file:
         return describe(file, os.fspath(path))
 
 
@@ -126,10 +130,27 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], No
     Raises:
         CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
     """
-    with opened(path) as file:
+    with naming_another(path), opened(path) as file:
         structure = describe(file, os.fspath(path))
         compare_with_checksums(file, structure, progress)
         return structure
+
+
+@contextlib.contextmanager
+def naming_another(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add to the error about a broken or missing file which other one in its folder can be loaded instead."""
+    try:
+        yield
+    except (BrokenCheckpointError, CheckpointNotFoundError) as error:
+        place = Path(os.path.expanduser(path))
+        shapes = _shapes_at_beginning(place)
+        other = _newest_complete_beside(place, shapes)
+        if other is not None:
+            of_model = " of the same model" * (shapes is not None)
+            error.args = (
+                f"{error.args[0]} The newest complete checkpoint{of_model} in that folder: {printable_path(other)}",
+            )
+        raise
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
@@ -198,6 +219,51 @@ _DAMAGE: Mapping[Format, str] = {
 }
 
 
+# Each is a part of a checkpoint, by the names that DeepSpeed, Hugging Face and torch.distributed.checkpoint give.
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\..*|.*(zero_pp|mp)_rank_.*|.*_(optim|model)_states\..*|.*\.distcp")
+_MAX_NEIGHBORS = 8  # our default: whoever waits for an error message wants it soon
+Shapes = frozenset[tuple[str, tuple[int, ...] | None]]
+
+
+def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
+    """Return the newest other whole checkpoint in a folder, of these names and shapes if they are known."""
+    try:
+        others = [entry for entry in path.parent.iterdir() if entry.suffix in SUFFIXES and entry.name != path.name]
+        newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
+        whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
+        for other in whole[:_MAX_NEIGHBORS]:
+            with contextlib.suppress(CheckpointError), opened(other) as file:
+                found = _shapes_of(describe(file, str(other)).content)
+                if found is not None and shapes in (None, found):
+                    return other
+    except OSError:  # listing neighbors is a courtesy; the error about the file itself must come out
+        pass
+    return None
+
+
+def _shapes_of(content: Any) -> Shapes | None:
+    """Return names and shapes of the weights that are meant if nobody names any; ``None`` if there are none."""
+    sets = likely(all_state_dicts(content, TensorInfo))
+    tensors = [(key, value) for weights in sets.values() for key, value in weights.items() if type(value) is TensorInfo]
+    is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # a generator's state is none
+    return frozenset((key, value.shape) for key, value in tensors) if is_model else None
+
+
+def _shapes_at_beginning(path: Path) -> Shapes | None:
+    """Return what can still be read of the weights in a damaged zip file: torch writes their description first."""
+    try:
+        with opened(path) as file:
+            head = file.read(_MIN_DESCRIPTION_LIMIT_BYTES)
+        name_bytes, extra_bytes = struct.unpack_from("<2H", head, 26)  # APPNOTE.TXT 4.3.7
+        start = 30 + name_bytes + extra_bytes
+        if not head[30 : 30 + name_bytes].endswith(b"/data.pkl"):
+            return None
+        with collector_paused():
+            return _shapes_of(StructureReader(BytesIO(head[start:]), len(head)).load())
+    except Exception:  # noqa: BLE001 - damaged bytes raise anything, and then nothing is known
+        return None
+
+
 def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     root, records = read_records(file, size_bytes)
     if not root or "data.pkl" not in records:
@@ -253,15 +319,18 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise damaged("it does not hold the numbers that it describes")
     place = file.tell()
+    records = {}
     for key in keys:  # each storage comes after its length in 8 bytes
         storage = storages[key]
         file.seek(place)
         length = file.read(8)
+        name = f"data/{key}"
+        records[name] = Record(name, place + 8, storage.size_bytes, storage.size_bytes, crc=0, is_stored=True)
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise Fault(_DAMAGE["legacy"], RESTORE)
     devices = frozenset(storage.location for storage in storages.values())
-    return Structure(path, size_bytes, "legacy", content, named, devices)
+    return Structure(path, size_bytes, "legacy", content, named, devices, records=records)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
