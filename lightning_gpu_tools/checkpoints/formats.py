@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.atomic_file import local_copy
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-Format = Literal["zip", "legacy", "safetensors"]
+Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 _END_OF_ZIP = b"PK\x05\x06"
@@ -223,21 +223,8 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
 
 
 def _directory(path: str) -> Fault:
-    names = set(os.listdir(path))
-    if ".metadata" in names:
-        return Fault(
-            "is a sharded checkpoint (a folder, as FSDP and ModelParallel strategies write it)",
-            "Make one file of it with: python -m lightning.pytorch.utilities.consolidate_checkpoint "
-            f"{printable_path(path)}   or load it with the strategy that saved it.",
-        )
-    if names & {"zero_to_fp32.py", "latest"}:
-        return Fault(
-            "is a DeepSpeed checkpoint (a folder of shards)",
-            "Make one file of it with lightning.pytorch.utilities.deepspeed."
-            "convert_zero_checkpoint_to_fp32_state_dict(folder, file), or with the zero_to_fp32.py inside it.",
-        )
-    inside = sorted(printable(name) for name in names if name.endswith(SUFFIXES))
+    inside = sorted(printable(name) for name in os.listdir(path) if name.endswith(SUFFIXES))
     if inside:
         more = ", …" * (len(inside) > 5)
         return Fault("is a folder", f"It holds {', '.join(inside[:5])}{more}; name the file.")
-    return Fault("is a folder, and no sharded checkpoint either (it has no .metadata and no latest file)")
+    return Fault("is a folder, and none with the shards of a checkpoint")

@@ -15,6 +15,7 @@ from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_tree import Shape
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -123,7 +124,9 @@ def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype |
     needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
     held: dict[int, int] = {}
     for value in (weights[key] for key in sizes):
-        if value.layout is torch.strided:
+        if isinstance(value, LazyTensor):
+            held[value.data_ptr()] = value.numel() * item_bytes(value)
+        elif value.layout is torch.strided:
             storage = value.untyped_storage()
             bytes_there = storage.nbytes() // value.element_size() * item_bytes(value)
             held[storage.data_ptr()] = max(bytes_there, held.get(storage.data_ptr(), 0))

@@ -17,20 +17,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.formats import (
     RESTORE,
-    SUFFIXES,
     Fault,
     Format,
     broken,
     comes_from_contents,
     damaged,
     identify,
-    opened,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import (
     BYTES_OF_DTYPE,
@@ -40,8 +36,7 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
     are_sizes,
 )
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable
 
 DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -77,8 +72,10 @@ class Structure:
             that plain data never needs.
         devices: What its numbers were saved from, ``"cuda:2"``.
         metadata: The text entries of a safetensors file; empty for others.
-        records: The records of a zip file, by name; of an old file the numbers, ``data/0``; empty for safetensors.
-        places: Where the numbers of each tensor of a safetensors file begin; empty for others.
+        records: The records of a zip file, by name; empty for others.
+        places: Where each block of numbers that is not compressed begins in the file, by the key of its storage.
+        part: What the file is if it is one shard of a checkpoint; ``None`` if it is a whole.
+        assembly: Of which files it is made; ``None`` for a file.
     """
 
     path: str
@@ -90,6 +87,12 @@ class Structure:
     metadata: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
+    part: Fault | None = None
+    assembly: Assembly | None = None
+
+    def shard(self, name: str) -> Structure:
+        """Return the description of one of its files; its own, if it is a file."""
+        return self if self.assembly is None else self.assembly.shards[name]
 
     @property
     def is_packed(self) -> bool:
@@ -102,55 +105,24 @@ class Structure:
 
         Nor has one that was saved after ``torch.serialization.set_crc32_options(False)``.
         """
+        if self.assembly is not None:
+            return all(shard.has_checksums for shard in self.assembly.shards.values())
         return any(record.crc for record in self.records.values())
 
 
-def read_structure(path: str | os.PathLike[str]) -> Structure:
-    """Read the description of a file's contents and check it against what the file holds.
+@dataclass(frozen=True)
+class Assembly:
+    """How the content of several files becomes one.
 
-    Args:
-        path: A local path, or any URL that fsspec knows.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: The file is damaged or no checkpoint.
-        OSError: It cannot be read.
+    Attributes:
+        shards: What each file holds, by name.
+        loaded: Which of them are checkpoints that are loaded as such; of others only numbers are taken.
+        assemble: Takes the contents of these, by name, described or loaded, and returns the whole.
     """
-    with naming_another(path), opened(path) as file:
-        return describe(file, os.fspath(path))
 
-
-def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None) -> Structure:
-    """Do the same, then read the whole of the file and compare it with the checksums in it.
-
-    Args:
-        path: A local path, or any URL that fsspec knows.
-        progress: Called with the number of bytes that were read since the last call.
-
-    Raises:
-        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
-    """
-    with naming_another(path), opened(path) as file:
-        structure = describe(file, os.fspath(path))
-        compare_with_checksums(file, structure, progress)
-        return structure
-
-
-@contextlib.contextmanager
-def naming_another(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add to the error about a broken or missing file which other one in its folder can be loaded instead."""
-    try:
-        yield
-    except (BrokenCheckpointError, CheckpointNotFoundError) as error:
-        place = Path(os.path.expanduser(path))
-        shapes = _shapes_at_beginning(place)
-        other = _newest_complete_beside(place, shapes)
-        if other is not None:
-            of_model = " of the same model" * (shapes is not None)
-            error.args = (
-                f"{error.args[0]} The newest complete checkpoint{of_model} in that folder: {printable_path(other)}",
-            )
-        raise
+    shards: Mapping[str, Structure]
+    loaded: tuple[str, ...]
+    assemble: Callable[[Mapping[str, Any]], Any]
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
@@ -161,7 +133,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
     """
     try:
         format_ = identify(file)
-        size_bytes = os.fstat(file.fileno()).st_size
+        size_bytes = file.seek(0, os.SEEK_END)
         try:
             read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
             with collector_paused():
@@ -219,51 +191,6 @@ _DAMAGE: Mapping[Format, str] = {
 }
 
 
-# Each is a part of a checkpoint, by the names that DeepSpeed, Hugging Face and torch.distributed.checkpoint give.
-_SHARD = re.compile(r".*-\d{5}-of-\d{5}\..*|.*(zero_pp|mp)_rank_.*|.*_(optim|model)_states\..*|.*\.distcp")
-_MAX_NEIGHBORS = 8  # our default: whoever waits for an error message wants it soon
-Shapes = frozenset[tuple[str, tuple[int, ...] | None]]
-
-
-def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
-    """Return the newest other whole checkpoint in a folder, of these names and shapes if they are known."""
-    try:
-        others = [entry for entry in path.parent.iterdir() if entry.suffix in SUFFIXES and entry.name != path.name]
-        newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
-        whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
-        for other in whole[:_MAX_NEIGHBORS]:
-            with contextlib.suppress(CheckpointError), opened(other) as file:
-                found = _shapes_of(describe(file, str(other)).content)
-                if found is not None and shapes in (None, found):
-                    return other
-    except OSError:  # listing neighbors is a courtesy; the error about the file itself must come out
-        pass
-    return None
-
-
-def _shapes_of(content: Any) -> Shapes | None:
-    """Return names and shapes of the weights that are meant if nobody names any; ``None`` if there are none."""
-    sets = likely(all_state_dicts(content, TensorInfo))
-    tensors = [(key, value) for weights in sets.values() for key, value in weights.items() if type(value) is TensorInfo]
-    is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # a generator's state is none
-    return frozenset((key, value.shape) for key, value in tensors) if is_model else None
-
-
-def _shapes_at_beginning(path: Path) -> Shapes | None:
-    """Return what can still be read of the weights in a damaged zip file: torch writes their description first."""
-    try:
-        with opened(path) as file:
-            head = file.read(_MIN_DESCRIPTION_LIMIT_BYTES)
-        name_bytes, extra_bytes = struct.unpack_from("<2H", head, 26)  # APPNOTE.TXT 4.3.7
-        start = 30 + name_bytes + extra_bytes
-        if not head[30 : 30 + name_bytes].endswith(b"/data.pkl"):
-            return None
-        with collector_paused():
-            return _shapes_of(StructureReader(BytesIO(head[start:]), len(head)).load())
-    except Exception:  # noqa: BLE001 - damaged bytes raise anything, and then nothing is known
-        return None
-
-
 def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     root, records = read_records(file, size_bytes)
     if not root or "data.pkl" not in records:
@@ -282,7 +209,10 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     for storage in reader.storages.values():
         _check_record(storage, records.get(f"data/{storage.key}"))
     devices = frozenset(storage.location for storage in reader.storages.values())
-    return Structure(path, size_bytes, "zip", content, frozenset(reader.globals), devices, records=records)
+    places = {key: records[f"data/{key}"].start for key in reader.storages if records[f"data/{key}"].is_stored}
+    return Structure(
+        path, size_bytes, "zip", content, frozenset(reader.globals), devices, records=records, places=places
+    )
 
 
 def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
@@ -319,18 +249,17 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise damaged("it does not hold the numbers that it describes")
     place = file.tell()
-    records = {}
+    places = {}
     for key in keys:  # each storage comes after its length in 8 bytes
         storage = storages[key]
         file.seek(place)
         length = file.read(8)
-        name = f"data/{key}"
-        records[name] = Record(name, place + 8, storage.size_bytes, storage.size_bytes, crc=0, is_stored=True)
+        places[key] = place + 8
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise Fault(_DAMAGE["legacy"], RESTORE)
     devices = frozenset(storage.location for storage in storages.values())
-    return Structure(path, size_bytes, "legacy", content, named, devices, records=records)
+    return Structure(path, size_bytes, "legacy", content, named, devices, places=places)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
@@ -338,7 +267,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     damage = Fault(_DAMAGE["safetensors"], RESTORE)
     file.seek(0)
     length = struct.unpack("<Q", file.read(8))[0]
-    header = json.loads(file.read(length).decode(), object_pairs_hook=_without_repeats)
+    header = json.loads(file.read(length).decode(), object_pairs_hook=without_repeats)
     start = 8 + length
     metadata = header.pop("__metadata__", None) or {}
     if not all(isinstance(text, str) for text in metadata.values()):
@@ -374,7 +303,12 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     return Structure(path, size_bytes, "safetensors", content, frozenset(), frozenset({"cpu"}), metadata, places=places)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return what JSON has in braces; it may have one name twice, and most readers take the last.
+
+    Raises:
+        ValueError: It does.
+    """
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")

@@ -52,6 +52,8 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
+        "shards": len(structure.assembly.shards) if structure.assembly else None,
+        "part": structure.part and f"{structure.part.what}. {structure.part.advice}",
         "size_bytes": structure.size_bytes,
         "kind": "lightning" if lightning else _kind_of(content, entries),
         "content": describe_content(content),
@@ -82,7 +84,11 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
     kind = kinds.get(summary["kind"], summary["content"])
     size = format_bytes(summary["size_bytes"])
-    lines = prose(f"{printable_path(summary['path'])}: {kind}, {size}, {summary['format']}")
+    how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
+    files = f" in {summary['shards']} files" if summary["shards"] else ""
+    lines = prose(f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}")
+    if summary["part"]:
+        lines += prose(f"  This file {summary['part']}")
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],

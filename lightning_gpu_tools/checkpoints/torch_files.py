@@ -21,16 +21,20 @@ import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import put_weights
+from lightning_gpu_tools.checkpoints.distributed_folder import PickledObject, Slice
 from lightning_gpu_tools.checkpoints.envelope import check_contents
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, opened
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, TensorInfo
+from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
+from lightning_gpu_tools.checkpoints.sources import Files, opened_source
+from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
+    Assembly,
     Structure,
     collector_paused,
     compare_with_checksums,
     describe,
-    naming_another,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.checkpoints.zip_records import read_chunks
@@ -41,11 +45,12 @@ from lightning_gpu_tools.units import printable, printable_path
 def read_checkpoint(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
 ) -> Any:
-    """Return what a checkpoint file holds.
+    """Return what a checkpoint file, or a folder with the shards of one, holds.
 
     The tensors of a local file are mapped, not read: they cost no memory until they are used, and the pages belong to
     the file. Copy what is to outlive a change of that file. A file that an archive tool has compressed is unpacked into
-    memory and always compared with its checksums.
+    memory and always compared with its checksums. A tensor that lies in several parts is put together anew for each
+    operation on it, and takes memory only meanwhile.
 
     What the file declares is checked against what it holds before torch sees it, and torch gets the same open file.
 
@@ -61,16 +66,12 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with naming_another(path), opened(path) as file:
-        structure = describe(file, os.fspath(path))
-        if verify or structure.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
-            compare_with_checksums(file, structure)
-        if structure.format == "safetensors":
-            return _load_safetensors(file, structure, map_location)
+
+    def load(file: BinaryIO, structure: Structure) -> Any:
         try:
             return _load(file, structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
-            if check_contents(structure.content, structure.path, TensorInfo):
+            if check_contents(structure.content, path, TensorInfo):
                 command = f"lightning-gpu-tools checkpoint convert {shlex.quote(printable_path(path))} TARGET --weights"
                 error.args = (
                     f"{error}\n  The weights alone come without opening any of this: lightning_gpu_tools.load_weights, "
@@ -78,9 +79,11 @@ def read_checkpoint(
                 )
             raise
 
+    return _read(path, load, verify, map_location)
+
 
 def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, tuple[str, ...]]:
-    """Return what a file holds, as far as it is weights, and what was left unread.
+    """Return what a file or a folder with shards holds, as far as it is weights, and what was left unread.
 
     Plain data is returned as by :func:`read_checkpoint`, and nothing is left unread. In a file that holds more, the
     weights are put together from their checked description, and nothing of the file is called: each is at its place in
@@ -88,23 +91,23 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     only descriptions are returned.
 
     Args:
-        path: A local path, or any URL that fsspec knows.
+        path: As for :func:`read_checkpoint`.
         weights_only: If false, everything is opened, and opening it may run code.
 
     Raises:
         CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_checkpoint`.
         UnsafeCheckpointError: A weight among other things than plain data is not a block of plain numbers.
     """
-    with naming_another(path), opened(path) as file:
-        structure = describe(file, os.fspath(path))
-        if structure.is_packed:
-            compare_with_checksums(file, structure)
-        if structure.format == "safetensors":
-            return _load_safetensors(file, structure, "cpu"), ()
+    unread: set[str] = set()
+
+    def load(file: BinaryIO, structure: Structure) -> Any:
         try:
-            return _load(file, structure, "cpu", weights_only), ()
+            return _load(file, structure, "cpu", weights_only)
         except UnsafeCheckpointError as refusal:
-            return _described_weights(file, structure, refusal), tuple(beyond_plain_data(structure.globals))
+            unread.update(beyond_plain_data(structure.globals))
+            return _described_weights(file, structure, refusal)
+
+    return _read(path, load), tuple(sorted(unread))
 
 
 def write_checkpoint(
@@ -126,7 +129,55 @@ def write_checkpoint(
         torch.save(content, watched_file)
 
 
+def _read(
+    path: str | os.PathLike[str],
+    load: Callable[[BinaryIO, Structure], Any],
+    verify: bool = False,
+    map_location: Any = "cpu",
+) -> Any:
+    with opened_source(path) as (structure, files):
+        if structure.part is not None:
+            raise broken(os.fspath(path), structure.part)
+        for name, file in files.items():
+            shard = structure.shard(name)
+            if verify or shard.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
+                compare_with_checksums(file, shard)
+        if structure.assembly is None:
+            return load(files[""], structure)
+        return _load_shards(files, structure, structure.assembly, load, map_location)
+
+
+def _load_shards(
+    files: Files,
+    structure: Structure,
+    assembly: Assembly,
+    load: Callable[[BinaryIO, Structure], Any],
+    map_location: Any,
+) -> Any:
+    contents = {name: load(files[name], assembly.shards[name]) for name in assembly.loaded}
+    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+    numbers: dict[str, torch.UntypedStorage] = {}
+
+    def made(leaf: Any) -> Any:
+        if isinstance(leaf, SplitTensorInfo):
+            for part in leaf.parts:
+                if part.file not in numbers and 0 not in part.shape:
+                    numbers[part.file] = _numbers(files[part.file]).untyped_storage()
+            return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
+        if isinstance(leaf, PickledObject):
+            file = io.BytesIO(Slice(files[leaf.place.file], leaf.place).read())
+            return load(file, describe(file, os.path.join(structure.path, leaf.place.file)))
+        return leaf
+
+    try:
+        return put_in_place(assembly.assemble(contents), made)
+    except Fault as fault:
+        raise broken(structure.path, fault) from None
+
+
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    if structure.format == "safetensors":
+        return _load_safetensors(file, structure, map_location)
     if weights_only:
         calls = [name for name in structure.globals if name.endswith("(...)")]
         if calls:  # torch lets them pass
@@ -224,23 +275,23 @@ def _is_plain(tensor: TensorInfo) -> bool:
 
 
 def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
-    """Return what gives the numbers of each storage: a part of the mapped file where that is possible, as ``_load``."""
-    source = None if structure.is_packed else _name_of_open_file(file)
-    size_bytes = os.fstat(file.fileno()).st_size
-    whole = None if source is None else torch.UntypedStorage.from_file(source, False, size_bytes)
+    """Return what gives the numbers of each storage: a part of the mapped file, unless they are compressed."""
+    whole = _numbers(file).untyped_storage()
     order = structure.records.get("byteorder")
     is_swapped = order is not None and b"".join(read_chunks(file, order)).decode() != sys.byteorder
 
     @functools.cache
     def numbers(storage: StorageInfo) -> Any:
-        record = structure.records[f"data/{storage.key}"]
-        if whole is not None and not is_swapped:
-            return whole[record.start : record.start + storage.size_bytes]
-        data = bytearray(b"".join(read_chunks(file, record)))
-        read: Any = (torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)).untyped_storage()
+        start = structure.places.get(storage.key)
+        if start is None:
+            data = bytearray(b"".join(read_chunks(file, structure.records[f"data/{storage.key}"])))
+            block: Any = (torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)).untyped_storage()
+        else:
+            block = whole[start : start + storage.size_bytes]
         if is_swapped:
-            read.byteswap(getattr(torch, storage.dtype))
-        return read
+            block = block.clone()
+            block.byteswap(getattr(torch, storage.dtype))
+        return block
 
     return numbers
 
@@ -254,10 +305,22 @@ def _name_of_open_file(file: BinaryIO) -> str | None:
 
     Without one a file is read instead of mapped. An open file cannot be replaced on Windows.
     """
+    if isinstance(file, io.BytesIO):
+        return None
     if sys.platform == "win32":
         return file.name
     name = f"/proc/self/fd/{file.fileno()}"
     return name if os.path.exists(name) else None
+
+
+def _numbers(file: BinaryIO) -> torch.Tensor:
+    """Return the bytes of an open file, mapped where that is possible."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    source = _name_of_open_file(file)
+    if source is not None:
+        return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
+    file.seek(0)
+    return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
 
 
 def _guesses_places() -> bool:
@@ -304,13 +367,7 @@ def _allowed_names() -> set[str]:
 def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
     """Map the tensors to where their description, which has been checked, says that they are."""
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-    size_bytes = os.fstat(file.fileno()).st_size
-    source = _name_of_open_file(file)
-    if source is not None:
-        numbers = torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
-    else:
-        file.seek(0)
-        numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    numbers = _numbers(file)
     weights: OrderedDict[str, Any] = OrderedDict.fromkeys(structure.content)
     with collector_paused():
         in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])

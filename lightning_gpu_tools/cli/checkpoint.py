@@ -111,7 +111,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import read_structure
+    from lightning_gpu_tools.checkpoints.sources import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
     with _errors_reported():
@@ -126,7 +126,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+    from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 
     start = time.monotonic()
     with _errors_reported(), _progress("verifying", _size(args.file)) as advance:
@@ -190,9 +190,20 @@ def _as_root(name: str) -> str:
     return name.rstrip(".") + "." if name else ""
 
 
-def _size(path: str) -> int:
-    """The size of a local file; 0 for a URL or a file that is not there, which the reader will say better."""
-    return os.path.getsize(path) if os.path.isfile(path) else 0
+def _size(path: str, *, of_weights: bool = False) -> int:
+    """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
+    from lightning_gpu_tools.checkpoints.sources import read_structure
+    from lightning_gpu_tools.checkpoints.summary import summarize
+
+    if not os.path.exists(path):
+        return 0
+    try:
+        structure = read_structure(path)
+    except (CheckpointError, OSError):
+        return 0
+    if not of_weights and structure.format != "deepspeed":
+        return structure.size_bytes
+    return sum(weight["bytes"] or 0 for weights in summarize(structure)["weights"].values() for weight in weights)
 
 
 def _print(what: object) -> None:

@@ -20,7 +20,7 @@ from checkpoint_files import described_by, records_of, safetensors, saved, zippe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
@@ -144,14 +144,13 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inside", "message"),
     [
-        (".metadata", "sharded checkpoint.*python -m lightning.pytorch.utilities.consolidate_checkpoint"),
-        ("latest", "DeepSpeed checkpoint.*zero_to_fp32"),
-        ("zero_to_fp32.py", "DeepSpeed checkpoint"),
+        (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
+        ("__0_0.distcp", "without its .metadata, which is written last.*save was interrupted"),
+        ("latest", "is a folder, and none with the shards of a checkpoint"),
         ("epoch=1.ckpt", "is a folder.*It holds epoch=1.ckpt; name the file"),
-        ("notes.txt", "is a folder, and no sharded checkpoint"),
     ],
 )
-def test_a_folder_says_which_tool_makes_a_file_of_it(inside: str, message: str, tmp_path: Path) -> None:
+def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, tmp_path: Path) -> None:
     folder = tmp_path / "last.ckpt"
     folder.mkdir()
     (folder / inside).touch()

@@ -34,7 +34,7 @@ from checkpoint_files import (
 )
 
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, restore_metadata
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
@@ -321,7 +321,7 @@ def test_sparse_indices_outside_of_the_tensor_are_refused(tmp_path: Path) -> Non
 
 PEAK = """
 import resource, sys
-from lightning_gpu_tools.checkpoints.structure import read_structure
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.errors import CheckpointError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:
