@@ -30,7 +30,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     same_tensors,
     shapes_of,
 )
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.weights_files import alone, has_rest, write_safetensors, write_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
@@ -70,15 +71,17 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
         OSError: ``target`` cannot be written.
     """
-    content = read_checkpoint(source)
+    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
+    only_weights = as_safetensors or changes.weights_only
+    content, unread = read_weights(source) if only_weights else (read_checkpoint(source), ())
     entry, weights = choose_weights(source, content, changes.entry)
     shown = printable_path(source)
-    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     plan = _plan(shown, weights, content, changes)
     _check_written_size(source, weights, plan, changes, as_safetensors)
     converted = _apply(plan, shown, weights, changes)
     left_out = f"left out: {list_groups(plan.unused)}" if plan.unused else ""
-    done = ", ".join(filter(None, [f"{len(converted)} weights", plan.describe(), left_out]))
+    parts = [f"{len(converted)} weights", plan.describe(), left_out, describe_unread(unread)]
+    done = ", ".join(filter(None, parts))
     if as_safetensors:
         write_safetensors(converted, file, _texts(content), progress)
     elif changes.weights_only or not isinstance(content, Mapping) or not entry:
@@ -100,7 +103,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
 
 def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
     if changes.like is not None:
-        _, wanted = choose_weights(changes.like, read_checkpoint(changes.like), None)
+        _, wanted = choose_weights(changes.like, read_weights(changes.like)[0], None)
         try:
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
         except CheckpointError as error:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
 from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_distributed, is_piece
 from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, opened
+from lightning_gpu_tools.checkpoints.neighbors import naming_another
 from lightning_gpu_tools.checkpoints.shards import Folder, describe_index, is_index, part_of_a_whole
 from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
 from lightning_gpu_tools.units import printable, printable_path
@@ -62,7 +63,7 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
         CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
     """
     text = os.fspath(path)
-    with contextlib.ExitStack() as stack:
+    with naming_another(text), contextlib.ExitStack() as stack:
         try:
             with collector_paused():
                 structure, files = _described_folder(text, stack, to_load) or (None, {})

@@ -62,10 +62,7 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
     names = ", ".join(map(printable, entries))
     shown = printable_path(path)
     if entry is None and len(entries) > 1:
-        raise AmbiguousCheckpointError(
-            f"{shown} holds several sets of weights: {names}. Choose one with: lightning-gpu-tools checkpoint convert "
-            f"{shown} TARGET --entry NAME"
-        )
+        raise AmbiguousCheckpointError(f"{shown} holds several sets of weights: {names}. Choose one with --entry NAME.")
     chosen = next(iter(entries)) if entry is None else entry
     if chosen not in entries:
         raise CheckpointMismatchError(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 # Our default: a smaller file is read before a progress bar is missed.
@@ -102,6 +102,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
+    parser.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_diff)
 
@@ -174,7 +175,7 @@ def _diff(args: argparse.Namespace) -> int:
 
     try:
         with _errors_reported(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
-            found = compare(args.first, args.second, advance)
+            found = compare(args.first, args.second, advance, entry=args.entry)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
@@ -219,14 +220,6 @@ def _errors_reported() -> Iterator[None]:
     """Report what the file system refuses as this command's own error."""
     try:
         yield
-    except UnsafeCheckpointError as error:
-        if "add_safe_globals" in str(error):
-            error.args = (
-                f"{error}\n  This command has no way to allow them. In Python, after that line, convert() in "
-                "lightning_gpu_tools.checkpoints.convert and compare() in lightning_gpu_tools.checkpoints.compare do "
-                "what convert and diff do here.",
-            )
-        raise
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
@@ -94,28 +94,44 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
     content, message = FAULTS[fault]
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    write_checkpoint({"a": torch.ones(2)}, tmp_path / "epoch=2.ckpt")
+    write_checkpoint(CONTENT, tmp_path / "epoch=2.ckpt")
     with pytest.raises(BrokenCheckpointError, match=message) as caught:
         read_checkpoint(path)
     text = str(caught.value)
     assert text.startswith(str(path))
-    assert text.endswith(f"A complete checkpoint in the same folder: {tmp_path / 'epoch=2.ckpt'}")
+    of_model = " of the same model" * fault.startswith(("cut in", "cut by", "zeros at", "damaged zip", "missing"))
+    assert text.endswith(f" The newest complete checkpoint{of_model} in that folder: {tmp_path / 'epoch=2.ckpt'}")
     assert "weights_only" not in text
     # The same without torch.
     with pytest.raises(BrokenCheckpointError, match=message):
         read_structure(str(path))
 
 
-def test_the_newest_complete_neighbour_is_named_and_no_broken_one(tmp_path: Path) -> None:
-    for age, name in enumerate(("old.ckpt", "newer.ckpt", "broken.ckpt")):
-        path = tmp_path / name
-        path.write_bytes(GOOD[:-50] if name.startswith("broken") else GOOD)
-        os.utime(path, (1000 + age, 1000 + age))
-    (tmp_path / "notes.txt").write_bytes(GOOD)
-    with pytest.raises(BrokenCheckpointError, match=r"same folder: .*/newer\.ckpt$"):
+def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
+    other_model = saved({"state_dict": {"a": torch.ones(7)}})
+    files = {
+        "old.ckpt": GOOD,
+        "newer.ckpt": GOOD,
+        "broken.ckpt": GOOD[:-50],
+        "other.ckpt": other_model,
+        "rng_state.pth": saved({"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}),
+        "optimizer.pt": saved(torch.optim.Adam([torch.ones(2)]).state_dict()),
+        "module.bin": saved({"state_dict": torch.nn.Linear(600, 30).state_dict(), "where": Path()}),
+        "model-00001-of-00002.bin": GOOD,
+        "mp_rank_00_model_states.pt": GOOD,
+        "notes.txt": GOOD,
+    }
+    for age, (name, data) in enumerate(files.items()):
+        (tmp_path / name).write_bytes(data)
+        os.utime(tmp_path / name, (1000 + age, 1000 + age))
+    with pytest.raises(BrokenCheckpointError, match=r"checkpoint of the same model in that folder: .*/newer\.ckpt$"):
         read_checkpoint(tmp_path / "broken.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint at .*gone\.ckpt.*newest one.*newer\.ckpt"):
+    with pytest.raises(CheckpointNotFoundError, match=r"The newest complete checkpoint in that folder: .*module\.bin$"):
         read_checkpoint(tmp_path / "gone.ckpt")
+    (tmp_path / "old.ckpt").unlink()
+    (tmp_path / "newer.ckpt").unlink()
+    with pytest.raises(BrokenCheckpointError, match=r"use an earlier checkpoint\.$"):
+        read_checkpoint(tmp_path / "broken.ckpt")
 
 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
@@ -266,8 +282,8 @@ def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, mo
 
 def open_in_every_way(path: Path) -> None:
     """Either it opens, or it is refused in words; nothing else may come out, and never torch's dangerous advice."""
-    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: verify_checkpoint(str(path))):
-        message = refusal(act)
+    for read in (read_checkpoint, read_weights, read_structure, verify_checkpoint):
+        message = refusal(functools.partial(read, path))  # type: ignore[arg-type]
         assert not message or str(path) in message
         assert "weights_only" not in message
 
