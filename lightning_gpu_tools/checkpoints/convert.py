@@ -22,6 +22,7 @@ from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_repetition,
     choose_weights,
@@ -30,9 +31,15 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     same_tensors,
     shapes_of,
 )
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
-from lightning_gpu_tools.checkpoints.weights_files import alone, has_rest, write_safetensors, write_weights
+from lightning_gpu_tools.checkpoints.weights_files import (
+    alone,
+    has_rest,
+    write_content,
+    write_safetensors,
+    write_weights,
+)
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -96,7 +103,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
                     rest[name] = alone(_apply(other, shown, content[name], changes))
             if "optimizer_states" in content:
                 rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(_put(rest, entry, alone(converted)), file, progress)
+        write_content(_put(rest, entry, alone(converted)), file, progress)
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {done}"
 
@@ -149,7 +156,7 @@ def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: C
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _to_dtype(value, changes.dtype)
+            made[same] = _with_dtype(value, changes.dtype)
             if _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
@@ -161,9 +168,12 @@ def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: C
     return converted
 
 
-def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    is_rounded = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.detach().to(dtype) if is_rounded else value
+def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is dtype:
+        return value
+    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+        return value.detach().to(dtype)
+    return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
 
 
 def _has_overflowed(before: Any, after: Any) -> bool:

@@ -23,7 +23,14 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover, describing
+from lightning_gpu_tools.checkpoints.shards import (
+    Folder,
+    Part,
+    SplitTensorInfo,
+    check_byte_order,
+    check_cover,
+    describing,
+)
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
@@ -194,7 +201,9 @@ def _part(
 ) -> Part:
     """Look up where in the file the numbers of a block are."""
     shard = shards[place.file]
-    found = describe(Slice(folder.open(place.file), place), shard.path)  # type: ignore[arg-type]
+    file: Any = Slice(folder.open(place.file), place)
+    found = describe(file, shard.path)
+    check_byte_order(file, found)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):

@@ -26,6 +26,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_wrapper,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
@@ -48,12 +49,14 @@ def summarize(structure: Structure) -> dict[str, Any]:
     entries = all_state_dicts(content, TensorInfo)
     has_entries = isinstance(content, Mapping) and "" not in entries
     states = content.get("optimizer_states") if lightning else None
+    parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
+    part = structure.part or next(filter(None, parts), None)
     return {
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
         "shards": len(structure.assembly.shards) if structure.assembly else None,
-        "part": structure.part and f"{structure.part.what}. {structure.part.advice}",
+        "part": part and f"{part.what}. {part.advice}",
         "size_bytes": structure.size_bytes,
         "kind": "lightning" if lightning else _kind_of(content, entries),
         "content": describe_content(content),

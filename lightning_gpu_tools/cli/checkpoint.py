@@ -163,7 +163,8 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    with _errors_reported(), _progress("converting", _size(args.source)) as advance:
+    size_bytes = _size(args.source, of_weights=args.weights or args.target.endswith(".safetensors"))
+    with _errors_reported(), _progress("converting", size_bytes) as advance:
         said = convert(args.source, args.target, changes, advance)
     _print(said)
     return 0
@@ -173,8 +174,9 @@ def _convert(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 
+    sizes = (_size(path, of_weights=True) for path in (args.first, args.second))
     try:
-        with _errors_reported(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
+        with _errors_reported(), _progress("comparing", sum(sizes)) as advance:
             found = compare(args.first, args.second, advance, entry=args.entry)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
