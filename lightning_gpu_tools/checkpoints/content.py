@@ -14,14 +14,9 @@ MANIFEST = "lightning_gpu_tools"
 MODEL_STATES = ("state_dict", "current_model_state")
 
 
-def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry."""
-    return likely(all_state_dicts(content, tensor_type))
-
-
-def likely(entries: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the ``state_dict`` entry alone if there is one: it is meant whenever nobody names another."""
-    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else entries
+    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
@@ -33,10 +28,10 @@ def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, A
         return {}
     if is_state_dict(content, tensor_type):
         return {"": content}
-    entries = dict(_nested_state_dicts(content, "", 2, tensor_type))
-    if is_lightning_checkpoint(content):  # of a model that may have no weights at all
-        entries["state_dict"] = content["state_dict"]
-    return entries
+    if not is_lightning_checkpoint(content):
+        return dict(_nested_state_dicts(content, "", 2, tensor_type))
+    # Callbacks keep averages a level deeper. The model may have no weights at all.
+    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(content, "", 3, tensor_type))
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -76,6 +71,7 @@ def _nested_state_dicts(
         if not isinstance(value, Mapping) or not isinstance(name, str) or "param_groups" in value:  # an optimizer's
             continue
         if is_state_dict(value, tensor_type):
-            yield path + name, value
+            if any(getattr(item, "shape", ()) != () for item in value.values()):  # else they are scores and counters
+                yield path + name, value
         elif depth > 1:
             yield from _nested_state_dicts(value, f"{path}{name}.", depth - 1, tensor_type)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
-    find_state_dicts,
+    all_state_dicts,
     is_lightning_checkpoint,
 )
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
@@ -39,7 +39,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
     content = structure.content
     lightning = is_lightning_checkpoint(content)
     manifest = _manifest(structure)
-    entries = find_state_dicts(content, TensorInfo)
+    entries = all_state_dicts(content, TensorInfo)
     states = content.get("optimizer_states") if lightning else None
     return {
         "schema_version": SCHEMA_VERSION,
