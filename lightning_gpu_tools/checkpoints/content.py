@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.formats import Fault
-from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.units import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -104,6 +104,8 @@ def describe_content(content: Any) -> str:
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
         return f"{what} of the class {printable(content.kind or 'unknown')}"
+    if isinstance(content, StandIn):
+        return f"{printable(content)} by its name"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
     if content is None or isinstance(content, (bool, int, float)):
