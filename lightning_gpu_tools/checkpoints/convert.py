@@ -17,6 +17,7 @@ from lightning_gpu_tools.checkpoints.content import (
     MANIFEST,
     MODEL_STATES,
     is_lightning_checkpoint,
+    put_weights,
 )
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
@@ -34,7 +35,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shapes_of,
     weights_in,
 )
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.weights_files import alone, has_rest, write_safetensors, write_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
@@ -77,12 +79,13 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
         OSError: ``target`` cannot be written.
     """
-    content = read_checkpoint(source)
+    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
+    leaves_out_rest = as_safetensors or changes.weights_only
+    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
     entry, _ = choose_weights(source, content, changes.entry)
     entries = weights_in(content, source)
     others = others_of_this_model(entry, entries)
-    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
-    only_weights = as_safetensors or changes.weights_only or not entry
+    only_weights = leaves_out_rest or not entry
     plans: dict[str, RenamePlan] = {}
     converted: dict[str, OrderedDict[str, Any]] = {}
     for name in (entry,) if only_weights else (entry, *others):
@@ -96,12 +99,10 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     elif only_weights:
         write_weights(converted[entry], file, progress)
     else:
-        rest = dict(content)
+        whole = put_weights(content, {name: alone(state) for name, state in converted.items()})
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
-            rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        for name, state in converted.items():
-            rest = _put(rest, name, alone(state))
-        write_checkpoint(rest, file, progress)
+            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        write_checkpoint(whole, file, progress)
     of_entry = f' of "{printable(entry)}"' if others else ""
     named = ", ".join(f'"{printable(name)}"' for name in others)
     done = [
@@ -109,6 +110,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         plan.describe(),
         f"left out: {list_groups(plan.unused)}" if plan.unused else "",
         f"{'not' if only_weights else 'likewise'} those of {named}" if others else "",
+        describe_unread(unread),
     ]
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {', '.join(filter(None, done))}"
@@ -117,7 +119,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
 def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
     source = printable_path(path)
     if changes.like is not None:
-        _, wanted = choose_weights(changes.like, read_checkpoint(changes.like), None)
+        _, wanted = choose_weights(changes.like, read_weights(changes.like)[0], None)
         try:
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
         except CheckpointError as error:
@@ -202,11 +204,6 @@ def _has_overflowed(before: Any, after: Any) -> bool:
     if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
         return False
     return bool((before.isfinite() & ~after.isfinite()).any())
-
-
-def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
-    first, _, rest = entry.partition(".")
-    return {**content, first: _put(content[first], rest, weights) if rest else weights}
 
 
 def _texts(content: Any) -> dict[str, str]:

@@ -24,6 +24,7 @@ from lightning_gpu_tools.checkpoints.model_keys import (
     shape_of,
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
@@ -291,9 +292,18 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
 
 def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
-    if value.is_meta or value.is_quantized or value.layout is not torch.strided or type(value) is not torch.Tensor:
+    if (
+        value.is_meta
+        or value.is_quantized
+        or value.layout is not torch.strided
+        or type(value)
+        not in (
+            torch.Tensor,
+            LazyTensor,
+        )
+    ):
         return ""
-    numbers = value
+    numbers = value.detach()
     if value.is_complex():
         numbers = torch.view_as_real(value.resolve_conj())
         if not dtype.is_complex:

@@ -16,6 +16,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
 from lightning_gpu_tools.checkpoints.model_keys import part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -68,10 +69,7 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
     shown = printable_path(path)
     meant = preferred([*contents.likely(entries)], str)
     if entry is None and len(meant) > 1:
-        raise AmbiguousCheckpointError(
-            f"{shown} holds several sets of weights: {names}. Choose one with: lightning-gpu-tools checkpoint convert "
-            f"{shown} TARGET --entry NAME"
-        )
+        raise AmbiguousCheckpointError(f"{shown} holds several sets of weights: {names}. Choose one with --entry NAME.")
     chosen = meant[0] if entry is None else entry
     if chosen not in entries:
         raise CheckpointMismatchError(
@@ -155,7 +153,9 @@ def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype |
     needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
     held: dict[int, int] = {}
     for value in (weights[key] for key in sizes):
-        if value.layout is torch.strided:
+        if isinstance(value, LazyTensor):
+            held[value.data_ptr()] = value.numel() * item_bytes(value)
+        elif value.layout is torch.strided:
             storage = value.untyped_storage()
             bytes_there = storage.nbytes() // value.element_size() * item_bytes(value)
             held[storage.data_ptr()] = max(bytes_there, held.get(storage.data_ptr(), 0))

@@ -32,7 +32,8 @@ from lightning_gpu_tools.checkpoints.model_keys import part_of, read_model, shap
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import others_of_this_model, same_tensors, shapes_of, weights_in
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_weights
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -59,6 +60,7 @@ class LoadReport:
         unexpected: Checkpoint keys without a place in the model; empty if ``strict``.
         mismatched: (checkpoint key, its shape, shape in the model); empty if ``strict``.
         unused: Checkpoint keys that lie beside the dropped root.
+        unread: Classes and functions that the rest of the file names; none was imported or called.
         summary: The same in words.
     """
 
@@ -73,6 +75,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None], ...] = ()
     unused: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     summary: str = ""
 
     def __str__(self) -> str:
@@ -90,8 +93,9 @@ def load_weights(
 ) -> LoadReport:
     """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
 
-    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, or a safetensors file. It
-    is read on the CPU, from whatever device it was saved, and each weight is copied to where the model has it.
+    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module, or a
+    safetensors file. It is read on the CPU, from whatever device it was saved, and each weight is copied to where the
+    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread.
 
     Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
     are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
@@ -108,14 +112,14 @@ def load_weights(
             ``None`` searches for one; ``""`` takes the names as they are.
         strict: Whether every key of the model must get a weight of its shape, and every key of the checkpoint find its
             place. If false, what fits is loaded and the rest is in the report.
-        weights_only: Whether to refuse files that hold more than plain data. If false, opening the file may run code.
+        weights_only: Whether to take the weights alone. If false, everything in the file is opened, which may run code.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
         AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
         BrokenCheckpointError: The file is no checkpoint, or damaged.
-        UnsafeCheckpointError: It holds more than plain data.
+        UnsafeCheckpointError: Only running code could build one of its weights.
 
     Warns:
         UserWarning: The file also holds averages of these weights, or a part of the model is still on the meta device.
@@ -125,14 +129,14 @@ def load_weights(
         >>> print(report)  # doctest: +SKIP
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
-    content = read_checkpoint(path, weights_only=weights_only)
+    content, unread = read_weights(path, weights_only=weights_only)
     check_contents(content, path, torch.Tensor)
     entries = weights_in(content, path)
     with naming_file(path, type(model)):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
-    return _report(str(path), fit, plan, loaded)
+    return _report(str(path), fit, plan, loaded, unread)
 
 
 @contextlib.contextmanager
@@ -307,7 +311,7 @@ def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -
     return outcome, tuple(name for name in names if bare(name) not in without)
 
 
-def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...]) -> LoadReport:
+def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
     mismatched: dict[str, tuple[Shape | None, Shape | None]] = {}
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -327,8 +331,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...]) -> L
         "other shape": [*mismatched],
     }
     words += [f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys]
-    if fit.others:
-        words.append(fit.choice())
+    words += filter(None, [describe_unread(unread), fit.choice() if fit.others else ""])
     return LoadReport(
         path=path,
         entry=fit.entry,
@@ -343,5 +346,6 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...]) -> L
         unexpected=unexpected,
         mismatched=tuple((key, *shapes) for key, shapes in mismatched.items()),
         unused=plan.unused,
+        unread=unread,
         summary="; ".join(words),
     )

@@ -19,6 +19,7 @@ from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.pickle_structure import DTYPE_OF_STORAGE
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import same_tensors
 from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.torch_files import watched, write_checkpoint
@@ -141,11 +142,12 @@ def has_rest(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether shape, type and numbers in a row are all that there is to a tensor."""
     return (
-        type(value) is torch.Tensor
+        type(value) in (torch.Tensor, LazyTensor)
         and value.dtype in _STORAGE_OF_DTYPE
         and value.layout is torch.strided
         and value.is_cpu
-        and not (value.is_nested or value.requires_grad or value.is_conj() or value.is_neg() or value.__dict__)
+        and not (value.is_nested or value.requires_grad or value.is_conj() or value.is_neg())
+        and (type(value) is LazyTensor or not value.__dict__)
         and value.is_contiguous()
     )
 

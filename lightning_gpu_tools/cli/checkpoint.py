@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints.formats import SUFFIXES
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 # Our default: a smaller file is read before a progress bar is missed.
@@ -105,6 +105,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
+    parser.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_diff)
 
@@ -113,7 +114,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import read_structure
+    from lightning_gpu_tools.checkpoints.sources import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
     with _errors_reported():
@@ -128,7 +129,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+    from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 
     start = time.monotonic()
     with _errors_reported(), _progress("verifying", _size(args.file)) as advance:
@@ -178,7 +179,7 @@ def _diff(args: argparse.Namespace) -> int:
 
     try:
         with _errors_reported(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
-            found = compare(args.first, args.second, advance)
+            found = compare(args.first, args.second, advance, entry=args.entry)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
@@ -199,9 +200,20 @@ def _as_root(name: str) -> str:
     return name.rstrip(".") + "." if name else ""
 
 
-def _size(path: str) -> int:
-    """The size of a local file; 0 for a URL or a file that is not there, which the reader will say better."""
-    return os.path.getsize(path) if os.path.isfile(path) else 0
+def _size(path: str, *, of_weights: bool = False) -> int:
+    """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
+    from lightning_gpu_tools.checkpoints.sources import read_structure
+    from lightning_gpu_tools.checkpoints.summary import summarize
+
+    if not os.path.exists(path):
+        return 0
+    try:
+        structure = read_structure(path)
+    except (CheckpointError, OSError):
+        return 0
+    if not of_weights and structure.format != "deepspeed":
+        return structure.size_bytes
+    return sum(weight["bytes"] or 0 for weights in summarize(structure)["weights"].values() for weight in weights)
 
 
 def _print(what: object) -> None:
@@ -218,14 +230,6 @@ def _errors_reported() -> Iterator[None]:
     """Report what the file system refuses as this command's own error."""
     try:
         yield
-    except UnsafeCheckpointError as error:
-        if "add_safe_globals" in str(error):
-            error.args = (
-                f"{error}\n  This command has no way to allow them. In Python, after that line, convert() in "
-                "lightning_gpu_tools.checkpoints.convert and compare() in lightning_gpu_tools.checkpoints.compare do "
-                "what convert and diff do here.",
-            )
-        raise
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

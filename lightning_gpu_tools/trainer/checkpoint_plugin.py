@@ -25,8 +25,8 @@ from lightning_gpu_tools.checkpoints.key_renaming import is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
-from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled

@@ -184,7 +184,11 @@ def test_any_set_of_weights_can_be_chosen_by_root(tmp_path: Path) -> None:
 
 
 def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:
-    for content, words in (([1, 2], "a list"), ({"epoch": 1, "lr": 2}, "a dictionary with epoch, lr"), (7, "a int")):
+    for content, words in (
+        ([1, 2], "a list"),
+        ({"epoch": 1, "lr": 2}, "a dictionary with epoch, lr"),
+        (7, "the value 7"),
+    ):
         torch.save(content, tmp_path / "a.pt")
         with pytest.raises(BrokenCheckpointError, match=f"a.pt holds no weights but {words}"):
             load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
