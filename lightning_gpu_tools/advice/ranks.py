@@ -85,8 +85,8 @@ def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
         return None
     if all("backward" in rank.phase_s for rank in run.ranks):
         why = (
-            "No rank always works longer than the others: the network is slow, or cores are short, so that now one rank "
-            "is late and now another."
+            "No rank always works longer than the others: the network is slow, or cores are short and now one rank is "
+            "late, now another."
         )
     else:
         why = (

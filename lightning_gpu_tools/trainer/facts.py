@@ -23,7 +23,7 @@ def trains_on_gpu(trainer: Trainer) -> bool:
 
 
 def is_plain_ddp(trainer: Trainer) -> bool:
-    """Return whether the model is a DistributedDataParallel: with FSDP or DeepSpeed, every layer waits for all ranks."""
+    """Return whether the model is a DistributedDataParallel; with FSDP or DeepSpeed every layer waits for all ranks."""
     return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 

@@ -70,9 +70,7 @@ class Wrappers:
             # Whoever has wrapped it since may have taken it off altogether.
             self._undo.append(functools.partial(vars(owner).pop, method, None))
         wrapped = wrapper(function)
-        if not isinstance(owner, type) and not isinstance(
-            wrapped, StandIn
-        ):  # on a class, only functions become methods
+        if not isinstance(owner, type) and not isinstance(wrapped, StandIn):  # a class binds functions alone
             wrapped = _Wrapped(owner, method, wrapped)
         setattr(owner, method, wrapped)
 
