@@ -51,10 +51,11 @@ def straggler(run: RunMeasurements) -> Finding | None:
         return None
     slow, excess_s = found
     share = min(excess_s / run.step_s, 1.0)
-    # Busy cores make any rank slow at times: an excess counts beyond what this rank's steps vary by themselves.
-    if share < _MIN_EXCESS or excess_s <= slow.own_step_iqr_s or not _is_waited_for(slow, excess_s, run.ranks):
-        return None
     phase = _phase_behind(run.ranks, slow, excess_s)
+    # Busy cores make any rank slow at times: an excess counts beyond what this rank's steps vary by themselves.
+    noise_s = sum(slow.phase_iqr_s.values()) if phase is None else slow.phase_iqr_s.get(phase, 0.0)
+    if share < _MIN_EXCESS or excess_s <= noise_s or not _is_waited_for(slow, excess_s, run.ranks):
+        return None
     evidence: dict[str, float | str] = {
         "rank": slow.rank,
         "node": slow.node,

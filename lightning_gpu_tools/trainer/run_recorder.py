@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -118,18 +118,17 @@ class RunRecorder:
             # On a GPU the host waits in some optimizers for all that was computed, also by the other ranks.
             parts += [] if self._on_gpu else ["optimizer"]
             parts += [] if self._on_gpu or self._rank_waits.unseen else ["backward"]
-        steady = [{part: getattr(block, f"{part}_s") / block.steps for part in parts} for block in clock.blocks]
-        phase_s = {part: median(step[part] for step in steady) for part in parts}
-        quartiles = quantiles([sum(step.values()) for step in steady] * 2, method="inclusive")
-        phase_s |= {
-            phase: seconds / max(1, clock.steps)
-            for phase, seconds in clock.seconds.items()
-            if base_phase(phase) in _NOT_IN_EVERY_STEP
-        }
+        phase_s, phase_iqr_s = {}, {}
+        for part in parts:
+            steady = [getattr(block, f"{part}_s") / block.steps for block in clock.blocks]
+            low_s, phase_s[part], high_s = quantiles(steady * 2, method="inclusive")  # which one block is too few for
+            phase_iqr_s[part] = high_s - low_s
+        for phase, seconds in clock.seconds.items():
+            if base_phase(phase) in _NOT_IN_EVERY_STEP:
+                phase_s[phase] = seconds / max(1, clock.steps)
         steps = sum(block.steps for block in clock.blocks)
         wait_s = None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps
-        iqr_s = quartiles[2] - quartiles[0]
-        return {"own_step_s": sum(phase_s.values()), "own_step_iqr_s": iqr_s, "phase_s": phase_s, "wait_s": wait_s}
+        return {"own_step_s": sum(phase_s.values()), "phase_s": phase_s, "phase_iqr_s": phase_iqr_s, "wait_s": wait_s}
 
     def ranks(self) -> tuple[RankStep, ...]:
         """Return how fast the ranks are, as far as they could be heard; empty with one rank."""

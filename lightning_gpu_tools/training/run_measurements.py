@@ -202,10 +202,10 @@ class RankStep:
         rank: Global rank.
         node: Number of its node.
         own_step_s: Time of its own work on a step: the sum of ``phase_s``.
-        own_step_iqr_s: Interquartile range of it over blocks of steady steps.
         phase_s: The parts of it, by phase: of a steady step the medians of ``data_loading``, ``host_to_device_copy``,
             ``forward``, ``backward`` and ``optimizer``; of the rest the mean over all steps. What cannot be told apart
             from waiting for other ranks is left out, and so is the Trainer's own work.
+        phase_iqr_s: Of the medians among them, the interquartile range.
         wait_s: Time for which it waits for other ranks on a steady step, the mean; ``None`` on a GPU, where that is no
             time of the host.
     """
@@ -213,8 +213,8 @@ class RankStep:
     rank: int
     node: int
     own_step_s: float
-    own_step_iqr_s: float = 0.0
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    phase_iqr_s: Mapping[str, float] = field(default_factory=dict)
     wait_s: float | None = None
 
 

@@ -52,7 +52,7 @@ def test_a_rank_that_nobody_waits_for_is_not_blamed() -> None:
 def test_a_rank_whose_own_steps_vary_as_much_is_not_blamed() -> None:
     run = in_lockstep([0.010, 0.010, 0.030, 0.010])
     for iqr_s, is_blamed in ((0.019, True), (0.021, False)):
-        ranks = tuple(dataclasses.replace(one, own_step_iqr_s=iqr_s) for one in run.ranks)
+        ranks = tuple(dataclasses.replace(one, phase_iqr_s={"backward": iqr_s}) for one in run.ranks)
         assert (straggler(dataclasses.replace(run, ranks=ranks)) is not None) is is_blamed
 
 
