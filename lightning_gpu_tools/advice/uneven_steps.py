@@ -281,7 +281,7 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
     else:
         kind = "slow_batches"
         advice = (
-            f"Some batches take as long to load as {_rounded(evidence['times_median'])} steps, the latest those of steps "
+            f"Some batches take as long to load as {_rounded(evidence['times_median'])} steps, the latest at steps "
             f"{evidence['latest_steps']}. Find what the dataset does for them. To bridge the gaps, prefetch more "
             "batches than that (num_workers times prefetch_factor)."
         )
