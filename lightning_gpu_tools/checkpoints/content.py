@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.formats import Fault
-from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.units import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -16,20 +16,17 @@ MANIFEST = "lightning_gpu_tools"
 MODEL_STATES = ("state_dict", "current_model_state")
 # What a class was called with. Losses and metrics in there have tensors, which are no weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
+# How deep sets of weights are: "callbacks", "StochasticWeightAveraging", "average_model_state".
+_MAX_LEVELS = 3
 # Our default: models that share layers have them in a dozen places. In a file one can stand in a billion.
 _MAX_PLACES = 10
 _MIN_PLACES_LIMIT = 1_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
-def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry."""
-    return likely(all_state_dicts(content, tensor_type))
-
-
-def likely(entries: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the ``state_dict`` entry alone if there is one: it is meant whenever nobody names another."""
-    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else entries
+    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
@@ -43,10 +40,10 @@ def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, A
     mapping = _as_mapping(content)
     if is_state_dict(mapping, tensor_type):
         return {"": mapping}
-    entries = dict(_nested_state_dicts(mapping, "", 2, tensor_type))
-    if is_lightning_checkpoint(content):  # of a model that may have no weights at all
-        entries["state_dict"] = content["state_dict"]
-    return entries
+    if not is_lightning_checkpoint(content):
+        return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
+    # Callbacks keep averages a level deeper. The model may have no weights at all.
+    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type))
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -85,7 +82,7 @@ def put_weights(content: Any, entries: Mapping[str, Mapping[str, Any]]) -> Any:
             for key, item in mapping.items()
         }
 
-    return put("", content, 2)
+    return put("", content, _MAX_LEVELS)
 
 
 def describe_content(content: Any) -> str:
@@ -104,6 +101,8 @@ def describe_content(content: Any) -> str:
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
         return f"{what} of the class {printable(content.kind or 'unknown')}"
+    if isinstance(content, StandIn):
+        return f"{printable(content)} by its name"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
     if content is None or isinstance(content, (bool, int, float)):
@@ -180,6 +179,7 @@ def _nested_state_dicts(
         if "param_groups" in mapping:  # an optimizer's
             continue
         if is_state_dict(mapping, tensor_type):
-            yield path + name, mapping
+            if any(getattr(item, "shape", ()) != () for item in mapping.values()):  # else they are scores and counters
+                yield path + name, mapping
         elif depth > 1:
             yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1, tensor_type)

@@ -143,12 +143,6 @@ class Opaque:
     state: Any = ()
     items: dict[Any, Any] | None = None
 
-    def append(self, value: Any) -> None:
-        """Take an element of a list subclass, and forget it."""
-
-    def extend(self, values: Sequence[Any]) -> None:
-        """Take elements of a list or set subclass, and forget them."""
-
 
 class _Set(tuple[Any, ...]):
     """The elements of a set, or the sizes of a shape: not hashed, and no tuple in the file."""
@@ -162,8 +156,8 @@ class _GrowingSet(list[Any]):
     __slots__ = ()
 
 
-class _StandIn:
-    """Takes the place of a class or function."""
+class StandIn:
+    """Takes the place of a class, a function or a constant; as text it is their name."""
 
     __slots__ = ("is_plain", "module", "name")
 
@@ -183,8 +177,9 @@ class StructureReader(pickle._Unpickler):
     for its memo. What it builds is in proportion to the pickle.
 
     Attributes:
-        globals: Every class and function that was named, ``module.name``, and as ``module.name(...)`` what
+        globals: Every class and function that was named, ``module.name``; as ``module.name(...)`` what
             ``weights_only=True`` would call, but plain data never needs.
+        filled: The classes of objects into which elements are put, as into a list or dictionary.
         storages: Every storage that was referred to, by its key.
     """
 
@@ -197,8 +192,9 @@ class StructureReader(pickle._Unpickler):
     def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self.globals: set[str] = set()
+        self.filled: set[str] = set()
         self.storages: dict[str, StorageInfo] = {}
-        self._stand_ins: dict[tuple[str, str], _StandIn] = {}
+        self._stand_ins: dict[tuple[str, str], StandIn] = {}
         self._is_legacy = legacy
         self._left_to_copy = size_bytes
 
@@ -222,7 +218,7 @@ class StructureReader(pickle._Unpickler):
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._stand_ins:
             self.globals.add(f"{module}.{name}")
-            self._stand_ins[module, name] = _StandIn(module, name)
+            self._stand_ins[module, name] = StandIn(module, name)
         return self._stand_ins[module, name]
 
     def get_extension(self, code: int) -> None:
@@ -232,7 +228,7 @@ class StructureReader(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Return the description of a storage, ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
-        if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], _StandIn):
+        if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
             return pid[1]  # the class of a module, which comes with its source
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
             raise damaged("it describes a storage in a way that no version of torch does")
@@ -242,7 +238,7 @@ class StructureReader(pickle._Unpickler):
                 "has tensors that share a storage as in files of torch before 0.4, which are not supported",
                 "Load it with torch.load and save it again with torch.save.",
             )
-        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
+        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
             raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")
         if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
@@ -263,7 +259,7 @@ class StructureReader(pickle._Unpickler):
     def _newobj_ex(self) -> None:
         del self.stack[-2:]
         kind = self.stack[-1]
-        self.stack[-1] = Opaque(kind=str(kind) if isinstance(kind, _StandIn) else "")
+        self.stack[-1] = Opaque(kind=str(kind) if isinstance(kind, StandIn) else "")
 
     def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
         self.append(self._call(kind, tuple(arguments)))
@@ -301,6 +297,7 @@ class StructureReader(pickle._Unpickler):
     def _assign(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, Opaque) and not target.is_plain:
+            self.filled.add(target.kind or "unknown")
             if target.items is None:
                 target.items = {}
             target = target.items
@@ -312,9 +309,18 @@ class StructureReader(pickle._Unpickler):
                 _check_key(key)
             target[key] = items[i + 1]
 
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
     def _appends(self) -> None:
-        items = self.pop_mark()
-        self.stack[-1].extend(items)
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Opaque):
+            self.filled.add(target.kind or "unknown")
+        else:
+            target.extend(items)
 
     def _empty_set(self) -> None:
         self.append(_GrowingSet())  # it takes less memory, and what is in it need not be hashed
@@ -337,6 +343,7 @@ class StructureReader(pickle._Unpickler):
         pickle.SETITEMS[0]: _setitems,
         pickle.DICT[0]: _dict,
         pickle.EMPTY_SET[0]: _empty_set,
+        pickle.APPEND[0]: _append,
         pickle.APPENDS[0]: _appends,
         pickle.ADDITEMS[0]: _appends,
         pickle.FROZENSET[0]: _frozenset,
@@ -347,7 +354,7 @@ class StructureReader(pickle._Unpickler):
 
     def _call(self, function: Any, arguments: Any) -> Any:
         """Describe a call."""
-        if not isinstance(arguments, tuple) or not isinstance(function, (_StandIn, Opaque)):
+        if not isinstance(arguments, tuple) or not isinstance(function, (StandIn, Opaque)):
             raise damaged("it calls what is not a function")
         if isinstance(function, Opaque):
             return Opaque()
@@ -394,13 +401,13 @@ class StructureReader(pickle._Unpickler):
         if self._left_to_copy < 0:
             raise damaged("it copies the same values again and again")
 
-    def _describe_tensor(self, maker: _StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
+    def _describe_tensor(self, maker: StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
         first = arguments[0] if arguments else None
         is_view = maker.name in _MAKERS_OF_VIEWS
         counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
         if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
             raise damaged("it describes a tensor in a way that no version of torch does")
-        dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
+        dtypes = [a.name for a in arguments if isinstance(a, StandIn) and a.module == "torch" and a.name != "Tensor"]
         if isinstance(first, StorageInfo):
             # Tensors of an untyped storage bring their own dtype.
             dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
@@ -426,7 +433,7 @@ class StructureReader(pickle._Unpickler):
         if sizes and not are_sizes(sizes[0]):
             raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
         kind = _MAKERS_OF_OTHERS[maker.name]
-        if kind == "subclassed" and isinstance(first, _StandIn):
+        if kind == "subclassed" and isinstance(first, StandIn):
             kind = str(first)
         return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind=kind)
 

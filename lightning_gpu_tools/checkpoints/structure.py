@@ -74,6 +74,7 @@ class Structure:
         metadata: The text entries of a safetensors file; empty for others.
         records: The records of a zip file, by name; empty for others.
         places: Where each block of numbers that is not compressed begins in the file, by the key of its storage.
+        filled: Classes of objects into which elements are put; ``weights_only=True`` does that with plain ones alone.
         part: What the file is if it is one shard of a checkpoint; ``None`` if it is a whole.
         assembly: Of which files it is made; ``None`` for a file.
     """
@@ -87,6 +88,7 @@ class Structure:
     metadata: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
+    filled: frozenset[str] = frozenset()
     part: Fault | None = None
     assembly: Assembly | None = None
 
@@ -211,7 +213,15 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     devices = frozenset(storage.location for storage in reader.storages.values())
     places = {key: records[f"data/{key}"].start for key in reader.storages if records[f"data/{key}"].is_stored}
     return Structure(
-        path, size_bytes, "zip", content, frozenset(reader.globals), devices, records=records, places=places
+        path,
+        size_bytes,
+        "zip",
+        content,
+        frozenset(reader.globals),
+        devices,
+        records=records,
+        places=places,
+        filled=frozenset(reader.filled),
     )
 
 
@@ -259,7 +269,8 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise Fault(_DAMAGE["legacy"], RESTORE)
     devices = frozenset(storage.location for storage in storages.values())
-    return Structure(path, size_bytes, "legacy", content, named, devices, places=places)
+    filled = frozenset(readers[3].filled)
+    return Structure(path, size_bytes, "legacy", content, named, devices, places=places, filled=filled)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:

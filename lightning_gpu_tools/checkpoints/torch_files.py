@@ -343,10 +343,11 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
         foreign = beyond_plain_data(structure.globals)
         blocked = [name for name in foreign if name not in _allowed_names()]
         if blocked:
-            raise UnsafeCheckpointError(explain_blocked(structure.path, blocked)) from None
+            raise UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) from None
         if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
-            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, reason[1] if reason else "")) from None
+            why = reason[1] if reason else ""
+            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "

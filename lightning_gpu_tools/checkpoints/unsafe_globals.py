@@ -66,12 +66,13 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
-def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
+def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
     """Say which names block a file, what each of them is, and which line would allow the harmless ones.
 
     Args:
         path: The file.
         names: The names that were refused.
+        filled: The classes of what is filled like a list or dictionary.
         reason: Why torch refuses it although they were allowed.
     """
     calls = sorted(name for name in names if name.endswith("(...)"))
@@ -84,6 +85,10 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
     if reason:
         lines.append(f"torch refuses it although it was allowed: {reason}.")
         lines.append("Plain lists, dictionaries and numbers load.")
+    if filled:
+        lines.append(
+            f"allowing is not enough: torch fills plain lists and dictionaries only, not {_listed(sorted(filled))}."
+        )
     if calls:
         lines.append(f"calls what plain data never needs: {_listed(calls)}. Only its author can vouch for it.")
     if dangerous:
@@ -93,7 +98,7 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
     if harmless:
         lines.append(f"only hold values: {_listed(harmless)}.")
     can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
-    if can_be_typed and not (dangerous or calls) and (not reason or "numpy.dtype" in harmless):
+    if can_be_typed and not (dangerous or calls or filled) and (not reason or "numpy.dtype" in harmless):
         lines.append(f"To allow {'what you trust' if unknown else 'what only holds values'}: {_allowing(blocked)}")
     return "\n  ".join(lines)
 

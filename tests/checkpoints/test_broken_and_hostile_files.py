@@ -1,11 +1,13 @@
 """Broken, foreign and hostile files: each gets an error in words, and nothing in them runs."""
 
 import collections
+import dataclasses
 import enum
 import functools
 import io
 import os
 import pickle
+import re
 import struct
 import tarfile
 from collections import OrderedDict
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import described_by, records_of, safetensors, saved, zipped
+from checkpoint_files import described_by, records_of, safetensors, saved, text, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -198,7 +200,21 @@ def test_harmless_classes_are_named_with_the_line_that_allows_them(tmp_path: Pat
     assert "test_broken_and_hostile_files.Exploit" in text
 
 
+class Speed(enum.Enum):
+    FAST = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    speed: Speed = Speed.FAST
+
+
 VALUES = {
+    "enum": Speed.FAST,
+    "dataclass": Settings(),
+    "lazy parameter": torch.nn.LazyLinear(2).weight,
+    "module": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()),
+    "bytes": io.BytesIO(b"abc"),
     "path": Path("a"),
     "loss": torch.nn.MSELoss(),
     "number": np.float64(0.1),
@@ -210,20 +226,52 @@ VALUES = {
 }
 
 
+def shown(value: object) -> str:
+    return repr(value.getvalue() if isinstance(value, io.BytesIO) else value)
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"hyper_parameters": VALUES[name]}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
-    line = str(caught.value).rpartition("To allow what only holds values: ")[2]
+    line = re.search(r"To allow what (?:only holds values|you trust): (.*)", str(caught.value))[1]  # type: ignore[index]
     before = torch.serialization.get_safe_globals()
     try:
         exec(line, {})  # as a user would paste it
-        assert repr(read_checkpoint(path)["hyper_parameters"]) == repr(VALUES[name])
+        assert shown(read_checkpoint(path)["hyper_parameters"]) == shown(VALUES[name])
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [(b"pathlib\nWindowsPath", "PureWindowsPath('a')"), (b"pathlib._local\nPosixPath", "PosixPath('a')")],
+)
+def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp_path: Path) -> None:
+    program = b"c" + written + b"\n(" + text("a") + b"tR"
+    (tmp_path / "a.pt").write_bytes(described_by(program))
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    before = torch.serialization.get_safe_globals()
+    try:
+        exec(str(caught.value).rpartition("values: ")[2], {})
+        assert repr(read_checkpoint(tmp_path / "a.pt")) == value
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize("value", [collections.defaultdict(list, a=[1]), collections.deque([1])])
+def test_no_line_is_suggested_for_what_torch_never_fills(value: object, tmp_path: Path) -> None:
+    torch.save({"hyper_parameters": value}, tmp_path / "a.pt")
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"fills plain lists and dictionaries only, not collections\.de"
+    ) as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    assert "add_safe_globals" not in str(caught.value)
 
 
 def test_what_torch_refuses_though_allowed_is_not_called_damaged(tmp_path: Path) -> None:
