@@ -55,10 +55,11 @@ def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
     text = " ".join(render_text(replace(REPORT, ranks=tuple(ranks))).split())
     assert (
         "Slowest rank: 1 (node 0), 30 ms of its own work per step outside backward and optimizer, 20 ms more than the "
-        "median of 4 ranks. GPU idle" in text
+        "median of 4 ranks. Where" in text
     )
     waiting = [replace(rank, wait_s=0.03 - rank.own_step_s) for rank in ranks]
-    assert "On average a rank waits 14.8 ms per step for others." in render_text(replace(REPORT, ranks=tuple(waiting)))
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(waiting))).split())
+    assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
