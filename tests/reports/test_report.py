@@ -30,12 +30,13 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step"
-    assert lines[0] == f"{verdict}, {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
+    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; steps: median 50 ms, p95 62 ms,"
+    assert lines[:2] == [verdict, f"         longest 510 ms; {64 * 2 / 0.051:.4g} samples/s)"]  # of both ranks
+    lines.pop(0)
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
     assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
-    assert "Where the 41.4 s went (100 % explained)" in lines
+    assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
