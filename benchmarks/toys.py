@@ -307,7 +307,7 @@ TOYS = {
         f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
         for part in ("forward", "backward", "optimizer")
     },
-    "ddp, no slow rank": Toy("healthy", model=SlowRankModel, options=_DDP),
+    "ddp, no slow rank": Toy("healthy", model=lambda: ToyModel(0.03), options=_DDP),
     # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
