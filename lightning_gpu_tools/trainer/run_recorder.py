@@ -19,8 +19,8 @@ from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s,
 from lightning_gpu_tools.loaders.settings import batch_bytes
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import local_ranks, train_loader_settings, trains_on_gpu
-from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
-from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, base_phase
+from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, SELF_LOG, base_phase
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -112,7 +112,7 @@ class RunRecorder:
         }
         for phase, seconds in clock.seconds.items():
             base = base_phase(phase)
-            if base in (CALLBACK, LOGGING):
+            if base in (CALLBACK, LOGGING) and phase != f"{LOGGING}/{SELF_LOG}":  # which may gather across ranks
                 phase_s[base] = phase_s.get(base, 0.0) + seconds / max(1, clock.steps)
         return {"own_s": sum(phase_s.values()), "phase_s": phase_s}
 
@@ -158,6 +158,7 @@ class RunRecorder:
             precision=str(trainer.precision),
             matmul_precision=torch.get_float32_matmul_precision(),
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
+            optimizers=optimizers_on_cpu(trainer.strategy.root_device, trainer.optimizers),
             left_on_cpu=left_on_cpu(trainer.lightning_module) if self._on_gpu else (),
         )
 

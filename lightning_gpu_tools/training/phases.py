@@ -10,13 +10,18 @@ TRAINING_STEP = "training_step"
 FORWARD = "training_step/forward"
 BACKWARD = "training_step/backward"
 OPTIMIZER = "training_step/optimizer"
+ZERO_GRAD = "training_step/zero_grad"
+GRADIENT_CLIPPING = "training_step/gradient_clipping"
+GRADIENT_SCALER = "training_step/gradient_scaler"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
 LOGGING = "logging"
+SELF_LOG = "self.log"
 CALLBACK = "callback"
 MONITORING = "monitoring"
 TRAINER = "trainer"
+COMMUNICATION = "communication"
 UNEXPLAINED = "unexplained"
 
 
@@ -27,7 +32,7 @@ class Phase(NamedTuple):
         name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays and a wine.
+            grays, a wine and an indigo.
         group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
@@ -44,8 +49,8 @@ PHASES = {
     phase.name: phase
     for phase in (
         Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between",
-              "in a hook of a callback, the model or the DataModule"),
-        Phase(LOGGING, "loggers", "#F0E442", "between", "in a logger"),
+              "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler"),
+        Phase(LOGGING, "logging", "#F0E442", "between", "in a logger, or collecting the metrics of `self.log`"),
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
@@ -53,6 +58,8 @@ PHASES = {
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
+        Phase(COMMUNICATION, "signal check between ranks", "#332288", "between",
+              "asking all ranks whether one was told to stop, where each waits for the slowest and for its own GPU"),
         Phase(DATA_LOADING, "waiting for data", "#D55E00", "between", "waiting for a batch"),
         Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between",
               "moving the batch to the device"),
@@ -65,3 +72,8 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 def base_phase(phase: str) -> str:
     """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
+
+
+def is_backward(phase: str) -> bool:
+    """Return whether a part of a training step is backward: Lightning's, or ``"training_step/LitModel.backward"``."""
+    return phase.startswith(TRAINING_STEP) and phase.endswith("backward")
