@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_gpu_tools.advice.findings import BUSY_PERCENT, FIND_FUNCTION, Finding, counted
-from lightning_gpu_tools.training.phases import COMMUNICATION
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT, FIND_FUNCTION, MIN_COMMUNICATION, Finding, counted
+from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, GpuFacts, RunMeasurements
 from lightning_gpu_tools.units import printable
 
@@ -32,8 +32,6 @@ _VOLTA = (7, 0)
 # Our estimate: 16-bit numbers halve the kernels' time, as half the bytes do where memory is the limit. Matrix products
 # can gain more, other kernels less.
 _HALF_PRECISION_SPEEDUP = 2.0
-# torch's TensorBoard plugin: communication beyond 10 % of the step.
-_MIN_COMMUNICATION = 0.10
 # Backward computes twice what forward does (Kaplan et al. 2020, section 2.1), and three times where it runs forward
 # again (activation checkpointing). Our default: reported from twice that on.
 _USUAL_BACKWARD = 3.0
@@ -60,7 +58,7 @@ def out_of_proportion(run: RunMeasurements) -> list[Finding]:
 
     Not with several ranks, which wait for each other in backward, and not for a GPU, which the host runs ahead of.
     """
-    if run.on_gpu or not run.optimizers or COMMUNICATION in run.phase_s:
+    if run.on_gpu or not run.optimizers or any(base_phase(phase) == RANK_WAIT for phase in run.phase_s):
         return []
     forward_s, backward_s, optimizer_s, step_s = (
         median(getattr(block, name) / block.steps for block in run.blocks)
@@ -285,7 +283,7 @@ def _communication(run: RunMeasurements) -> Finding | None:
     if profile is None or profile.wall_s <= 0:
         return None
     share = profile.exposed_communication_s / profile.wall_s
-    if share < _MIN_COMMUNICATION:
+    if share < MIN_COMMUNICATION:
         return None
     return counted(
         "communication",
@@ -300,7 +298,7 @@ def _communication(run: RunMeasurements) -> Finding | None:
 def unexplained_in_step(run: RunMeasurements, found: Sequence[Finding]) -> float:
     """Return the fraction of idle time inside the step for which no cause was found."""
     in_step = run.idle_in_step_share or 0.0
-    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound"))
+    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound", "slow_steps"))
     named += _part_of_idle(run, "copy") or 0.0
     return max(0.0, in_step - named)
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
@@ -21,13 +22,12 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import trains_on_gpu
+from lightning_gpu_tools.trainer.facts import is_plain_ddp, trains_on_gpu
 from lightning_gpu_tools.trainer.wrappers import StandIn, Wrappers, after, before
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
     CHECKPOINT,
-    COMMUNICATION,
     EPOCH_START,
     FORWARD,
     GRADIENT_CLIPPING,
@@ -36,6 +36,7 @@ from lightning_gpu_tools.training.phases import (
     LOGGING,
     MONITORING,
     OPTIMIZER,
+    RANK_WAIT,
     SELF_LOG,
     TRAINER,
     TRAINING_STEP,
@@ -43,6 +44,7 @@ from lightning_gpu_tools.training.phases import (
     ZERO_GRAD,
     base_phase,
 )
+from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
 # Those of validation but the last are part of the phase "validation".
@@ -82,12 +84,14 @@ class FitTimer:
         enter: Is called with the phase when validation begins and when training goes on.
 
     Attributes:
+        rank_waits: Takes waiting for other ranks out of the clock's phases.
         fault: The error that has ended the timing; ``None`` if all is well.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
         self.clock = clock
         self.fault: Exception | None = None
+        self.rank_waits = RankWaits(clock)
         self._trainer = trainer
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
@@ -139,9 +143,9 @@ class FitTimer:
         self._wrap(trainer, "fit_loop.epoch_loop.on_run_start", before(clock.begin_epoch))
         self._time("fit_loop.advance", TRAINER)
         self._time("fit_loop.on_advance_end", TRAINER)
-        self._time_step()
         if trainer.world_size > 1:
-            self._time(compat.SIGNAL_CHECK, COMMUNICATION)
+            self._book_rank_waits()
+        self._time_step()
         for method in compat.METRICS:
             self._time(method, f"{LOGGING}/{SELF_LOG}", except_in=VALIDATION)
         self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)
@@ -154,6 +158,13 @@ class FitTimer:
             for method in ("log_metrics", "save"):  # which no action covers
                 self._wrap(logger, method, partial(self._timed_here, f"{LOGGING}/{type(logger).__name__}"))
         clock.start()
+
+    def _book_rank_waits(self) -> None:
+        self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
+        self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
+        if is_plain_ddp(self._trainer):
+            self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)
+        self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
 
     def _time_step(self) -> None:
         """Time the parts of a training step: not by their actions, which there are not with manual optimization."""

@@ -16,12 +16,13 @@ GRADIENT_SCALER = "training_step/gradient_scaler"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
+GARBAGE_COLLECTION = "garbage_collection"
 LOGGING = "logging"
 SELF_LOG = "self.log"
 CALLBACK = "callback"
 MONITORING = "monitoring"
+RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
-COMMUNICATION = "communication"
 UNEXPLAINED = "unexplained"
 
 
@@ -32,7 +33,7 @@ class Phase(NamedTuple):
         name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays, a wine and an indigo.
+            grays, a wine, an indigo and an olive.
         group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
@@ -54,12 +55,15 @@ PHASES = {
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between",
+              "in Python's garbage collector, beyond its youngest generation"),
         Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
+        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between",
+              "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
+              "signals, where a rank waits for its own GPU, too"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
-        Phase(COMMUNICATION, "signal check between ranks", "#332288", "between",
-              "asking all ranks whether one was told to stop, where each waits for the slowest and for its own GPU"),
         Phase(DATA_LOADING, "waiting for data", "#D55E00", "between", "waiting for a batch"),
         Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between",
               "moving the batch to the device"),
@@ -77,3 +81,9 @@ def base_phase(phase: str) -> str:
 def is_backward(phase: str) -> bool:
     """Return whether a part of a training step is backward: Lightning's, or ``"training_step/LitModel.backward"``."""
     return phase.startswith(TRAINING_STEP) and phase.endswith("backward")
+
+
+def rank_wait_in(phase: str) -> str:
+    """Return the phase of waiting for other ranks within another phase."""
+    base = base_phase(phase)
+    return phase if base == RANK_WAIT else f"{RANK_WAIT}/{PHASES[base].label}"
