@@ -40,8 +40,10 @@ _MIN_INTERVALS = 3
 _LONGER = 1.5
 # Our default: "nearly all" of the waiting.
 _NEARLY_ALL = 0.90
-# Our default: too few workers make every fourth step wait if there are four; waits that are rarer have another reason.
-_RARER_THAN_BURSTS = 1.5
+# Four workers that are too few make every fourth step wait for as long as four take. Our default: what waits for twice
+# that has another reason, and replaces the steady one if it is half of all waiting.
+_LONGER_THAN_BURSTS = 2.0
+_MOST = 0.5
 # Slow steps in these have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
 
@@ -264,12 +266,17 @@ def _slow_work(one: Uneven) -> Finding:
 
 def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
     """Return what uneven waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
-    evidence, workers = one.evidence, 0 if run.loader is None else run.loader.num_workers
+    evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
     begins = "first_steps" in evidence
-    if steady is not None and (
-        steady.evidence.get("kind") in ("slow_worker", "cold_cache")
-        or (begins and float(evidence["first_percent"]) < 100 * _NEARLY_ALL)
-    ):
+    if begins:
+        is_all = float(evidence["first_percent"]) >= 100 * _NEARLY_ALL
+    else:
+        assert times is not None
+        burst = _LONGER_THAN_BURSTS * max(1, workers) * times.seconds / times.count / max(times.p50_s, 1e-9)
+        if float(evidence["times_median"]) <= burst:
+            return steady
+        is_all = one.share >= _MOST * _lost(run, DATA_LOADING, run.phase_s[DATA_LOADING] / run.wall_s)
+    if steady is not None and (not is_all or steady.evidence.get("kind") in ("slow_worker", "cold_cache")):
         return replace(steady, evidence={**evidence, **steady.evidence})
     if begins:
         kind = "cold_cache"
@@ -277,8 +284,6 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
             "Later steps need no change: by then the data is cached, so a longer run loses less. To speed up the "
             "beginning, copy the data to a local disk beforehand."
         )
-    elif float(evidence["of_steps"]) <= _RARER_THAN_BURSTS * workers * float(evidence["slow_steps"]):
-        return steady
     else:
         kind = "slow_batches"
         advice = (
