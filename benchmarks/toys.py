@@ -180,7 +180,7 @@ class ColdCache(Slow):
 
 
 class CollectingModel(ToyModel):
-    """Collects garbage every tenth step: torch and Lightning alone have half a million objects to go through."""
+    """Collects garbage every tenth step: torch and Lightning alone have 400,000 objects to go through."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx % 10 == 0:
