@@ -46,6 +46,7 @@ _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
 # Slow steps in these have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
+_OF_RANKS = ("straggler", "communication")
 
 
 class Uneven(NamedTuple):
@@ -209,6 +210,8 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
         group = base_phase(one.phase)
         if group == DATA_LOADING:
             after = _waits(run, one, before)
+        elif before is not None and before.cause in _OF_RANKS:
+            after = before
         elif before is not None:
             after = replace(before, evidence={**one.evidence, **before.evidence})
         else:
@@ -231,6 +234,8 @@ def tells(finding: Finding, one: Uneven) -> bool:
     if finding.cause == "slow_steps":
         return finding.evidence["phase"] == one.phase
     group, _, name = one.phase.partition("/")
+    if finding.cause in _OF_RANKS:
+        return group in _OWN  # where ranks wait for one another
     return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
 
 

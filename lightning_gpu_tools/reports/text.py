@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-from lightning_gpu_tools.advice.ranks import slowest_rank
+from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, LoaderSummary, Report
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED, base_phase
@@ -101,14 +101,15 @@ def _wrapped(text: str) -> str:
 
 
 def _rank_lines(report: Report) -> list[str]:
-    slowest = slowest_rank([rank.own_step_s for rank in report.ranks])
+    slowest = slowest_rank(report.ranks)
     if slowest is None:
         return []
-    place, behind_s = slowest
-    rank = report.ranks[place]
+    rank, behind_s = slowest
+    wait_s = mean_wait_s(report.ranks)
+    waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
     return [
         f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
-        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks."
+        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     ]
 
 

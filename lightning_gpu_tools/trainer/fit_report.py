@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RankSpeed, Report, save_report, summarize
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report, save_report, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
 from lightning_gpu_tools.trainer.session import Session
@@ -64,7 +64,7 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
         monitor_thread_us_per_step=None if watch is None else us_per_step(watch.thread_cpu_s),
         unseen=tuple(session.unseen),
         spans=tuple(clock.timeline.spans()),
-        ranks=tuple(RankSpeed(rank=one.rank, node=one.node, own_step_s=one.own_s) for one in recorder.ranks()),
+        ranks=recorder.ranks(),
         memory_growth=session.memory.growth(),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
-from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, summarize, to_json
+from lightning_gpu_tools.reports.report import from_json, load_report, save_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -50,7 +50,7 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
-    ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
+    ranks = [RankStep(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
     assert "rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
     line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
     assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."
