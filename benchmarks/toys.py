@@ -143,6 +143,35 @@ class SlowSaveModel(ToyModel):
         time.sleep(0.02)
 
 
+class SlowRankModel(ToyModel):
+    """On rank 1, forward, backward or the optimizer's step takes 25 ms longer."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__(0.005)
+        self.part = part
+
+    def take_part(self, part: str) -> None:
+        if part == self.part and self.global_rank == 1:
+            time.sleep(0.025)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.take_part("forward")
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda gradient: self.take_part("backward"))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.take_part("optimizer"))
+        return optimizer
+
+
+class SlowOnRank1(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.025)
+
+
 class NowAndThenModel(ToyModel):
     """Takes 400 ms in every 20th step."""
 
@@ -174,48 +203,23 @@ class SlowShard(Slow):
 
 
 class ColdCache(Slow):
-    """Samples of which the first fifty take their time."""
+    """Samples of which the first hundred take their time."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) if index < 50 else torch.ones(4)
+        return super().__getitem__(index) if index < 100 else torch.ones(4)
 
 
 class CollectingModel(ToyModel):
-    """Collects garbage every tenth step: torch and Lightning alone have 400,000 objects to go through."""
+    """Keeps half a million objects, and collects garbage every tenth step."""
+
+    def on_train_start(self) -> None:
+        self.index = [{"sample": i} for i in range(500_000)]
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.005)
         if batch_idx % 10 == 0:
             gc.collect()
         return super().training_step(batch, batch_idx)
-
-
-class SlowRankModel(ToyModel):
-    """On rank 1, forward, backward or the optimizer's step takes 25 ms longer."""
-
-    def __init__(self, part: str = "") -> None:
-        super().__init__(0.005)
-        self.part = part
-
-    def take_part(self, part: str) -> None:
-        if part == self.part and self.global_rank == 1:
-            time.sleep(0.025)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.take_part("forward")
-        loss = super().training_step(batch, batch_idx)
-        loss.register_hook(lambda gradient: self.take_part("backward"))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: self.take_part("optimizer"))
-        return optimizer
-
-
-class SlowOnRank1(Callback):
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_rank == 1:
-            time.sleep(0.025)
 
 
 class SlowCallback(Callback):
@@ -330,7 +334,7 @@ TOYS = {
         "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
     ),
     "slow beginning": Toy(
-        "data_loading cold_cache", model=lambda: ToyModel(0.005), loader=lambda: DataLoader(ColdCache(0.03))
+        "data_loading cold_cache", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(ColdCache(0.03))
     ),
     "garbage collection": Toy("garbage_collection", model=CollectingModel),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),

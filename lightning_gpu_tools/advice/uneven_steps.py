@@ -32,8 +32,8 @@ _MIN_SHARE = 1 - 1 / MIN_CEILING
 _TIMES = 2.0
 # Our default: one slow step or two are accidents, which no change would prevent.
 _MIN_SLOW_STEPS = 3
-# Our defaults: three intervals in four are the period, or a multiple of it where one step was not slow; and there are
-# at least three.
+# Our defaults: three intervals in four are the period, or a multiple of it where a step was not slow; at least three,
+# and half of all, are the period itself.
 _REGULAR = 0.75
 _MIN_INTERVALS = 3
 # Our default: the batches of slow steps are longer if they have half as many numbers again as other batches.
@@ -70,7 +70,8 @@ def details(evidence: Mapping[str, float | str]) -> str:
     """Return in words which steps are slow, and in which phase if that is given; empty without such evidence."""
     where = _quoted(str(evidence.get("phase", "")))
     if "first_steps" in evidence:
-        first = "the first {first_steps:,} of {of_steps:,} steps".format_map(evidence)
+        count = "" if evidence["first_steps"] == 1 else " {first_steps:,}".format_map(evidence)
+        first = f"the first{count} of {evidence['of_steps']:,} steps"
         if where:
             return f"in {first} {where} took {_rounded(evidence['times_later'])} times as long"
         return f"{evidence['first_percent']:.0f} % of it in {first}"
@@ -79,7 +80,7 @@ def details(evidence: Mapping[str, float | str]) -> str:
     text = "{slow_steps:,} of {of_steps:,} steps took ".format_map(evidence)
     text += f"{_rounded(evidence['times_median'])} times the median"
     text += ", every {every_steps} steps".format_map(evidence) if "every_steps" in evidence else ""
-    text += " ({period})".format_map(evidence) if "period" in evidence else ""
+    text += ", the period of {period}".format_map(evidence) if "period" in evidence else ""
     return text + (f", in {where}" if where else "")
 
 
@@ -154,14 +155,14 @@ def period(steps: Sequence[int]) -> int | None:
 
 
 def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    """Return what the Trainer does as often as that."""
+    """Return what the Trainer does as often as that; ``None`` if there is nothing."""
     pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
     known = {
         "accumulate_grad_batches": run.accumulate_grad_batches,
         "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches,
         "validation": period(pauses.get(VALIDATION, ())),
         "checkpoints": period(pauses.get(CHECKPOINT, ())),
-        "the length of an epoch": run.epoch_steps,
+        "epochs": run.epoch_steps,
     }
     return next((name for name, steps in known.items() if steps == every), None)
 
