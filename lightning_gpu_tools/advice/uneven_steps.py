@@ -32,10 +32,10 @@ _MIN_SHARE = 1 - 1 / MIN_CEILING
 _TIMES = 2.0
 # Our default: one slow step or two are accidents, which no change would prevent.
 _MIN_SLOW_STEPS = 3
-# Our defaults: three intervals in four are the period, or a multiple of it where a step was not slow; at least three,
-# and half of all, are the period itself.
+# Our defaults: three intervals in four are the period, or a multiple of it where a step was not slow; at least two, and
+# half of all, are the period itself.
 _REGULAR = 0.75
-_MIN_INTERVALS = 3
+_MIN_INTERVALS = 2
 # Our default: the batches of slow steps are longer if they have half as many numbers again as other batches.
 _LONGER = 1.5
 # Our default: "nearly all" of the waiting.
@@ -129,10 +129,10 @@ def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
     every = period(slow.steps)
     if every is not None:
         evidence["every_steps"] = every
-        name = _name_of_period(run, every)
+        name = None if slow.phase in PAUSES else _name_of_period(run, every)
         if name is not None:
             evidence["period"] = name
-    if slow.batch_items and times.batch_items:
+    if slow.batch_items and times.batch_items and slow.batch_items >= _LONGER * times.batch_items:
         evidence["batch_items_times"] = slow.batch_items / times.batch_items
     share = _lost(run, slow.phase, slow.excess_s / run.wall_s)
     return Uneven(slow.phase, share, slow.count >= _MIN_SLOW_STEPS, evidence)
@@ -242,18 +242,17 @@ def tells(finding: Finding, one: Uneven) -> bool:
 
 def _slow_work(one: Uneven) -> Finding:
     evidence, where = one.evidence, _quoted(one.phase)
-    longer = float(evidence.get("batch_items_times", 1.0))
     if "first_steps" in evidence:
         kind = "beginning"
         advice = (
             "A longer training loses less. If the lengths of batches vary, pad them to few sizes: torch.compile and "
             "cuDNN start anew for each size."
         )
-    elif longer >= _LONGER:
+    elif "batch_items_times" in evidence:
         kind = "longer_batches"
         advice = (
-            f"The batches of slow steps have {longer:.2g} times as many numbers as the others. Put samples of similar "
-            "length into one batch, or limit the tokens of a batch."
+            f"The batches of slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers as the "
+            "others. Put samples of similar length into one batch, or limit the tokens of a batch."
         )
     elif "every_steps" in evidence:
         kind = "periodic"
