@@ -107,9 +107,11 @@ def _rank_lines(report: Report) -> list[str]:
     rank, behind_s = slowest
     wait_s = mean_wait_s(report.ranks)
     waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
+    apart = [part for part in ("forward", "backward", "optimizer") if part not in rank.phase_s]
+    outside = f" outside {' and '.join(apart)}" if apart else ""  # where ranks wait for each other as well
     return [
-        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
-        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
+        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step"
+        f"{outside}, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     ]
 
 

@@ -159,6 +159,8 @@ class FitTimer:
 
     def _book_rank_waits(self) -> None:
         self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
+        if trains_on_gpu(self._trainer):
+            return
         self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
         if is_plain_ddp(self._trainer):
             self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)

@@ -50,10 +50,17 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
-    ranks = [RankStep(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
+    own_s = (0.01, 0.03, 0.011, 0.01)
+    ranks = [RankStep(rank=i, node=i // 2, own_step_s=own, phase_s={"forward": own}) for i, own in enumerate(own_s)]
     assert "rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
-    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
-    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(ranks))).split())
+    assert (
+        "Slowest rank: 1 (node 0), 30 ms of its own work per step outside backward and optimizer, 20 ms more than the "
+        "median of 4 ranks. Where" in text
+    )
+    waiting = [replace(rank, wait_s=0.03 - rank.own_step_s) for rank in ranks]
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(waiting))).split())
+    assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
