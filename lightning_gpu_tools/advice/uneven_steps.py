@@ -15,6 +15,7 @@ from lightning_gpu_tools.training.phases import (
     MONITORING,
     PAUSES,
     PHASES,
+    RANK_WAIT,
     TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
@@ -211,8 +212,6 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
         group = base_phase(one.phase)
         if group == DATA_LOADING:
             after = _waits(run, one, before)
-        elif before is not None and before.cause in _OF_RANKS:
-            after = before
         elif before is not None:
             after = replace(before, evidence={**one.evidence, **before.evidence})
         else:
@@ -236,7 +235,7 @@ def tells(finding: Finding, one: Uneven) -> bool:
         return finding.evidence["phase"] == one.phase
     group, _, name = one.phase.partition("/")
     if finding.cause in _OF_RANKS:
-        return group in _OWN  # where ranks wait for one another
+        return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
     return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
 
 
