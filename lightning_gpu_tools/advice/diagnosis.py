@@ -26,7 +26,7 @@ from lightning_gpu_tools.advice.inside_step import (
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
 from lightning_gpu_tools.advice.ranks import straggler
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Our default: anyone with more to change starts with the first ones.
@@ -65,6 +65,8 @@ def diagnose(
             "each epoch do not count.",
             next_step="Train longer, or lower min_steps of GPUUtilizationAdvisor.",
             utilization_percent=run.utilization_percent,
+            waiting_share=_waiting_share(run),
+            step_p50_s=run.steady_step_s,
         )
     return Diagnosis(
         verdict=verdict,
@@ -74,7 +76,13 @@ def diagnose(
         utilization_percent=run.utilization_percent,
         gpu_idle_percent=_idle_percent(run),
         gpu_idle_residual_percent=100 * run.idle_residual,
+        waiting_share=_waiting_share(run),
+        step_p50_s=run.steady_step_s,
     )
+
+
+def _waiting_share(run: RunMeasurements) -> float | None:
+    return run.phase_s.get(DATA_LOADING, 0.0) / run.wall_s if run.wall_s > 0 else None
 
 
 def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:

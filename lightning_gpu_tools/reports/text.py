@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from lightning_gpu_tools.advice.ranks import slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.report import FILE_NAME, LoaderSummary, Report
+from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -25,10 +25,11 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report) -> str:
-    """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
+    """Return the report as lines of at most 100 columns: run, verdict, why, next; GPUs; where the wall time went."""
     diagnosis = report.diagnosis
     gpus = sorted(report.gpus, key=lambda gpu: not gpu.errors)
     details = [
+        *_unfinished_lines(report),
         *map(_gpu_line, gpus[:_MAX_GPUS]),
         *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
         *([report.gpu_note] if report.gpu_note else []),
@@ -39,6 +40,7 @@ def render_text(report: Report) -> str:
     ]
     return "\n".join(
         [
+            *([_paragraph("Run", header)] if (header := _header(report)) else []),
             _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
@@ -98,6 +100,28 @@ def _paragraph(title: str, text: str) -> str:
 def _wrapped(text: str) -> str:
     text = printable(text, _MAX_PARAGRAPH)
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _header(report: Report) -> str:
+    """Return what ran, where and with which versions, as far as it is known."""
+    settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
+    gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
+    device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
+    ranks = settings.get("world_size", "1")
+    place = [f"{ranks} rank{'s' * (ranks != '1')} on {device}"] if device else []
+    names = ("torch", "lightning", "lightning_gpu_tools")
+    versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    known = [settings.get("model"), *place, settings.get("precision"), versions]
+    return "; ".join(filter(None, known))
+
+
+def _unfinished_lines(report: Report) -> list[str]:
+    if report.is_finished:
+        return []
+    known = f"This is what was known {format_duration(report.wall_s)} into the run."
+    if report.outcome.startswith(RUNNING):
+        return [f"The run goes on. {known}"]
+    return [f"The process of the run ended without a word: it was killed, or it crashed. {known}"]
 
 
 def _rank_lines(report: Report) -> list[str]:

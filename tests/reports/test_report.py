@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
-from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, summarize, to_json
+from lightning_gpu_tools.reports.report import RankSpeed, ReportFile, from_json, load_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
@@ -31,9 +31,10 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
     verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step"
-    assert lines[0] == f"{verdict}, {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
-    assert lines[1].startswith("Why:     Waiting for data takes 61 %")
-    assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
+    assert lines[0] == "Run:     LitModel; 2 ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning 2.6.6"
+    assert lines[1] == f"{verdict}, {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
+    assert lines[2].startswith("Why:     Waiting for data takes 61 %")
+    assert lines[3].startswith("Next:    In the DataLoader set num_workers=6")
     assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
     assert "Where the 41.4 s went (100 % explained)" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
@@ -50,8 +51,8 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
     ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
-    assert "rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
-    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
+    assert "Slowest rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
+    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "Slowest" in line)
     assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."
 
 
@@ -146,21 +147,21 @@ def test_a_large_job_has_a_report_of_80_lines() -> None:
 
 
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
-    path = save_report(REPORT, tmp_path / "new" / "folder")
+    path = ReportFile(tmp_path / "new" / "folder").save(REPORT)
     assert path == tmp_path / "new" / "folder" / "gpu_report.json"
     assert load_report(path) == load_report(path.parent) == REPORT
     assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
 
 
 def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
-    save_report(REPORT, tmp_path)
+    ReportFile(tmp_path).save(REPORT)
     code = (
         "import resource, sys\n"
-        "from lightning_gpu_tools.reports.report import load_report, save_report\n"
+        "from lightning_gpu_tools.reports.report import ReportFile, load_report\n"
         "report = load_report(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "save_report(report, sys.argv[1])\n"
+        "ReportFile(sys.argv[1]).save(report)\n"
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "OSError" in result.stderr

@@ -19,6 +19,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports import plot
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.trainer import fit_report, session
 from lightning_gpu_tools.trainer.fit_report import publish
 
@@ -71,7 +72,7 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
     [
         (fit_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
         (fit_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
-        (fit_report, "save_report", "The report could not be written to", []),
+        (ReportFile, "save", "The report could not be written to", []),
         (plot, "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
     ],
 )
@@ -125,7 +126,7 @@ def test_a_warning_that_is_an_error_costs_only_the_picture(tmp_path: Path, capsy
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        publish(unknown_letter, str(tmp_path))
+        publish(unknown_letter, ReportFile(tmp_path))
     assert "The report could not be drawn: UserWarning: Glyph" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_report.json"]
 
@@ -137,7 +138,7 @@ def test_the_advised_command_compares_the_next_run_with_this_one(
     commands = []
     for folder, step_s in zip(folders, (0.1, 0.05), strict=True):
         blocks = tuple(step_s + i / 1e4 for i in range(8))
-        publish(replace(REPORT, step_s_blocks=blocks), str(tmp_path / folder))
+        publish(replace(REPORT, step_s_blocks=blocks), ReportFile(tmp_path / folder))
         commands += re.findall("lightning-gpu-tools (report .*)", capsys.readouterr().out)
     advised = commands[0].replace("NEW", str(tmp_path / folders[1]))
     assert main(shlex.split(advised)) == 0
