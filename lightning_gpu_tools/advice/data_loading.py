@@ -40,7 +40,8 @@ _MIN_COLD_BLOCKS = 6
 _UNPACKING = 0.5
 # Receiving a batch of one tensor took 2.3 ms on a slow machine, and no setting changes that. Our default: twice that.
 _MIN_UNPACKING_S = 0.005
-# Receiving a worker's batch of one or two small tensors took the training process 0.5 to 2 ms, on two cores.
+# Receiving a worker's batch of one or two small tensors took the training process 0.5 to 2 ms, on two cores. Where the
+# process slept while it waited, its caches went cold, and a step that no longer follows a sleep wins as much.
 _RECEIVE_S = 0.001
 # Our default: less than 64 KiB per batch from storage is not reading data.
 _MIN_STORAGE_BYTES = 64 * 2**10
@@ -70,7 +71,10 @@ def data_loading(run: RunMeasurements) -> Finding | None:
         evidence["exposed_percent"] = 100 * run.exposed(DATA_LOADING)
     bound = ceiling(wait.share)
     if run.loader is None:
-        advice = "Load more batches in parallel. The loader is not a torch DataLoader, so use its own settings."
+        advice = (
+            "The loader is not a torch DataLoader: use its own settings to load in parallel, or to cache what it "
+            "computes for each batch."
+        )
     else:
         seen = run.loading or LoadingFacts()
         more, advice, bound = _torch_loader(run, run.loader, seen, wait)
@@ -109,7 +113,8 @@ def _torch_loader(
     step_s = max(wait.step_s - wait.wait_s, 1e-6)
     step_cpu_s = min(run.busy_cores, run.host.cores) * step_s
     plan = plan_loader(loader, cost, step_s=step_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
-    saved_s = wait.step_s - plan.step_s - (0.0 if loader.num_workers else _RECEIVE_S)
+    computes = cost.cpu_s is None or cost.cpu_s >= _COMPUTING * cost.wall_s
+    saved_s = wait.step_s - plan.step_s - (_RECEIVE_S if computes and not loader.num_workers else 0.0)
     speedup = ceiling(wait.share * min(1.0, max(0.0, saved_s / wait.wait_s)))
     kind = _kind(run, loader, seen, plan, cost, speedup)
     evidence: dict[str, float | str] = {

@@ -20,13 +20,14 @@ _SHM_SHARE = 0.8
 # Our default: the other half of the free memory is for what training itself has yet to take, and for the page cache.
 _MEMORY_SHARE = 0.5
 # Batches are delivered in order, so all wait for a slow one; the more are loaded ahead the longer the others last. Our
-# default: from a 95th percentile of 1.5 or 3 medians on, four or eight batches a worker instead of two.
-_PREFETCH_FROM_SPREAD = ((3.0, 8), (1.5, 4))
+# default: four or eight batches a worker instead of two where slow ones lift the mean 3 or 25 % above the median, as a
+# log-normal distribution does whose 95th percentile is 1.5 or 3 medians.
+_PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 # A step whose threads wait for each other after each operation loses time whenever a worker takes the core of one: this
 # much of the time that workers take from it, and of its own time, whichever is less. Fitted to five trainings of
-# benchmarks/ceilings.py on two cores, whose speedups it predicts within 11 %.
+# benchmarks/ceilings.py on two cores, whose speedups it predicts within 15 %; two runs of one of them differ by 8 %.
 _LOST_BESIDE_ONE = 0.35, 0.35
-_LOST_BESIDE_MANY = 0.9, 1.15
+_LOST_BESIDE_MANY = 0.9, 1.25
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
@@ -38,7 +39,7 @@ class LoadCost:
         wall_s: Time one worker needs for one batch.
         cpu_s: CPU time in it; ``None`` if it was not measured.
         batch_bytes: Size of the batch; ``None`` if it was not measured.
-        spread: 95th percentile over median of the wall times of single batches; ``None`` if it was not measured.
+        spread: Mean over median of the wall times of single batches; ``None`` if it was not measured.
         worker_bytes: Memory that one more worker takes; ``None`` if it was not measured.
     """
 

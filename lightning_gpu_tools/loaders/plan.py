@@ -261,9 +261,10 @@ def _limit(case: LoaderCase, chosen: LoaderTrial) -> str:
     if fed > 1 / MIN_CEILING or planned.limited_by is None:
         return ""
     needed = planned.workers_needed
+    step = f", a step {format_duration(case.step.cpu_s)}," if case.step.threads else ""
     return {
-        "cores": f"The CPU is the limit: the step runs at most {100 * fed:.0f} % of the time. {needed} workers would "
-        f"feed it, but this job has {case.host.cores:g} cores.",
+        "cores": f"The CPU is the limit: the step runs at most {100 * fed:.0f} % of the time. Loading a batch takes "
+        f"{format_duration(case.cost.cpu_s or 0.0)} of CPU time{step} and this job has {case.host.cores:g} cores.",
         "shm": f"/dev/shm has no room for the batches of the {needed} workers that would feed the step.",
         "memory": f"There is no memory for the {needed} workers that would feed the step.",
     }[planned.limited_by]

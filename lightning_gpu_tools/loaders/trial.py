@@ -31,8 +31,10 @@ from lightning_gpu_tools.units import printable
 # How many batches the sampler is asked for: a search loads a few hundred.
 _MAX_INDICES = 1024
 _MAX_SAMPLING_S = 1.0
-# The cost of a batch is the mean over at least 4 of them; 24 show a slow one in ten. Part of the budget for it.
+# The cost of a batch is the mean over at least 4 of them; 24 show a slow one in ten, and where they come fast 60 show a
+# slow one in twenty. Seconds, and part of the budget, for it.
 _PROBED, _MIN_PROBED, _PROBE_SHARE = 24, 4, 0.1
+_MAX_PROBED, _PROBED_FAST_S = 60, 1.2
 # A trial measures at least 24 batches in 0.4 s, and goes on until its mean is known to 2 %. One that is certainly
 # slower than the best ends after 8.
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION, _FIRST_BATCHES = 24, 0.4, 0.02, 8
@@ -91,29 +93,32 @@ class Trials:
         """
         began_s, grace_s = time.perf_counter(), 0.0
         # The worker gets all indices at once, so that it never waits for this process.
-        one = LoaderSettings(num_workers=1, prefetch_factor=_PROBED + 2, persistent_workers=False, pin_memory=False)
+        one = LoaderSettings(num_workers=1, prefetch_factor=_MAX_PROBED + 2, persistent_workers=False, pin_memory=False)
         batches = self._open(one, collate_fn=_ReadyAt(self._loader.collate_fn))
         try:
             next(batches)  # with what an item does only once in a process, and the queue behind it
             start_s = time.perf_counter() - began_s
-            ends_s = time.perf_counter() + _PROBE_SHARE * self._budget_s
-            ready = [next(batches)]
-            while len(ready) <= _PROBED and (len(ready) <= _MIN_PROBED or time.perf_counter() < ends_s):
+            ready, began_probe_s = [next(batches)], time.perf_counter()
+            while self._probes_on(len(ready) - 1, time.perf_counter() - began_probe_s):
                 ready.append(next(batches))
             worker_bytes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
             grace_s = _GRACE_S
         finally:  # also after Ctrl-C: the worker must not outlive the search
             batches.close(grace_s)
-        wall_s = sorted(later[0] - one[0] for one, later in itertools.pairwise(ready))
-        typical_s = statistics.median(wall_s)
+        wall_s = [later[0] - one[0] for one, later in itertools.pairwise(ready)]
+        mean_s, typical_s = statistics.mean(wall_s), statistics.median(wall_s)
         cost = LoadCost(
-            wall_s=statistics.mean(wall_s),
+            wall_s=mean_s,
             cpu_s=(ready[-1][1] - ready[0][1]) / len(wall_s),
             batch_bytes=max(size for _, _, size in ready) or None,
-            spread=wall_s[-1 - len(wall_s) // 20] / typical_s if typical_s > 0 else None,
+            spread=mean_s / typical_s if typical_s > 0 else None,
             worker_bytes=worker_bytes,
         )
         return cost, max(0.0, start_s - cost.wall_s)
+
+    def _probes_on(self, count: int, seconds: float) -> bool:
+        most = _MAX_PROBED if seconds < _PROBED_FAST_S else _PROBED
+        return count < _MIN_PROBED or (count < most and seconds < _PROBE_SHARE * self._budget_s)
 
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
         """Return what some settings with workers reach; it ends early if that is certainly less than the best so far.

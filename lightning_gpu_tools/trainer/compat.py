@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-# What Lightning calls forward, backward and optimizer. Without it they count as the Trainer's own work.
+# What Lightning calls forward, backward and optimizer. Without it what it does between them counts as the Trainer's own
+# work.
 RUN_STEP = "run_training_batch"
 
 

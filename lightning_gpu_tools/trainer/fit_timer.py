@@ -23,15 +23,19 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.wrappers import StandIn, Wrappers, after, before
 from lightning_gpu_tools.training.phases import (
+    BACKWARD,
     CALLBACK,
     CHECKPOINT,
     EPOCH_START,
+    FORWARD,
     HOST_TO_DEVICE_COPY,
     LOGGING,
     MONITORING,
+    OPTIMIZER,
     TRAINER,
     TRAINING_STEP,
     VALIDATION,
+    base_phase,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -100,13 +104,9 @@ class FitTimer:
     @property
     def unseen(self) -> list[str]:
         """What could not be timed."""
-        fetches, has_stepped = self.clock.steps, TRAINING_STEP in self.clock.seconds
-        missing = list(self._wrappers.missing)
-        if fetches > 1 and not has_stepped:
-            missing.append(compat.RUN_STEP)
-        if has_stepped and not fetches:
-            missing.append(compat.fetch_action(self._trainer))
-        return missing
+        has_stepped = any(base_phase(phase) == TRAINING_STEP for phase in self.clock.seconds)
+        no_fetches = [compat.fetch_action(self._trainer)] if has_stepped and not self.clock.steps else []
+        return [*self._wrappers.missing, *no_fetches]
 
     def _is_trial(self) -> bool:
         """Return whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
@@ -135,8 +135,11 @@ class FitTimer:
             around_step = clock.measure_gpu()
             self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", around_step)
             self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", around_step)
-        if trainer.world_size > 1:  # to tell a rank that is slow itself from those that wait for it
-            self._wrap(trainer, "strategy.training_step", clock.timed_forward)
+        # With manual optimization the last two have no action, and run within the first one. An optimizer that is given
+        # a closure runs the first two within the last one.
+        self._time("strategy.training_step", FORWARD)
+        self._time("strategy.backward", BACKWARD)
+        self._time("strategy.optimizer_step", OPTIMIZER)
         self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)
         self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", before(partial(self._enter, "validation")))
         self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", after(partial(self._enter, "training")))

@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 DATA_LOADING = "data_loading"
 HOST_TO_DEVICE_COPY = "host_to_device_copy"
 TRAINING_STEP = "training_step"
+FORWARD = "training_step/forward"
+BACKWARD = "training_step/backward"
+OPTIMIZER = "training_step/optimizer"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
@@ -21,7 +24,7 @@ class Phase(NamedTuple):
     """The names, color and meaning of a phase.
 
     Attributes:
-        name: In ``phase_s``; the class name of a callback or logger follows after a slash.
+        name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
             grays and a wine.
@@ -60,5 +63,5 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 
 
 def base_phase(phase: str) -> str:
-    """Return a phase without the name after its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
+    """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]

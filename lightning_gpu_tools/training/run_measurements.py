@@ -35,9 +35,10 @@ class StepBlock:
         cpu_s: CPU time of all threads of the training process outside of that wait; 0 if it was not measured.
         host_to_device_copy_s: Part of it spent handing the batch to the device.
         training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
-        paused_s: Part of it spent in validation and checkpoints.
-        forward_s: The part of ``training_step_s`` spent in the model's ``training_step``: before any rank waits for
-            another one; 0 where there is only one rank.
+        forward_s: Part of that spent in the model's ``training_step``; with manual optimization without the next two.
+        backward_s: Part of ``training_step_s`` spent in backward.
+        optimizer_s: Part of ``training_step_s`` spent in the optimizer's step.
+        paused_s: Part of ``wall_s`` spent in validation and checkpoints.
     """
 
     steps: int = 0
@@ -47,8 +48,10 @@ class StepBlock:
     cpu_s: float = 0.0
     host_to_device_copy_s: float = 0.0
     training_step_s: float = 0.0
-    paused_s: float = 0.0
     forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    paused_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -299,8 +302,8 @@ class RunMeasurements:
 
     def idle_by_phase(self) -> dict[str, float]:
         """Return the fraction of the wall time for which the GPU was idle in each phase outside of the step."""
-        outside = {*self.phase_s, COPY} - {TRAINING_STEP, VALIDATION}
-        return {phase: share for phase in sorted(outside) if (share := self.lost_share(phase)) > 0}
+        outside = {phase for phase in self.phase_s if phases.base_phase(phase) not in (TRAINING_STEP, VALIDATION)}
+        return {phase: share for phase in sorted({*outside, COPY}) if (share := self.lost_share(phase)) > 0}
 
     @property
     def idle_in_step_share(self) -> float | None:

@@ -13,16 +13,20 @@ from typing import Any
 
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
+    BACKWARD,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
+    FORWARD,
     HOST_TO_DEVICE_COPY,
     MONITORING,
+    OPTIMIZER,
     PAUSES,
     TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
+    base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
@@ -44,7 +48,7 @@ class StepClock(Stopwatch):
     Whoever drives the training calls :meth:`start`, :meth:`begin_epoch`, :meth:`begin_fetch`, :meth:`end_fetch` and
     :meth:`stop`, and puts :meth:`timed` or :meth:`booked` around the rest. A step lasts from the start of its fetch to
     the start of the next one. Phases are those of ``training.phases``, for callbacks and loggers with the class name:
-    ``"callback/EarlyStopping"``.
+    ``"callback/EarlyStopping"``, and for the training step with its part: ``"training_step/forward"``.
 
     Args:
         clock: Returns the time in seconds.
@@ -74,7 +78,6 @@ class StepClock(Stopwatch):
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
         self._first_of_epoch = True
-        self._forward_s = 0.0
         self._next_sum = 0
         self._sum_from: StepBlock | None = None
         self._fetch_cpu_since_s: tuple[float, float] | None = None
@@ -136,19 +139,6 @@ class StepClock(Stopwatch):
                 self.timeline.cut_at_edge(self.since_s, self.seconds)
 
         return with_edges
-
-    def timed_forward(self, function: _Function) -> _Function:
-        """Return the model's ``training_step``, timed within the phase: no rank waits for another one in it."""
-        clock = self._clock
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began_s = clock()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._forward_s += clock() - began_s
-
-        return timed
 
     def measure_gpu(self) -> Callable[[_Function], _Function]:
         """Measure the GPU's idle time between steps, too; return the wrapper for what runs a step."""
@@ -269,9 +259,11 @@ class StepClock(Stopwatch):
             cpu_s=time.process_time(),
             data_loading_s=seconds.get(DATA_LOADING, 0.0),
             host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
-            training_step_s=seconds.get(TRAINING_STEP, 0.0),
+            training_step_s=sum(s for phase, s in seconds.items() if base_phase(phase) == TRAINING_STEP),
+            forward_s=seconds.get(FORWARD, 0.0),
+            backward_s=seconds.get(BACKWARD, 0.0),
+            optimizer_s=seconds.get(OPTIMIZER, 0.0),
             paused_s=sum(seconds.get(phase, 0.0) for phase in PAUSES),
-            forward_s=self._forward_s,
         )
 
     def _close_block(self) -> None:

@@ -45,6 +45,13 @@ def test_enough_workers_are_planned_with_some_headroom() -> None:
     assert planned.settings.prefetch_factor == 2
 
 
+@pytest.mark.parametrize(("spread", "prefetch"), [(None, 2), (1.0, 2), (1.1, 4), (1.9, 8)])
+def test_slow_batches_now_and_then_deepen_the_queue(spread: float | None, prefetch: int) -> None:
+    cost = LoadCost(wall_s=0.02, spread=spread)
+    planned = plan_loader(NO_WORKERS, cost, step_s=0.01, host=host(), cuda=True)
+    assert planned.settings.prefetch_factor == prefetch
+
+
 def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_disk_are_not() -> None:
     computing = plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
@@ -66,8 +73,8 @@ def test_cores_that_others_are_busy_on_do_not_count() -> None:
 def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:
     cost = LoadCost(wall_s=0.080, cpu_s=0.080)
     planned = plan_loader(NO_WORKERS, cost, step_s=0.040, host=host(cores=4), cuda=False, step_cores=4)
-    # 80 ms of loading and 4 times 40 ms of training on 4 cores; 1.15 steps more for threads in lockstep.
-    assert planned.step_s == pytest.approx(0.040 + 0.020 + 1.15 * 0.040)
+    # 80 ms of loading and 4 times 40 ms of training on 4 cores; 1.25 steps more for threads in lockstep.
+    assert planned.step_s == pytest.approx(0.040 + 0.020 + 1.25 * 0.040)
     assert plan_loader(NO_WORKERS, cost, step_s=0.040, host=host(cores=4), cuda=False).step_s == 0.040
 
 

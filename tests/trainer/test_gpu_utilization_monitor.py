@@ -74,7 +74,7 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
     assert report.outcome == "completed"
     assert report.steps == 40
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
-    assert report.phase_s["training_step"] >= 0.4
+    assert report.phase_s["training_step/forward"] >= 0.4
     assert report.settings["num_workers"] == 0
     printed = capfd.readouterr().out
     assert printed.count("No GPU: the Trainer trains on 'cpu'") == 1
@@ -373,7 +373,7 @@ def test_trial_runs_of_tuners_are_not_reported(driver: Driver, tmp_path: Path) -
     assert report.steps == 5
     assert report.settings["batch_size"] == 4
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
-    assert report.phase_s["training_step"] > 0
+    assert report.phase_s["training_step/forward"] > 0
     assert set(logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"]) <= set(range(5))
     assert background_threads() == []
 
