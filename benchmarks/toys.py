@@ -9,7 +9,9 @@ them are healthy or too short, and must stay without a finding.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import random
 import tempfile
 import time
 import warnings
@@ -140,6 +142,56 @@ class SlowSaveModel(ToyModel):
         time.sleep(0.02)
 
 
+class NowAndThenModel(ToyModel):
+    """Takes 400 ms in every 20th step."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02 if batch_idx % 20 else 0.4)
+        return super().training_step(batch, batch_idx)
+
+
+class LengthModel(ToyModel):
+    """Takes 10 ms for a batch of usual length, and longer for a longer one."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(1e-4 * batch.numel() / 4)
+        return super().training_step(batch, batch_idx)
+
+
+class Lengths(Slow):
+    """Samples of 100 times 4 numbers, and one in eight, at random, of 800."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(800 if random.Random(index).random() < 1 / 8 else 100, 4)
+
+
+class SlowShard(Slow):
+    """Samples of which every fortieth takes its time, as one that opens the next file."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index % 40 == 0 else torch.ones(4)
+
+
+class ColdCache(Slow):
+    """Samples of which the first hundred take their time."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index < 100 else torch.ones(4)
+
+
+class CollectingModel(ToyModel):
+    """Keeps half a million objects, and collects garbage every tenth step."""
+
+    def on_train_start(self) -> None:
+        self.index = [{"sample": i} for i in range(500_000)]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.005)
+        if batch_idx % 10 == 0:
+            gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
 class SlowCallback(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         time.sleep(0.02)
@@ -239,6 +291,15 @@ TOYS = {
     "logs now and then": Toy(
         "healthy", model=lambda: ToyModel(0.01), options={"log_every_n_steps": 50, "logger": SlowLogger}
     ),
+    "every 20th step": Toy("slow_steps periodic", model=NowAndThenModel),
+    "longer batches": Toy("slow_steps longer_batches", model=LengthModel, loader=lambda: DataLoader(Lengths())),
+    "slow batches": Toy(
+        "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
+    ),
+    "slow beginning": Toy(
+        "data_loading cold_cache", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(ColdCache(0.03))
+    ),
+    "garbage collection": Toy("garbage_collection", model=CollectingModel),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

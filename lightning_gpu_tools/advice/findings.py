@@ -20,6 +20,8 @@ Cause = Literal[
     "checkpoint",
     "validation",
     "epoch_start",
+    "garbage_collection",
+    "slow_steps",
     "communication",
     "straggler",
     "thermal_throttling",
@@ -27,6 +29,8 @@ Cause = Literal[
     "shared_gpu",
     "unexplained",
 ]
+
+Basis = Literal["measured", "heuristic"]
 
 # Our defaults: a finding must promise a gain of 5 %, and more than 2 % with 95 % confidence. Smaller gains drown in the
 # noise between two runs.
@@ -53,7 +57,8 @@ class Finding:
         share: Fraction of the wall time lost to it, 0 to 1; on a GPU never more than the GPU's idle time.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
-        evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``.
+        evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``
+            and ``slow_steps``.
         advice: The exact change to make.
         basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
     """
@@ -64,7 +69,7 @@ class Finding:
     ceiling_lower: float
     evidence: Mapping[str, float | str]
     advice: str
-    basis: Literal["measured", "heuristic"] = "measured"
+    basis: Basis = "measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +87,7 @@ class Diagnosis:
             ``training_step`` is the rest. Empty where the GPU's own times were not measured.
         gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
         waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
-        step_p50_s: Median time of a steady step; ``None`` without any, as the next one.
+        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any, as the next one.
         step_p95_s: 95th percentile.
     """
 
@@ -124,7 +129,7 @@ def counted(
     share: float,
     evidence: Mapping[str, float | str],
     advice: str,
-    basis: Literal["measured", "heuristic"] = "measured",
+    basis: Basis = "measured",
 ) -> Finding:
     """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound."""
     bound = ceiling(share)

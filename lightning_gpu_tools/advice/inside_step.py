@@ -256,7 +256,7 @@ def _communication(run: RunMeasurements) -> Finding | None:
 def unexplained_in_step(run: RunMeasurements, found: Sequence[Finding]) -> float:
     """Return the fraction of idle time inside the step for which no cause was found."""
     in_step = run.idle_in_step_share or 0.0
-    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound"))
+    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound", "slow_steps"))
     named += _part_of_idle(run, "copy") or 0.0
     return max(0.0, in_step - named)
 

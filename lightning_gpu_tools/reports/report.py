@@ -110,11 +110,14 @@ class Report:
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
         phase_s: Wall time by phase; see docs/report_schema.md.
-        step_s_median: Median time per steady step; ``None`` if there were none.
+        step_s_median: Median time of a step after the warm-up, without validation, checkpoints and starting epochs;
+            ``None`` if there were none.
         diagnosis: Verdict and findings.
         gpus: The monitored GPUs.
         gpu_note: Why there are none, or what could not be read; ``None`` if there is no problem.
-        samples_per_s: Samples of all ranks per second of steady steps; ``None`` if the batch size is unknown.
+        step_s_p95: 95th percentile of the same steps, likewise.
+        step_s_max: The longest of them, likewise.
+        samples_per_s: Samples of all ranks per second of the same steps; ``None`` if the batch size is unknown.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
         monitor_us_per_step: What this package added to each step at least, in microseconds: its wrappers in the
@@ -141,6 +144,8 @@ class Report:
     diagnosis: Diagnosis
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
+    step_s_p95: float | None = None
+    step_s_max: float | None = None
     samples_per_s: float | None = None
     step_s_blocks: tuple[float, ...] = ()
     monitor_us_per_step: float | None = None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from lightning_gpu_tools.advice.ranks import slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -40,7 +40,7 @@ def render_text(report: Report) -> str:
     ]
     return "\n".join(
         [
-            *([_paragraph("Run", header)] if (header := _header(report)) else []),
+            _paragraph("Run", _header(report)),
             _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
@@ -62,6 +62,7 @@ def render_markdown(report: Report) -> str:
         [
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
+            f"- **Run:** {escape_markdown(_header(report))}",
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",
@@ -103,7 +104,7 @@ def _wrapped(text: str) -> str:
 
 
 def _header(report: Report) -> str:
-    """Return what ran, where and with which versions, as far as it is known."""
+    """Return what ran, how long, where and with which versions, as far as it is known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
@@ -111,7 +112,8 @@ def _header(report: Report) -> str:
     place = [f"{ranks} rank{'s' * (ranks != '1')} on {device}"] if device else []
     names = ("torch", "lightning", "lightning_gpu_tools")
     versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
-    known = [settings.get("model"), *place, settings.get("precision"), versions]
+    steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
+    known = [settings.get("model"), steps, *place, settings.get("precision"), versions]
     return "; ".join(filter(None, known))
 
 
@@ -178,12 +180,12 @@ def _measuring_lines(report: Report) -> list[str]:
 
 
 def _run_line(report: Report) -> str:
-    parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
+    parts = [printable(report.outcome)]
     if report.step_s_median:
-        speed = f"{format_duration(report.step_s_median)}/step"
-        if report.samples_per_s:
-            speed += f", {report.samples_per_s:.4g} samples/s"
-        parts.append(speed)
+        times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
+        known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds is not None]
+        parts.append(f"steps: {', '.join(known)}")
+        parts += _known("{:.4g} samples/s", report.samples_per_s)
     return "; ".join(parts)
 
 
@@ -231,10 +233,15 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _time_tree(report: Report) -> list[str]:
-    causes = {finding.cause for finding in report.diagnosis.findings[:1]}
+    causes = {
+        base_phase(str(finding.evidence.get("phase"))) if finding.cause == "slow_steps" else finding.cause
+        for finding in report.diagnosis.findings[:1]
+    }
     unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
-    lines = [f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained)"]
+    lines = [
+        f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step"
+    ]
     groups = phase_groups(report.phase_s)
     for i, (group, parts) in enumerate(groups.items()):
         last = i == len(groups) - 1

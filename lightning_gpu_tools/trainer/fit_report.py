@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import lightning
@@ -69,8 +68,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
     diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
     clock, watch = session.clock, session.gpus
-    steady_s = tuple(block.step_s for block in measured.blocks)
-    step_s = median(steady_s) if steady_s else None
+    times = measured.step_times
     settings = _settings(trainer, measured.host.cores)
     gpus = session.gpu_summaries()
     if not ended:
@@ -89,12 +87,14 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
         steps=clock.steps,
         wall_s=measured.wall_s,
         phase_s=measured.phase_s,
-        step_s_median=step_s,
+        step_s_median=None if times is None else times.p50_s,
         diagnosis=diagnosis,
         gpus=gpus + session.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
-        samples_per_s=batch_size * trainer.world_size / step_s if batch_size and step_s else None,
-        step_s_blocks=steady_s,
+        step_s_p95=None if times is None else times.p95_s,
+        step_s_max=None if times is None else times.max_s,
+        samples_per_s=batch_size * trainer.world_size * times.count / times.seconds if batch_size and times else None,
+        step_s_blocks=tuple(block.step_s for block in measured.blocks),
         monitor_us_per_step=us_per_step(clock.cost_s() + measured.phase_s.get(MONITORING, 0.0)) if ended else None,
         monitor_thread_us_per_step=us_per_step(thread_s),
         unseen=tuple(session.unseen),

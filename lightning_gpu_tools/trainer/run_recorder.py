@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
-from lightning_gpu_tools.loaders.settings import batch_bytes
+from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import local_ranks, train_loader_settings, trains_on_gpu
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
@@ -95,6 +96,7 @@ class RunRecorder:
 
     def after_step(self, batch: Any) -> None:
         """Sample the loader's workers if it is time; nearly always this does nothing."""
+        self._clock.times.batch_items = batch_items(batch)
         if self._batch_bytes is None:
             self._batch_bytes = batch_bytes(batch)
         if self._clock.last_fetch_s > LONG_WAIT_S:
@@ -172,6 +174,7 @@ class RunRecorder:
             epochs=max(1, clock.epochs),
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
+            step_times=clock.times.facts(),
             host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),
             on_gpu=self._on_gpu,
             utilization_percent=_utilization(gpus.trained_on() if gpus else ()),
@@ -188,7 +191,10 @@ class RunRecorder:
             ranks=self.ranks(),
             precision=str(trainer.precision),
             matmul_precision=torch.get_float32_matmul_precision(),
+            spans=clock.timeline.spans(),
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            epoch_steps=_finite(trainer.num_training_batches),
             left_on_cpu=left_on_cpu(trainer.lightning_module) if self._on_gpu else (),
         )
 
@@ -212,6 +218,10 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [one for one in windows if one.utilization_mean_percent is not None]
     percents = [one.utilization_mean_percent or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
+
+
+def _finite(steps: float) -> int | None:
+    return None if math.isinf(steps) else int(steps)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -13,8 +13,8 @@ from lightning_gpu_tools.training.timeline import Timeline
 
 _MAX_POINTS = 500
 _INTERVAL_S = 1.0
-# Our default: twice as often as growth needs to be judged after 12 s, because a thread is late on a busy machine; for so
-# long that later, once a second is enough.
+# Our default: twice as often as growth needs to be judged after 12 s, because a thread is late on a busy machine, and
+# until once a second is enough.
 _EARLY_INTERVAL_S = 0.25
 _EARLY_S = 60.0
 # Our default: what will be full within a day is reported while there is time to act, once it was seen for five minutes.

@@ -13,6 +13,7 @@ OPTIMIZER = "training_step/optimizer"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
+GARBAGE_COLLECTION = "garbage_collection"
 LOGGING = "logging"
 CALLBACK = "callback"
 MONITORING = "monitoring"
@@ -27,7 +28,7 @@ class Phase(NamedTuple):
         name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays and a wine.
+            grays, a wine and an indigo.
         group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
@@ -49,6 +50,8 @@ PHASES = {
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#332288", "between",
+              "in Python's garbage collector, beyond its youngest generation"),
         Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",

@@ -25,7 +25,8 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["report", str(tmp_path), "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("**GPU utilization: LOW** (stopped by KeyError")
-    assert lines[2].startswith("- **Why:** Waiting for data")
+    assert lines[2].startswith("- **Run:** LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; ")
+    assert lines[3].startswith("- **Why:** Waiting for data")
     assert lines.count("```text") == lines.count("```") == 1
 
 
@@ -49,7 +50,7 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
 
     code, shown = against_old("slow", "--max-slowdown", "5%")
     assert code == 1
-    assert shown.startswith("SLOWER: 50.3 ms per step before, 55.3 ms now: +10.0 %")
+    assert shown.startswith("SLOWER: 50.3 ms per mean step before, 55.3 ms now: +10.0 %")
     assert against_old("slow", "--max-slowdown", "20")[0] == 0
     code, shown = against_old("other", "--format", "json")
     assert code == 3

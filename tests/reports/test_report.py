@@ -30,13 +30,15 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step"
-    assert lines[0] == "Run:     LitModel; 2 ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning 2.6.6"
-    assert lines[1] == f"{verdict}, {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
-    assert lines[2].startswith("Why:     Waiting for data takes 61 %")
-    assert lines[3].startswith("Next:    In the DataLoader set num_workers=6")
+    verdict = "Verdict: LOW (stopped by KeyError at step 812; steps: median 50 ms, p95 62 ms, longest 510 ms;"
+    run = "Run:     LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning"
+    samples = f"         {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
+    assert lines[:4] == [run, "         2.6.6", verdict, samples]
+    del lines[:3]
+    assert lines[1].startswith("Why:     Waiting for data takes 61 %")
+    assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
     assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
-    assert "Where the 41.4 s went (100 % explained)" in lines
+    assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
