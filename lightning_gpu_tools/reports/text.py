@@ -123,7 +123,7 @@ def _unfinished_lines(report: Report) -> list[str]:
     known = f"This is what was known {format_duration(report.wall_s)} into the run."
     if report.outcome.startswith(RUNNING):
         return [f"The run goes on. {known}"]
-    return [f"The process of the run ended without a word: it was killed, or it crashed. {known}"]
+    return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
 
 
 def _rank_lines(report: Report) -> list[str]:

@@ -225,14 +225,14 @@ def log_summary(diagnosis: Diagnosis, logger: Logger, step: int) -> None:
         logger.log_metrics(numbers, step=step)
     for name, value in named.items():
         if isinstance(value, str):
-            _log_text(logger, name, value)
+            _log_text(logger, name, value, step)
 
 
-def _log_text(logger: Any, name: str, text: str) -> None:
+def _log_text(logger: Any, name: str, text: str, step: int) -> None:
     """Log a text for which Lightning has no method that all loggers share. CSV files have no place for it."""
     experiment = logger.experiment
     if hasattr(experiment, "add_text"):  # TensorBoard
-        experiment.add_text(name, text)
+        experiment.add_text(name, text, step)
     elif hasattr(experiment, "set_tag"):  # MLflow
         experiment.set_tag(logger.run_id, name, text)
     elif hasattr(experiment, "log_other"):  # Comet

@@ -85,7 +85,7 @@ class MemoryHistory:
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return what grew steadily up to now."""
         room_bytes = read_host_budget().memory_available_bytes
-        found = [steady_growth("The memory of the process (RSS)", self._resident.points(), room_bytes)]
+        found = [steady_growth("The memory of the process", self._resident.points(), room_bytes)]
         if self._allocated_bytes is not None:
             free_bytes = self._total_bytes - self._allocated_bytes
             found.append(steady_growth("The GPU memory (the allocator's peak)", self._allocated.points(), free_bytes))

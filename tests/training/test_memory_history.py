@@ -37,7 +37,7 @@ def test_fast_growth_is_seen_after_twelve_seconds() -> None:
     """2.3 GiB a minute, by steps of 20 ms that keep 0.8 MiB each."""
     memory, raised = sampled(lambda s: GIB + 2.3 * GIB / 60 * (s // 0.02 * 0.02), 33)
     (growth,) = memory.growth()
-    assert growth.what == "The memory of the process (RSS)"
+    assert growth.what == "The memory of the process"
     assert growth.bytes_per_s * 60 == pytest.approx(2.3 * GIB, rel=0.02)
     assert raised[growth.what] < 13
 
