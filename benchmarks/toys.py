@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,6 +143,35 @@ class SlowSaveModel(ToyModel):
         time.sleep(0.02)
 
 
+class SlowRankModel(ToyModel):
+    """On rank 1, forward, backward or the optimizer's step takes 25 ms longer."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__(0.005)
+        self.part = part
+
+    def take_part(self, part: str) -> None:
+        if part == self.part and self.global_rank == 1:
+            time.sleep(0.025)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.take_part("forward")
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda gradient: self.take_part("backward"))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.take_part("optimizer"))
+        return optimizer
+
+
+class SlowOnRank1(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.025)
+
+
 class NowAndThenModel(ToyModel):
     """Takes 400 ms in every 20th step."""
 
@@ -253,6 +283,7 @@ def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoad
     return lambda: DataLoader(Slow(seconds, **options), num_workers=count, **{"batch_size": 2, **more})
 
 
+_DDP = {"devices": 2, "strategy": "ddp"}
 TOYS = {
     # The twelve that other tools were tried on first.
     "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4)),
@@ -270,7 +301,13 @@ TOYS = {
              model=lambda: ToyModel(fail_at=110)),
     "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
-               options={"devices": 2, "strategy": "ddp"}),
+               options=_DDP),
+    "ddp, a slow callback": Toy("straggler SlowOnRank1", model=SlowRankModel, callbacks=[SlowOnRank1], options=_DDP),
+    **{
+        f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
+        for part in ("forward", "backward", "optimizer")
+    },
+    "ddp, no slow rank": Toy("healthy", model=SlowRankModel, options=_DDP),
     # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),

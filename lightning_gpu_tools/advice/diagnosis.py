@@ -25,7 +25,7 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
-from lightning_gpu_tools.advice.ranks import straggler
+from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
@@ -126,7 +126,7 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Findin
     loading = data_loading(run)
     if loading is not None and searched is not None:
         loading = as_searched(loading, searched)
-    found = [loading, straggler(run), *host_work(run), *inside_step(run)]
+    found = [loading, straggler(run), waiting_for_ranks(run), *host_work(run), *inside_step(run)]
     return _worth_reporting(run, with_uneven_steps(run, [finding for finding in found if finding is not None]))
 
 
@@ -196,7 +196,7 @@ _COSTS = {
     "epoch_start": "Starting epochs takes",
     "garbage_collection": "Python's garbage collector takes",
     "slow_steps": "Slow steps take",
-    "communication": "Waiting for other GPUs takes",
+    "communication": "Waiting for other ranks takes",
     "straggler": "Waiting for rank {rank} takes",
     "thermal_throttling": "Thermal throttling costs",
     "power_cap": "Throttling at the power limit costs",

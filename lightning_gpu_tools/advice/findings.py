@@ -39,6 +39,8 @@ MIN_CEILING_LOWER = 1.02
 # Our default: a cause must cost this much per step. No setting removes less, such as the time in which a DataLoader
 # hands over a batch that is ready.
 MIN_COST_S_PER_STEP = 0.001
+# torch's TensorBoard plugin: communication beyond 10 % of the step.
+MIN_COMMUNICATION = 0.10
 # The threshold of SageMaker's LowGPUUtilization rule.
 MIN_UTILIZATION_PERCENT = 70.0
 # Our defaults: at least this many steady steps before a verdict, and this many seconds of them before a warning.

@@ -216,11 +216,12 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
 
 
 def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
-    """Return in words what is uneven beside the findings."""
-    rest = [one for one in uneven(run) if one.phase not in PAUSES and not any(tells(each, one) for each in findings)]
-    return "; ".join(
-        f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time" for one in rest
-    )
+    """Return in words what is the most uneven beside the findings; empty if there is nothing."""
+    rest = (one for one in uneven(run) if one.phase not in PAUSES and not any(tells(each, one) for each in findings))
+    first = next(rest, None)
+    if first is None:
+        return ""
+    return f"{details({**first.evidence, 'phase': first.phase})}: {100 * first.share:.0f} % of the wall time"
 
 
 def tells(finding: Finding, one: Uneven) -> bool:
@@ -273,8 +274,8 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
     if begins:
         kind = "cold_cache"
         advice = (
-            "Later steps need no change: the data is cached by then. To speed up the beginning, copy the data to a "
-            "local disk beforehand."
+            "Later steps need no change: by then the data is cached, so a longer run loses less. To speed up the "
+            "beginning, copy the data to a local disk beforehand."
         )
     elif float(evidence["of_steps"]) <= _RARER_THAN_BURSTS * workers * float(evidence["slow_steps"]):
         return steady

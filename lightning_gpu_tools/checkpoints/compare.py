@@ -14,9 +14,9 @@ from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import check_repetition, choose_weights
+from lightning_gpu_tools.checkpoints.state_dicts import check_repetition, choose_weights, weights_in
 from lightning_gpu_tools.checkpoints.summary import prose, table
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -60,14 +60,21 @@ class Comparison:
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
-def compare(first: str, second: str, progress: Callable[[int], None] = lambda _: None) -> Comparison:
+def compare(
+    first: str, second: str, progress: Callable[[int], None] = lambda _: None, *, entry: str | None = None
+) -> Comparison:
     """Compare the weights of two files, key by key, after taking wrappers and one root off the names of the first.
+
+    Args:
+        first: A local path, or any URL that fsspec knows.
+        second: Likewise.
+        progress: Called with the number of bytes that were compared since the last call.
+        entry: The entry that holds the weights, in each file that has several.
 
     Raises:
         CheckpointError: A file cannot be read or holds no single set of weights.
     """
-    _, one = choose_weights(first, read_checkpoint(first), None)
-    _, two = choose_weights(second, read_checkpoint(second), None)
+    one, two = (_weights(path, entry) for path in (first, second))
     try:
         plan = plan_renaming(dict.fromkeys(one), ModelKeys(shapes=dict.fromkeys(two)), strict=False)
     except CheckpointMismatchError:  # nothing in common
@@ -89,6 +96,12 @@ def compare(first: str, second: str, progress: Callable[[int], None] = lambda _:
         differences=tuple(differences),
         same=len(plan.renames) - len({difference.key for difference in differences}),
     )
+
+
+def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
+    content, _ = read_weights(path)
+    has_one = len(weights_in(content, path)) == 1
+    return choose_weights(path, content, None if has_one else entry)[1]
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:

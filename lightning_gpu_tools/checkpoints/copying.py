@@ -16,8 +16,15 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
-from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import (
+    has_own_hooks,
+    is_deepspeeds,
+    loads_itself,
+    part_of,
+    shape_of,
+)
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
@@ -32,6 +39,7 @@ class Fit(NamedTuple):
         keys: What is known of the model.
         state: The model's ``state_dict()``.
         strict: Whether everything must fit.
+        others: Entries and roots of the file with other weights of the same model, if nobody chose among them.
     """
 
     entry: str
@@ -40,12 +48,19 @@ class Fit(NamedTuple):
     keys: ModelKeys
     state: Mapping[str, Any]
     strict: bool
+    others: tuple[str, ...] = ()
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
         renamed = self.plan.apply(weights, keep=self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
+
+    def choice(self) -> str:
+        """Say which of several sets of weights is taken, and how to get the others."""
+        taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
+        roots = " or ".join(f'root="{printable(name)}"' for name in self.others)
+        return f'took "{printable(taken)}"; load_weights with {roots} takes other weights of this model'
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -176,12 +191,51 @@ def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
+    """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
+
+    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back.
+    All processes must take part.
+    """
+    gathered = contextlib.ExitStack()
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        import deepspeed
+
+        gathered.close()  # takes the module before this one apart again
+        parameters = [*module.parameters(recurse=False)]
+        gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+
+    owners = [module for module in model.modules() if any(map(_is_partitioned, module.parameters(recurse=False)))]
+    handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
+    try:
+        with gathered:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    parameters = [*model.parameters()]
+    engines = filter(is_deepspeeds, model.modules())
+    optimizers = [engine.optimizer for engine in engines] + [getattr(p, "_z3_optimizer", None) for p in parameters]
+    for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
+        if hasattr(optimizer, "refresh_fp32_params"):  # torch's own keep no copies
+            optimizer.refresh_fp32_params()
+    for parameter in parameters:
+        if getattr(parameter, "_hp_mapping", None) is not None:  # also where the engine itself was not given
+            parameter._hp_mapping.update_hp()
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
 def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of sharded tensors if any process has a part that another one saved; alike in all processes.
 
     Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
     """
-    parts = {key: value for key, value in weights.items() if _is_sharded(value)}
+    parts = {key: value for key, value in weights.items() if part_of(value)}
     if not parts or not torch.distributed.is_initialized():
         return {}
     mesh = next(iter(parts.values())).device_mesh
@@ -238,9 +292,18 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
 
 def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
-    if value.is_meta or value.is_quantized or value.layout is not torch.strided or type(value) is not torch.Tensor:
+    if (
+        value.is_meta
+        or value.is_quantized
+        or value.layout is not torch.strided
+        or type(value)
+        not in (
+            torch.Tensor,
+            LazyTensor,
+        )
+    ):
         return ""
-    numbers = value
+    numbers = value.detach()
     if value.is_complex():
         numbers = torch.view_as_real(value.resolve_conj())
         if not dtype.is_complex:
@@ -266,7 +329,7 @@ def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 
 def _is_one_part(value: Any) -> bool:
     """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    return _is_sharded(value) and value.device_mesh.size() > 1 and not torch.distributed.is_initialized()
+    return bool(part_of(value)) and not torch.distributed.is_initialized()
 
 
 def _is_sharded(value: Any) -> bool:
@@ -275,7 +338,8 @@ def _is_sharded(value: Any) -> bool:
 
 def _kind(value: torch.Tensor) -> str:
     layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
-    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
+    part = f"a part ({part_of(value)}) of " if _is_one_part(value) else ""
+    return f"{part}a {'quantized ' * value.is_quantized}{layout} tensor"
 
 
 def _name(torchs: torch.dtype | torch.layout) -> str:

@@ -23,6 +23,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
@@ -38,21 +39,6 @@ _CUT_OFF = "cut off"
 WRITE_EVERY_S = 60.0
 # Our default: a writer that cannot be seen from here runs no more when it has left out its last two writes.
 _MAX_SILENCE_S = 3 * WRITE_EVERY_S
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSpeed:
-    """How long one rank works on a step, without waiting for other ranks.
-
-    Attributes:
-        rank: Global rank.
-        node: Number of its node.
-        own_step_s: Median time of a steady step outside backward and optimizer, where ranks wait for each other.
-    """
-
-    rank: int
-    node: int
-    own_step_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +113,7 @@ class Report:
         unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
             around it.
         spans: The phases over time, in at most 401 parts.
-        ranks: The speed of each rank that reported; empty with one rank.
+        ranks: The steps of each rank that reported; empty with one rank.
         memory_growth: Memory that grew steadily.
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
@@ -153,7 +139,7 @@ class Report:
     confirmation: str | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
-    ranks: tuple[RankSpeed, ...] = ()
+    ranks: tuple[RankStep, ...] = ()
     memory_growth: tuple[MemoryGrowth, ...] = ()
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-from lightning_gpu_tools.advice.ranks import slowest_rank
+from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED, base_phase
@@ -127,14 +127,17 @@ def _unfinished_lines(report: Report) -> list[str]:
 
 
 def _rank_lines(report: Report) -> list[str]:
-    slowest = slowest_rank([rank.own_step_s for rank in report.ranks])
+    slowest = slowest_rank(report.ranks)
     if slowest is None:
         return []
-    place, behind_s = slowest
-    rank = report.ranks[place]
+    rank, behind_s = slowest
+    wait_s = mean_wait_s(report.ranks)
+    waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
+    apart = [part for part in ("forward", "backward", "optimizer") if part not in rank.phase_s]
+    outside = f" outside {' and '.join(apart)}" if apart else ""  # where ranks wait for each other as well
     return [
-        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
-        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks."
+        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step"
+        f"{outside}, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     ]
 
 

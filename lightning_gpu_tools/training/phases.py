@@ -17,6 +17,7 @@ GARBAGE_COLLECTION = "garbage_collection"
 LOGGING = "logging"
 CALLBACK = "callback"
 MONITORING = "monitoring"
+RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
 UNEXPLAINED = "unexplained"
 
@@ -53,6 +54,8 @@ PHASES = {
         Phase(GARBAGE_COLLECTION, "garbage collection", "#332288", "between",
               "in Python's garbage collector, beyond its youngest generation"),
         Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
+        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between",
+              "waiting in a collective for other ranks; after the slash, what it was doing"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
@@ -68,3 +71,9 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 def base_phase(phase: str) -> str:
     """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
+
+
+def rank_wait_in(phase: str) -> str:
+    """Return the phase of waiting for other ranks within another phase."""
+    base = base_phase(phase)
+    return phase if base == RANK_WAIT else f"{RANK_WAIT}/{PHASES[base].label}"

@@ -40,6 +40,7 @@ class StepBlock:
         backward_s: Part of ``training_step_s`` spent in backward.
         optimizer_s: Part of ``training_step_s`` spent in the optimizer's step.
         paused_s: Part of ``wall_s`` spent in validation and checkpoints.
+        rank_wait_s: Part of ``wall_s``, also of ``paused_s``, spent waiting for other ranks.
     """
 
     steps: int = 0
@@ -53,6 +54,7 @@ class StepBlock:
     backward_s: float = 0.0
     optimizer_s: float = 0.0
     paused_s: float = 0.0
+    rank_wait_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -195,19 +197,26 @@ class LoadingFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """A median steady step of one rank, as far as no other rank can make it wait.
+    """A step of one rank: its own work, and how long it waits for other ranks.
 
     Attributes:
         rank: Global rank.
         node: Number of its node.
-        own_s: Its time outside of backward and optimizer.
-        phase_s: The parts of it, by phase; ``forward`` is the model's ``training_step``.
+        own_step_s: Time of its own work on a step: the sum of ``phase_s``.
+        phase_s: The parts of it, by phase: of a steady step the medians of ``data_loading``, ``host_to_device_copy``,
+            ``forward``, ``backward`` and ``optimizer``; of the rest the mean over all steps. What cannot be told apart
+            from waiting for other ranks is left out, and so is the Trainer's own work.
+        phase_iqr_s: Of the medians among them, the interquartile range.
+        wait_s: Time for which it waits for other ranks on a steady step, the mean; ``None`` on a GPU, where that is no
+            time of the host.
     """
 
     rank: int
     node: int
-    own_s: float
+    own_step_s: float
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    phase_iqr_s: Mapping[str, float] = field(default_factory=dict)
+    wait_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

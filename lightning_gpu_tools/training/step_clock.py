@@ -25,11 +25,13 @@ from lightning_gpu_tools.training.phases import (
     MONITORING,
     OPTIMIZER,
     PAUSES,
+    RANK_WAIT,
     TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
     base_phase,
+    rank_wait_in,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
 from lightning_gpu_tools.training.step_times import StepTimeRecord
@@ -42,6 +44,7 @@ _MAX_BLOCKS = 128
 # Every tenth step the steps before it are added up, and the CPU time of its own fetch is taken: asking the kernel for
 # it costs as much as all the rest of a step.
 _SUM_EVERY = 10
+_PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
 
 _Function = Callable[..., Any]
 
@@ -288,7 +291,8 @@ class StepClock(Stopwatch):
             forward_s=seconds.get(FORWARD, 0.0),
             backward_s=seconds.get(BACKWARD, 0.0),
             optimizer_s=seconds.get(OPTIMIZER, 0.0),
-            paused_s=sum(seconds.get(phase, 0.0) for phase in PAUSES),
+            paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
+            rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
         )
 
     def _close_block(self) -> None:

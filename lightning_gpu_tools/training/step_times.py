@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from itertools import zip_longest
 from statistics import median
 
 from lightning_gpu_tools.training.run_measurements import SlowSteps, StepTimes
@@ -77,7 +78,7 @@ class StepTimeRecord:
             self._items.append(self.batch_items)
         if self._count == self._next_median:
             self._next_median += 1 + self._count // 4
-            self._slow_from_s = SLOW_TIMES_MEDIAN * self._percentile(0.5)
+            self._slow_from_s = SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
 
     def _add_slow(self, step: int, whole_s: float, before: list[float]) -> None:
         assert self._first is not None
@@ -87,9 +88,9 @@ class StepTimeRecord:
             if seconds <= 0:
                 continue
             self._in_slow_s[account.phase] += seconds
-            booked_s = self._before[i] - (self._first[i] if i < len(self._first) else 0.0)
-            if seconds - booked_s / self._count > most_s:
-                phase, most_s, in_phase_s = account.phase, seconds - booked_s / self._count, seconds
+            mean_s = (self._before[i] - (self._first[i] if i < len(self._first) else 0.0)) / self._count
+            if seconds - mean_s > most_s:
+                phase, most_s, in_phase_s = account.phase, seconds - mean_s, seconds
         slow = self._slow.setdefault(phase, _SlowSteps())
         slow.count += 1
         slow.seconds += whole_s
@@ -98,51 +99,51 @@ class StepTimeRecord:
         if self.batch_items is not None:
             slow.items.append(self.batch_items)
 
-    def _percentile(self, share: float) -> float:
-        """Return the nearest-rank percentile."""
-        rank = math.ceil(share * self._count)
-        for number in sorted(self._bins):
-            steps, seconds = self._bins[number]
-            rank -= round(steps)
-            if rank <= 0:
-                return seconds / steps
-        return 0.0
-
     def facts(self) -> StepTimes | None:
-        """Return what is known so far; ``None`` before the second step."""
-        if not self._count:
+        """Return what is known so far; ``None`` before the second step. May be asked in any thread."""
+        bins, slow_steps, in_slow_s = dict(self._bins), dict(self._slow), dict(self._in_slow_s)
+        if not bins or self._first is None:
             return None
-        assert self._first is not None
-        first = dict(zip((account.phase for account in self._accounts), self._first, strict=False))
+        count, seconds = map(sum, zip(*bins.values(), strict=True))
         booked_s = {
-            account.phase: seconds - first.get(account.phase, 0.0)
-            for account, seconds in zip(self._accounts, self._before, strict=False)
+            account.phase: now_s - before_s
+            for account, now_s, before_s in zip_longest(list(self._accounts), self._before, self._first, fillvalue=0.0)
+            if isinstance(account, Account)
         }
-        others = self._count - sum(slow.count for slow in self._slow.values())
+        others = max(1, count - sum(slow.count for slow in slow_steps.values()))
 
-        def usual_s(phase: str) -> float:
-            return max(0.0, booked_s[phase] - self._in_slow_s[phase]) / max(1, others)
+        def summary(phase: str, slow: _SlowSteps) -> SlowSteps:
+            usual_s = max(0.0, booked_s.get(phase, 0.0) - in_slow_s.get(phase, 0.0)) / others
+            return SlowSteps(
+                phase=phase,
+                count=slow.count,
+                seconds=slow.seconds,
+                excess_s=max(0.0, slow.in_phase_s - slow.count * usual_s),
+                steps=tuple(slow.steps),
+                batch_items=median(slow.items) if slow.items else None,
+            )
 
         return StepTimes(
-            count=self._count,
-            seconds=sum(seconds for _, seconds in self._bins.values()),
-            p50_s=self._percentile(0.50),
-            p95_s=self._percentile(0.95),
+            count=round(count),
+            seconds=seconds,
+            p50_s=_percentile(bins, 0.50),
+            p95_s=_percentile(bins, 0.95),
             max_s=self._longest_s,
             longest=self._longest,
             batch_items=median(self._items) if self._items else None,
-            slow=tuple(
-                SlowSteps(
-                    phase=phase,
-                    count=slow.count,
-                    seconds=slow.seconds,
-                    excess_s=max(0.0, slow.in_phase_s - slow.count * usual_s(phase)),
-                    steps=tuple(slow.steps),
-                    batch_items=median(slow.items) if slow.items else None,
-                )
-                for phase, slow in self._slow.items()
-            ),
+            slow=tuple(summary(phase, slow) for phase, slow in slow_steps.items()),
         )
+
+
+def _percentile(bins: Mapping[int, list[float]], share: float) -> float:
+    """Return the nearest-rank percentile, as the mean of its bin."""
+    rank, of_bin = share * sum(steps for steps, _ in bins.values()), 0.0
+    for number in sorted(bins):
+        steps, seconds = bins[number]
+        of_bin, rank = seconds / steps, rank - steps
+        if rank <= 0:
+            break
+    return of_bin
 
 
 class _SlowSteps:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import struct
 import subprocess
 import sys
@@ -270,7 +271,8 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
     for arguments in (("convert", two, str(tmp_path / "c.pt")), ("diff", last, two)):
         err = run(*arguments)[2]
         assert "holds several sets of weights: a, b" in err
-        assert f"lightning-gpu-tools checkpoint convert {two} TARGET --entry NAME" in err
+        assert "Choose one with --entry NAME" in err
+    assert run("diff", two, two, "--entry", "b")[0] == 0
     torch.save(OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "extra.pt")
     code, _, err = run("convert", str(tmp_path / "extra.pt"), str(tmp_path / "c.safetensors"))
     assert "safetensors holds plain tensors only, not _extra_state" in err
@@ -377,12 +379,18 @@ def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Pat
     assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
 
 
-def test_an_unsafe_file_names_the_way_in_python(tmp_path: Path, run: Run) -> None:
-    path = str(tmp_path / "a.pt")
-    torch.save({"model": {"w": torch.ones(2)}, "hparams": {"data": tmp_path}}, path)
-    for action, target in (("convert", str(tmp_path / "b.pt")), ("diff", path)):
-        err = run(action, path, target)[2]
-        assert "This command has no way to allow them. In Python, after that line, convert() in" in err
+def test_weights_beside_classes_are_converted_and_compared(net: Tied, tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "b c.pt")
+    torch.save({"model": net.state_dict(), "hparams": {"data": tmp_path}}, path)
+    code, _, err = run("convert", path, target)
+    assert (code, os.path.exists(target)) == (1, False)
+    command = err.rpartition("or lightning-gpu-tools checkpoint ")[2].replace("TARGET", f"'{target}'")
+    assert run(*shlex.split(command))[1:] == (
+        f"{target}: 13 weights, left unread, as it takes code to open: pathlib.PosixPath\n",
+        "",
+    )
+    assert torch.load(target).keys() == net.state_dict().keys()
+    assert run("diff", path, target)[:2] == (0, f"{path} and {target}: 13 weights are the same\n")
 
 
 @given(data=st.data())

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
-from lightning_gpu_tools.reports.report import RankSpeed, ReportFile, from_json, load_report, summarize, to_json
+from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -30,9 +30,9 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    verdict = "Verdict: LOW (stopped by KeyError at step 812; steps: median 50 ms, p95 62 ms, longest 510 ms; 2510"  # samples of both ranks
+    verdict = "Verdict: LOW (stopped by KeyError at step 812; steps: median 50 ms, p95 62 ms, longest 510 ms; 2510"
     run = "Run:     LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning"
-    samples = "         samples/s)"
+    samples = "         samples/s)"  # of both ranks
     assert lines[:4] == [run, "         2.6.6", verdict, samples]
     del lines[:3]
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
@@ -52,10 +52,17 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
-    ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
+    own_s = (0.01, 0.03, 0.011, 0.01)
+    ranks = [RankStep(rank=i, node=i // 2, own_step_s=own, phase_s={"forward": own}) for i, own in enumerate(own_s)]
     assert "Slowest rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
-    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "Slowest" in line)
-    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(ranks))).split())
+    assert (
+        "Slowest rank: 1 (node 0), 30 ms of its own work per step outside backward and optimizer, 20 ms more than the "
+        "median of 4 ranks. Where" in text
+    )
+    waiting = [replace(rank, wait_s=0.03 - rank.own_step_s) for rank in ranks]
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(waiting))).split())
+    assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
@@ -78,7 +85,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         "300 W, 200.0 Wh",
         "throttled 12 % of the time",
         "ERRORS: Xid 31 (memory page fault)",
-        "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
+        "process grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
         "Measuring added at least 14 us per step.",
     ):
         assert words in text

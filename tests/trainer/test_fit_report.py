@@ -183,4 +183,4 @@ def test_the_advised_command_compares_the_next_run_with_this_one(
         commands += re.findall("lightning-gpu-tools (report .*)", capsys.readouterr().out)
     advised = commands[0].replace("NEW", str(tmp_path / folders[1]))
     assert main(shlex.split(advised)) == 0
-    assert capsys.readouterr().out.startswith("FASTER: 100 ms per step before, 50.4 ms now")
+    assert capsys.readouterr().out.startswith("FASTER: 100 ms per mean step before, 50.4 ms now")

@@ -92,9 +92,7 @@ def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, m
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             kept.append(bytearray(b"x") * 2**21)
 
-    with pytest.warns(
-        UserWarning, match=r"The memory of the process grows steadily, by .* GiB a minute"
-    ) as warned:
+    with pytest.warns(UserWarning, match=r"The memory of the process grows steadily, by .* GiB a minute") as warned:
         train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=100)
     assert sum("grows steadily" in str(warning.message) for warning in warned) == 1
 
