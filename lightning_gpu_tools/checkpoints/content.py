@@ -22,14 +22,9 @@ _MIN_PLACES_LIMIT = 1_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
-def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry."""
-    return likely(all_state_dicts(content, tensor_type))
-
-
-def likely(entries: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the ``state_dict`` entry alone if there is one: it is meant whenever nobody names another."""
-    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else entries
+    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
@@ -43,10 +38,10 @@ def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, A
     mapping = _as_mapping(content)
     if is_state_dict(mapping, tensor_type):
         return {"": mapping}
-    entries = dict(_nested_state_dicts(mapping, "", 2, tensor_type))
-    if is_lightning_checkpoint(content):  # of a model that may have no weights at all
-        entries["state_dict"] = content["state_dict"]
-    return entries
+    if not is_lightning_checkpoint(content):
+        return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
+    # Callbacks keep averages a level deeper. The model may have no weights at all.
+    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(content, "", 3, tensor_type))
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -100,12 +95,15 @@ def describe_content(content: Any) -> str:
         shape = "x".join(map(str, content.shape or ())) or "scalar"
         return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        return f"a {type(content).__name__} of {len(content)}"
+        first = (
+            f", first {describe_content(content[0])}" if content and not isinstance(content[0], (list, tuple)) else ""
+        )
+        return f"a list of {len(content)}{first}"
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
         return f"{what} of the class {printable(content.kind or 'unknown')}"
     if isinstance(content, StandIn):
-        return f"{printable(content)} by its name"
+        return f"the class or function {printable(content)}"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
     if content is None or isinstance(content, (bool, int, float)):
@@ -182,6 +180,7 @@ def _nested_state_dicts(
         if "param_groups" in mapping:  # an optimizer's
             continue
         if is_state_dict(mapping, tensor_type):
-            yield path + name, mapping
+            if any(getattr(item, "shape", ()) != () for item in mapping.values()):  # else they are scores and counters
+                yield path + name, mapping
         elif depth > 1:
             yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1, tensor_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -20,15 +21,19 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    as_plain_tensors,
+    check_complete,
     check_repetition,
     choose_weights,
-    is_state_dict,
+    others_of_this_model,
     rename_optimizers,
     same_tensors,
     shapes_of,
+    weights_in,
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
@@ -46,6 +51,8 @@ class Changes:
     Attributes:
         entry: The entry of the file that holds the weights; ``None`` if there is only one.
         wrappers: Paths of modules whose child ``module`` is a wrapper's; private names such as ``_orig_mod`` always go.
+        keep_prefix: Whether to leave a ``module.`` that all keys begin with. Otherwise only Lightning's files keep it,
+            where no wrapper is left around the model.
         like: A checkpoint whose keys are wanted.
         drop_root: Attribute to take off every key, ``"model."``.
         add_root: Attribute to put before every key.
@@ -55,6 +62,7 @@ class Changes:
 
     entry: str | None = None
     wrappers: tuple[str, ...] = ()
+    keep_prefix: bool = False
     like: str | None = None
     drop_root: str = ""
     add_root: str = ""
@@ -72,36 +80,45 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         OSError: ``target`` cannot be written.
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
-    only_weights = as_safetensors or changes.weights_only
-    content, unread = read_weights(source) if only_weights else (read_checkpoint(source), ())
-    entry, weights = choose_weights(source, content, changes.entry)
-    shown = printable_path(source)
-    plan = _plan(shown, weights, content, changes)
-    _check_written_size(source, weights, plan, changes, as_safetensors)
-    converted = _apply(plan, shown, weights, changes)
-    left_out = f"left out: {list_groups(plan.unused)}" if plan.unused else ""
-    parts = [f"{len(converted)} weights", plan.describe(), left_out, describe_unread(unread)]
-    done = ", ".join(filter(None, parts))
+    content, unread = read_weights(source) if as_safetensors or changes.weights_only else (read_checkpoint(source), ())
+    entry, _ = choose_weights(source, content, changes.entry)
+    entries = weights_in(content, source)
+    others = others_of_this_model(entry, entries)
+    only_weights = as_safetensors or changes.weights_only or not entry
+    plans: dict[str, RenamePlan] = {}
+    converted: dict[str, OrderedDict[str, Any]] = {}
+    for name in (entry,) if only_weights else (entry, *others):
+        plans[name] = _plan(source, name, entries[name], content, changes)
+        check_complete(source, entries[name])
+        _check_written_size(source, entries[name], plans[name], changes, as_safetensors)
+        converted[name] = _apply(plans[name], source, entries[name], changes)
+    plan = plans[entry]
     if as_safetensors:
-        write_safetensors(converted, file, _texts(content), progress)
-    elif changes.weights_only or not isinstance(content, Mapping) or not entry:
-        write_weights(converted, file, progress)
+        write_safetensors(converted[entry], file, _texts(content), progress)
+    elif only_weights:
+        write_weights(converted[entry], file, progress)
     else:
         rest = dict(content)
-        if is_lightning_checkpoint(content) and entry in MODEL_STATES:
-            for name in {*MODEL_STATES} - {entry}:
-                if is_state_dict(content.get(name)):
-                    other = _plan(shown, content[name], content, changes)
-                    _check_written_size(source, content[name], other, changes, as_safetensors)
-                    rest[name] = alone(_apply(other, shown, content[name], changes))
-            if "optimizer_states" in content:
-                rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(_put(rest, entry, alone(converted)), file, progress)
+        if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
+            rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        for name, state in converted.items():
+            rest = _put(rest, name, alone(state))
+        write_checkpoint(rest, file, progress)
+    of_entry = f' of "{printable(entry)}"' if others else ""
+    named = ", ".join(f'"{printable(name)}"' for name in others)
+    done = [
+        f"{len(converted[entry])} weights{of_entry}",
+        plan.describe(),
+        f"left out: {list_groups(plan.unused)}" if plan.unused else "",
+        f"{'not' if only_weights else 'likewise'} those of {named}" if others else "",
+        describe_unread(unread),
+    ]
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
-    return f"{where}: {done}"
+    return f"{where}: {', '.join(filter(None, done))}"
 
 
-def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
+def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
+    source = printable_path(path)
     if changes.like is not None:
         _, wanted = choose_weights(changes.like, read_weights(changes.like)[0], None)
         try:
@@ -109,18 +126,34 @@ def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Change
         except CheckpointError as error:
             error.args = (f"{source} does not fit {printable_path(changes.like)}. {error.args[0]}", *error.args[1:])
             raise
+    # Lightning takes off what it has put around the model, and an attribute can be called module.
+    is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
+    around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
+    known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
     try:
-        names = clean_names(weights, {*changes.wrappers, *manifest_of(content).get("wrappers", ())})
+        names = clean_names(weights, known, around_all=around_all)
     except KeyCollisionError as error:
         error.args = (f"{source}: {error.args[0]}",)
         raise
+    for wrapper in changes.wrappers:
+        if clean_names(weights, known) == clean_names(weights, known - {wrapper}):
+            raise CheckpointMismatchError(_no_wrapper(source, wrapper, weights))
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
         raise CheckpointMismatchError(f"{source}: no key begins with {root}, so it cannot be dropped.")
     return RenamePlan(
         renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
-        unused=tuple(key for key in names if key not in kept),
+        unused=tuple(key for key in weights if key not in kept),
+    )
+
+
+def _no_wrapper(source: str, path: str, weights: Mapping[str, Any]) -> str:
+    inside = f"{path}.{WRAPPER_SEGMENT}." if path else f"{WRAPPER_SEGMENT}."
+    paths = {key[: match.start()] for key in weights for match in re.finditer(rf"\.?\b{WRAPPER_SEGMENT}\.", key)}
+    return (
+        f"{source}: {printable(repr(path))} is no wrapper. No key begins with {printable(repr(inside))}, or there are "
+        f"others beside it. That name is at: {list_groups(repr(path) for path in sorted(paths)) or 'no place'}."
     )
 
 
@@ -138,9 +171,9 @@ def _has_numbers(value: Any) -> bool:
     return shape_of(value) is not None and value.layout is torch.strided
 
 
-def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
+def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
     """Return the weights with their new names and precision; those that are tied stay tied."""
-    converted = plan.apply(weights)
+    converted = plan.apply(as_plain_tensors(weights))
     if changes.dtype is None:
         return converted
     identity = same_tensors(converted)
@@ -149,21 +182,26 @@ def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: C
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _to_dtype(value, changes.dtype)
+            made[same] = _to_dtype(key, value, changes.dtype)
             if _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
     if beyond_range:
         raise CheckpointError(
-            f"{source}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} and would become "
-            "infinite. Choose a dtype with a larger range, bfloat16 or float64, or leave --dtype out."
+            f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} "
+            "and would become infinite. Choose a dtype with a larger range, bfloat16 or float64, or leave --dtype out."
         )
     return converted
 
 
-def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
     is_rounded = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.detach().to(dtype) if is_rounded else value
+    try:
+        return value.detach().to(dtype) if is_rounded else value
+    except NotImplementedError:
+        raise CheckpointError(
+            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
+        ) from None
 
 
 def _has_overflowed(before: Any, after: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
-from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself, part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import CheckpointMismatchError
@@ -33,6 +33,7 @@ class Fit(NamedTuple):
         keys: What is known of the model.
         state: The model's ``state_dict()``.
         strict: Whether everything must fit.
+        others: Entries and roots of the file with other weights of the same model, if nobody chose among them.
     """
 
     entry: str
@@ -41,12 +42,19 @@ class Fit(NamedTuple):
     keys: ModelKeys
     state: Mapping[str, Any]
     strict: bool
+    others: tuple[str, ...] = ()
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
         renamed = self.plan.apply(weights, keep=self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
+
+    def choice(self) -> str:
+        """Say which of several sets of weights is taken, and how to get the others."""
+        taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
+        roots = " or ".join(f'root="{printable(name)}"' for name in self.others)
+        return f'took "{printable(taken)}"; load_weights with {roots} takes other weights of this model'
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -182,7 +190,7 @@ def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
 
     Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
     """
-    parts = {key: value for key, value in weights.items() if _is_sharded(value)}
+    parts = {key: value for key, value in weights.items() if part_of(value)}
     if not parts or not torch.distributed.is_initialized():
         return {}
     mesh = next(iter(parts.values())).device_mesh
@@ -276,7 +284,7 @@ def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 
 def _is_one_part(value: Any) -> bool:
     """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    return _is_sharded(value) and value.device_mesh.size() > 1 and not torch.distributed.is_initialized()
+    return bool(part_of(value)) and not torch.distributed.is_initialized()
 
 
 def _is_sharded(value: Any) -> bool:
@@ -285,7 +293,8 @@ def _is_sharded(value: Any) -> bool:
 
 def _kind(value: torch.Tensor) -> str:
     layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
-    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
+    part = f"a part ({part_of(value)}) of " if _is_one_part(value) else ""
+    return f"{part}a {'quantized ' * value.is_quantized}{layout} tensor"
 
 
 def _name(torchs: torch.dtype | torch.layout) -> str:

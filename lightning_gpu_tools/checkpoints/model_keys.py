@@ -98,6 +98,18 @@ def shape_of(value: object) -> Shape | None:
     return tuple(getattr(value, "ds_shape", value.shape))
 
 
+def part_of(value: object) -> str:
+    """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` for all that is whole."""
+    if type(value) is torch.Tensor or not hasattr(value, "device_mesh"):
+        return ""
+    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    if all(mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(placements)):
+        return ""
+    place = mesh.get_coordinate()
+    rank = "a rank" if place is None else f"rank {int(mesh.mesh[tuple(place)])}"
+    return f"{rank} of {mesh.size()}, {', '.join(map(repr, placements))}"
+
+
 def _live_state(model: nn.Module) -> dict[str, Any]:
     """Return ``state_dict()`` with the parameters themselves, also where its override takes no ``keep_vars``."""
     options = inspect.signature(model.state_dict).parameters.values()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from lightning_gpu_tools.checkpoints.formats import SUFFIXES
 from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
@@ -64,13 +65,14 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "convert",
         help="write it with clean keys, another root, another dtype, or as safetensors",
         description="Write TARGET from SOURCE: on the CPU, without the names that torch.compile, FSDP, activation "
-        "checkpointing and Fabric leave in keys. What else is in SOURCE (optimizer, epoch, ...) stays unless --weights "
-        "is given or TARGET ends in .safetensors.",
+        "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
+        "What else is in SOURCE (optimizer, epoch, ...) stays unless --weights is given or TARGET ends in "
+        ".safetensors; averages of the weights are converted likewise.",
         epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
         "bfloat16. Exit code: 0 done; 1 failed, and TARGET is as it was; 2 wrong usage.",
     )
     parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("target", metavar="TARGET", type=_target)
     parser.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
     names = parser.add_mutually_exclusive_group()
     names.add_argument(
@@ -78,8 +80,9 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="PATH",
         action="append",
         default=[],
-        help="path of a DataParallel, DDP or AveragedModel whose `module.` is to go ('' is the root); can be repeated",
+        help="path of a DataParallel, DDP or AveragedModel inside the model whose `module.` is to go; can be repeated",
     )
+    names.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
     names.add_argument("--like", metavar="FILE", help="give the keys the names that they have in this checkpoint")
     parser.add_argument("--drop-root", metavar="NAME.", default="", help="take this off the keys; others are left out")
     parser.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
@@ -157,6 +160,7 @@ def _convert(args: argparse.Namespace) -> int:
     changes = Changes(
         entry=args.entry,
         wrappers=tuple(args.wrapper),
+        keep_prefix=args.keep_prefix,
         like=args.like,
         drop_root=_as_root(args.drop_root),
         add_root=_as_root(args.add_root),
@@ -184,6 +188,12 @@ def _diff(args: argparse.Namespace) -> int:
         return 0 if found.is_same else 1
     _print(render(found, args.first, args.second))
     return 0 if found.is_same else 1
+
+
+def _target(path: str) -> str:
+    if not path.endswith(SUFFIXES):
+        raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {', '.join(SUFFIXES)}")
+    return path
 
 
 def _as_root(name: str) -> str:

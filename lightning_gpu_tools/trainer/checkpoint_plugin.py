@@ -21,6 +21,7 @@ from lightning_gpu_tools.checkpoints.content import MANIFEST, MODEL_STATES, is_l
 from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.envelope import WITH_WEIGHTS, check_contents, check_entries
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
@@ -217,6 +218,8 @@ class PortableCheckpointIO(CheckpointIO):
         plan = fit.plan
         if plan.changes_names:
             rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
+        if any(map(is_average, fit.others)):
+            rank_zero_info(f"{printable_path(path)}: {fit.choice()}.")
         if plan.dropped_root and plan.unused:
             root = printable(plan.dropped_root)
             rank_zero_warn(

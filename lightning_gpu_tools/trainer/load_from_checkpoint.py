@@ -22,9 +22,10 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.envelope import HYPERPARAMETERS_FORM, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.key_renaming import Root
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
-from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file
+from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -155,7 +156,7 @@ def _is_lightnings(model_class: type[LightningModule]) -> bool:
 def _built_by_its_class(
     model_class: type[Module],
     path: str | os.PathLike[str],
-    root: str | None,
+    root: Root,
     device: Any,
     hparams_file: str | os.PathLike[str] | None,
     strict: bool | None,
@@ -198,7 +199,7 @@ def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],
     *,
-    root: str | None = None,
+    root: Root = None,
     map_location: Any = None,
     hparams_file: str | os.PathLike[str] | None = None,
     strict: bool | None = None,
@@ -246,13 +247,15 @@ def load_from_checkpoint(
     model.configure_model()
     # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
+    chosen = None
     with naming_file(path, model_class), contextlib.suppress(*may_wait):
-        fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
-        checkpoint["state_dict"], root = fit.renamed(fit.weights), None
+        chosen = fit_weights(model, weights_in(checkpoint, path), root, strict)
+        checkpoint["state_dict"], root = chosen.renamed(chosen.weights), None
     model.on_load_checkpoint(checkpoint)
     with naming_file(path, model_class):
         fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
         copy_weights(model, fit)
+    warn_of_what_is_left(path, model, chosen or fit)
     if map_location is None:
         return model
     first = next((value for value in fit.weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))

@@ -124,7 +124,7 @@ def test_each_process_loads_its_own_part_and_no_other(run_python: Callable[..., 
     alone = "import sys, torch; from lightning_gpu_tools import load_weights\n"
     alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
     answer = run_python("-c", alone, str(tmp_path / "0.pt"))
-    assert "Torch cannot copy 0.weight (a part of a strided tensor instead of a strided tensor)" in answer.stderr
+    assert "Torch cannot copy 0.weight (a part (rank 0 of 2, Shard(dim=0)) of a strided tensor instead" in answer.stderr
 
 
 def test_tied_weights_load_from_a_file_with_one_of_them(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
     with torch.device("meta"):
         target = TiedTransformer()
         target.register_buffer("positions", torch.ones(3), persistent=False)
-    report = load_weights(target, tmp_path / "a.pt")
-    assert "still on the meta device: positions" in str(report)
+    with pytest.warns(UserWarning, match="still on the meta device, without numbers: positions"):
+        load_weights(target, tmp_path / "a.pt")
     target.positions = None
     assert contents(target) == contents(source)
     assert target.head.weight is target.embed.weight

@@ -175,8 +175,8 @@ def test_bare_weights_and_safetensors_can_be_tested_too(tmp_path: Path) -> None:
         target = Lit("DataParallel", seed=1)
         trainer(tmp_path).test(target, ckpt_path=tmp_path / name, verbose=False)
         assert same(net, target), name
-    torch.save({"model": net.state_dict(), "ema": net.state_dict()}, tmp_path / "two.pt")
-    with pytest.raises(AmbiguousCheckpointError, match=r'entries .* fit: "model" and "ema".*load_weights and root='):
+    torch.save({"one": net.state_dict(), "two": net.state_dict()}, tmp_path / "two.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r'entries .* fit: "one" and "two".*load_weights and root='):
         trainer(tmp_path).test(Lit(), ckpt_path=tmp_path / "two.pt")
 
 
