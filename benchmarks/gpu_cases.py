@@ -90,7 +90,9 @@ def on_hopper(**changes: Any) -> dict[str, Any]:
 def ranks(*phase_s: dict[str, float]) -> dict[str, Any]:
     """Return ranks, two on each node, with the seconds of each one's own work on a step."""
     return {
-        "ranks": tuple(RankStep(rank=i, node=i // 2, own_s=sum(s.values()), phase_s=s) for i, s in enumerate(phase_s))
+        "ranks": tuple(
+            RankStep(rank=i, node=i // 2, own_step_s=sum(s.values()), phase_s=s) for i, s in enumerate(phase_s)
+        )
     }
 
 

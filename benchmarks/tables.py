@@ -24,9 +24,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, RankSpeed, Report
+from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
+from lightning_gpu_tools.training.run_measurements import RankStep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -340,7 +341,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{
         kind.__name__: functools.partial(fields, kind)
-        for kind in (Report, GpuSummary, Diagnosis, Finding, RankSpeed, MemoryGrowth, LoaderSummary)
+        for kind in (Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryGrowth, LoaderSummary)
     },
 }
 

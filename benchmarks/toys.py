@@ -9,12 +9,15 @@ them are healthy or too short, and must stay without a finding.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import random
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +143,85 @@ class SlowSaveModel(ToyModel):
         time.sleep(0.02)
 
 
+class SlowRankModel(ToyModel):
+    """On rank 1, forward, backward or the optimizer's step takes 25 ms longer."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__(0.005)
+        self.part = part
+
+    def take_part(self, part: str) -> None:
+        if part == self.part and self.global_rank == 1:
+            time.sleep(0.025)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.take_part("forward")
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda gradient: self.take_part("backward"))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.take_part("optimizer"))
+        return optimizer
+
+
+class SlowOnRank1(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.025)
+
+
+class NowAndThenModel(ToyModel):
+    """Takes 400 ms in every 20th step."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02 if batch_idx % 20 else 0.4)
+        return super().training_step(batch, batch_idx)
+
+
+class LengthModel(ToyModel):
+    """Takes 10 ms for a batch of usual length, and longer for a longer one."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(1e-4 * batch.numel() / 4)
+        return super().training_step(batch, batch_idx)
+
+
+class Lengths(Slow):
+    """Samples of 100 times 4 numbers, and one in eight, at random, of 800."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(800 if random.Random(index).random() < 1 / 8 else 100, 4)
+
+
+class SlowShard(Slow):
+    """Samples of which every fortieth takes its time, as one that opens the next file."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index % 40 == 0 else torch.ones(4)
+
+
+class ColdCache(Slow):
+    """Samples of which the first hundred take their time."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index < 100 else torch.ones(4)
+
+
+class CollectingModel(ToyModel):
+    """Keeps half a million objects, and collects garbage every tenth step."""
+
+    def on_train_start(self) -> None:
+        self.index = [{"sample": i} for i in range(500_000)]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.005)
+        if batch_idx % 10 == 0:
+            gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
 class SlowCallback(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         time.sleep(0.02)
@@ -201,6 +283,7 @@ def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoad
     return lambda: DataLoader(Slow(seconds, **options), num_workers=count, **{"batch_size": 2, **more})
 
 
+_DDP = {"devices": 2, "strategy": "ddp"}
 TOYS = {
     # The twelve that other tools were tried on first.
     "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4)),
@@ -218,7 +301,13 @@ TOYS = {
              model=lambda: ToyModel(fail_at=110)),
     "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
-               options={"devices": 2, "strategy": "ddp"}),
+               options=_DDP),
+    "ddp, a slow callback": Toy("straggler SlowOnRank1", model=SlowRankModel, callbacks=[SlowOnRank1], options=_DDP),
+    **{
+        f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
+        for part in ("forward", "backward", "optimizer")
+    },
+    "ddp, no slow rank": Toy("healthy", model=SlowRankModel, options=_DDP),
     # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
@@ -239,6 +328,15 @@ TOYS = {
     "logs now and then": Toy(
         "healthy", model=lambda: ToyModel(0.01), options={"log_every_n_steps": 50, "logger": SlowLogger}
     ),
+    "every 20th step": Toy("slow_steps periodic", model=NowAndThenModel),
+    "longer batches": Toy("slow_steps longer_batches", model=LengthModel, loader=lambda: DataLoader(Lengths())),
+    "slow batches": Toy(
+        "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
+    ),
+    "slow beginning": Toy(
+        "data_loading cold_cache", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(ColdCache(0.03))
+    ),
+    "garbage collection": Toy("garbage_collection", model=CollectingModel),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import socket
@@ -12,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import fake_driver
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from trainings import Model, Raise, Samples, loader, quiet_trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from trainings import Model, Raise, Samples, Spending, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 
@@ -48,17 +53,19 @@ def run_ranks(
     folder: Path,
     function: Callable[..., None],
     *,
+    ranks: int = 2,
     nodes: int = 1,
     machines: Sequence[fake_driver.Driver] = (),
     options: Mapping[str, Any] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Let two ranks call ``function(folder, rank, **options)``, and return how each of them ended."""
+    """Let ranks call ``function(folder, rank, **options)``, and return how each of them ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     started = []
-    for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": rank % (2 // nodes), "GROUP_RANK": rank // (2 // nodes), "WORLD_SIZE": 2}
+    for rank in range(ranks):
+        node, local_rank = divmod(rank, ranks // nodes)
+        place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": ranks}
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
         env |= {name: str(number) for name, number in place.items()}
         if machines:
@@ -69,7 +76,7 @@ def run_ranks(
     for process in started:
         process.join(100)
         assert process.exitcode is not None, "it hangs"
-    texts = [[(folder / f"{name}{rank}").read_text() for name in ("stdout", "stderr")] for rank in range(2)]
+    texts = [[(folder / f"{name}{rank}").read_text() for name in ("stdout", "stderr")] for rank in range(ranks)]
     return [subprocess.CompletedProcess("", p.exitcode, *text) for p, text in zip(started, texts, strict=True)]
 
 
@@ -118,3 +125,78 @@ def train(
         log_every_n_steps=10,
     )
     trainer.fit(Model(), loader(Samples(2 * 40, time.sleep, sample_s[rank])))
+
+
+class _SlowSaving(TorchCheckpointIO):
+    """Only rank 0 saves; the others wait for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(self.seconds)
+
+
+class _Meeting(LightningModule):
+    """Ranks meet in its forward pass, too: for the buffers of its BatchNorm, and for the metric that it logs."""
+
+    def __init__(self, forward_s: float, backward_s: float, optimizer_s: float) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(self.forward_s)
+        output = self.layers(batch)
+        output.register_hook(lambda gradient: time.sleep(self.backward_s))
+        loss = output.square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+        optimizer.register_step_post_hook(lambda *_: time.sleep(self.optimizer_s))
+        return optimizer
+
+
+# A step takes this long on each rank, and that much longer on the slow one.
+_STEP_S, _SLOWER_S = 0.004, 0.016
+
+
+def train_slow_ranks(folder: Path, rank: int, *, slow_ranks: Mapping[str, int | None]) -> None:
+    """Train once for each phase, and have rank 0 write which rank is blamed for what.
+
+    Args:
+        folder: Where to write ``blamed.json``.
+        rank: This one.
+        slow_ranks: By the phase in which it is slow.
+    """
+    blamed = {}
+    for phase, slow_rank in slow_ranks.items():
+        slower = {phase: _SLOWER_S if rank == slow_rank else 0.0}
+        advisor = GPUUtilizationAdvisor(min_seconds=0.1, min_steps=20)
+        callbacks = [
+            GPUUtilizationMonitor(report=False),
+            advisor,
+            Spending(time.sleep, "on_train_batch_end", slower.get("callback", 0.0)),
+            *([ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)] if phase == "checkpoint" else ()),
+        ]
+        trainer = quiet_trainer(
+            folder,
+            callbacks=callbacks,
+            devices=int(os.environ["WORLD_SIZE"]),
+            strategy="ddp",
+            max_steps=60,
+            enable_checkpointing=phase == "checkpoint",
+            plugins=[_SlowSaving(5 * slower.get("checkpoint", 0.0))],
+        )
+        model = _Meeting(
+            _STEP_S + slower.get("forward", 0.0), slower.get("backward", 0.0), slower.get("optimizer", 0.0)
+        )
+        samples = Samples(10_000, time.sleep, slower.get("data_loading", 0.0) / 2)
+        trainer.fit(model, loader(samples, batch_size=2))
+        assert advisor.diagnosis is not None
+        stragglers = [finding.evidence for finding in advisor.diagnosis.findings if finding.cause == "straggler"]
+        blamed[phase] = [[one["rank"], one.get("phase")] for one in stragglers]
+    if rank == 0:
+        (folder / "blamed.json").write_text(json.dumps(blamed))

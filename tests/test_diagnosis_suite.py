@@ -31,4 +31,4 @@ def test_every_cause_and_every_verdict_has_a_case() -> None:
     known += [known for known, *_ in (*SIMULATED.values(), *MEASURED.values())]
     assert {one.split()[0] for one in known} == {*get_args(Cause), *get_args(Verdict)} - {"low"}
     kinds = {one.split()[1] for one in known if one.startswith("data_loading ")}
-    assert len(kinds) == 6
+    assert len(kinds) == 7

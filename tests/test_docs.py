@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from sample_report import REPORT
 
-from lightning_gpu_tools.advice import data_loading
+from lightning_gpu_tools.advice import data_loading, uneven_steps
 from lightning_gpu_tools.advice.findings import Cause, Verdict
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
@@ -28,7 +28,8 @@ def test_every_cause_is_explained() -> None:
     for cause in get_args(Cause):
         assert f"`{cause}`" in first_column, cause
     kinds = set(re.findall(r'return "(\w+)"$', Path(data_loading.__file__).read_text(), re.MULTILINE))
-    assert len(kinds) == 6
+    kinds |= set(re.findall(r'kind = "(\w+)"$', Path(uneven_steps.__file__).read_text(), re.MULTILINE))
+    assert len(kinds) == 11
     for kind in kinds:
         assert f"`{kind}`" in first_column, kind
 

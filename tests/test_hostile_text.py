@@ -165,7 +165,7 @@ def hostile_report() -> str:
     report = json.loads(to_json(REPORT))
     phases = {EVIL: 1.0, f"callback/{EVIL}": 2.0}
     report |= dict.fromkeys(("outcome", "started_at", "gpu_note", "confirmation"), EVIL)
-    report |= {"phase_s": {**report["phase_s"], **phases}, "unseen": [EVIL], "spans": [[0.0, 1.0, phases]]}
+    report |= {"phase_s": {**report["phase_s"], **phases}, "unseen": [EVIL], "spans": [[0.0, 1.0, phases, 20]]}
     report["settings"] = {EVIL: [EVIL], "gpu": [EVIL], "batch_size": EVIL, "model": EVIL}
     report["memory_growth"] = [{"what": EVIL, "bytes_per_s": 1.0, "grown_bytes": 1.0}]
     report["gpus"][0] |= {"uuid": EVIL, "name": EVIL, "errors": [EVIL], "timelines": {EVIL: [[0.0, 1.0]]}}

@@ -25,7 +25,8 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
-from lightning_gpu_tools.advice.ranks import straggler
+from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
+from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -115,8 +116,8 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Findin
     loading = data_loading(run)
     if loading is not None and searched is not None:
         loading = as_searched(loading, searched)
-    found = [loading, straggler(run), *host_work(run), *inside_step(run)]
-    return _worth_reporting(run, [finding for finding in found if finding is not None])
+    found = [loading, straggler(run), waiting_for_ranks(run), *host_work(run), *inside_step(run)]
+    return _worth_reporting(run, with_uneven_steps(run, [finding for finding in found if finding is not None]))
 
 
 def _worth_reporting(run: RunMeasurements, found: list[Finding]) -> tuple[Finding, ...]:
@@ -183,7 +184,9 @@ _COSTS = {
     "checkpoint": "Writing checkpoints takes",
     "validation": "Validation takes",
     "epoch_start": "Starting epochs takes",
-    "communication": "Waiting for other GPUs takes",
+    "garbage_collection": "Python's garbage collector takes",
+    "slow_steps": "Slow steps take",
+    "communication": "Waiting for other ranks takes",
     "straggler": "Waiting for rank {rank} takes",
     "thermal_throttling": "Thermal throttling costs",
     "power_cap": "Throttling at the power limit costs",
@@ -198,14 +201,20 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return f"{_others(findings[0])}, so its utilization says nothing about this training."
     gpu = "" if run.utilization_percent is None else f"The GPU is busy {run.utilization_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
-        return f"{gpu}Nothing on the host slows training down."
+        but = unsaid(run, ())
+        return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
     if first.cause == "callback" and "." in name:  # of the model: LitModel.on_train_batch_start
         costs = f"The hook {name} takes"
     else:
         costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
-    return f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{_numbers(first.evidence)}."
+    numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
+    besides = unsaid(run, findings)
+    return (
+        f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{numbers and f' ({numbers})'}."
+        f"{besides and f' Besides, {besides}.'}"
+    )
 
 
 def _others(shared: Finding) -> str:
@@ -219,13 +228,13 @@ def _others(shared: Finding) -> str:
 def _numbers(evidence: Mapping[str, float | str]) -> str:
     ms = {name: format_duration(float(value) / 1e3) for name, value in evidence.items() if "ms" in name.split("_")}
     if "wait_ms_per_step" in ms:
-        return " ({wait_ms_per_step} of {step_ms} per steady step)".format_map(ms)
+        return "{wait_ms_per_step} of {step_ms} per steady step".format_map(ms)
     if "behind_ms_per_step" in ms:
-        return " ({own_ms_per_step} per step; {median_ms_per_step} on the median rank)".format_map(ms)
+        return "{own_ms_per_step} per step; {median_ms_per_step} on the median rank".format_map(ms)
     if "ms_per_step" in ms:
-        return " ({ms_per_step} per step)".format_map(ms)
+        return "{ms_per_step} per step".format_map(ms)
     if "sm_active_percent" in evidence:
-        return " ({sm_active_percent:.0f} % of the multiprocessors are active)".format_map(evidence)
+        return "{sm_active_percent:.0f} % of the multiprocessors are active".format_map(evidence)
     return ""
 
 

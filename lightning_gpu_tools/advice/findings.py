@@ -20,6 +20,8 @@ Cause = Literal[
     "checkpoint",
     "validation",
     "epoch_start",
+    "garbage_collection",
+    "slow_steps",
     "communication",
     "straggler",
     "thermal_throttling",
@@ -28,6 +30,8 @@ Cause = Literal[
     "unexplained",
 ]
 
+Basis = Literal["measured", "heuristic"]
+
 # Our defaults: a finding must promise a gain of 5 %, and more than 2 % with 95 % confidence. Smaller gains drown in the
 # noise between two runs.
 MIN_CEILING = 1.05
@@ -35,6 +39,8 @@ MIN_CEILING_LOWER = 1.02
 # Our default: a cause must cost this much per step. No setting removes less, such as the time in which a DataLoader
 # hands over a batch that is ready.
 MIN_COST_S_PER_STEP = 0.001
+# torch's TensorBoard plugin: communication beyond 10 % of the step.
+MIN_COMMUNICATION = 0.10
 # The threshold of SageMaker's LowGPUUtilization rule.
 MIN_UTILIZATION_PERCENT = 70.0
 # Our defaults: at least this many steady steps before a verdict, and this many seconds of them before a warning.
@@ -53,7 +59,8 @@ class Finding:
         share: Fraction of the wall time lost to it, 0 to 1; on a GPU never more than the GPU's idle time.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
-        evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``.
+        evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``
+            and ``slow_steps``.
         advice: The exact change to make.
         basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
     """
@@ -64,7 +71,7 @@ class Finding:
     ceiling_lower: float
     evidence: Mapping[str, float | str]
     advice: str
-    basis: Literal["measured", "heuristic"] = "measured"
+    basis: Basis = "measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +109,7 @@ def counted(
     share: float,
     evidence: Mapping[str, float | str],
     advice: str,
-    basis: Literal["measured", "heuristic"] = "measured",
+    basis: Basis = "measured",
 ) -> Finding:
     """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound."""
     bound = ceiling(share)

@@ -18,6 +18,8 @@ _ADVICE: dict[Cause, str] = {
     "logging": "Log less often: Trainer(log_every_n_steps={rarely}). Training waits while {name} writes.",
     "checkpoint": "Save {times} times less often (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...)), or "
     "save in the background with AsyncCheckpointIO(PortableCheckpointIO()).",
+    "garbage_collection": "Call gc.collect() and gc.freeze() once before training, so that later collections skip "
+    "what exists by then. Where the program calls gc.collect() itself, call it {times} times less often.",
     "epoch_start": "Make epochs longer{keep_workers}.",
 }
 _KEEP_WORKERS = ", or keep the loader's workers between epochs (persistent_workers=True)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT, MIN_COMMUNICATION, Finding, counted
 from lightning_gpu_tools.training.run_measurements import COPY, GpuFacts, RunMeasurements
 
 # torch's TensorBoard plugin reports the DataLoader from 5 % of the step on; the same for copies and syncs.
@@ -26,8 +26,6 @@ _VOLTA = (7, 0)
 # Our estimate: 16-bit numbers halve the kernels' time, as half the bytes do where memory is the limit. Matrix products
 # can gain more, other kernels less.
 _HALF_PRECISION_SPEEDUP = 2.0
-# torch's TensorBoard plugin: communication beyond 10 % of the step.
-_MIN_COMMUNICATION = 0.10
 # loadtune's target: fill 80 % of the memory. The rest is for fragmentation, the CUDA context and the largest sample.
 _MAX_FILL = 0.80
 _CAVEAT = " With a larger batch, scale the learning rate and compare the validation metric."
@@ -241,7 +239,7 @@ def _communication(run: RunMeasurements) -> Finding | None:
     if profile is None or profile.wall_s <= 0:
         return None
     share = profile.exposed_communication_s / profile.wall_s
-    if share < _MIN_COMMUNICATION:
+    if share < MIN_COMMUNICATION:
         return None
     return counted(
         "communication",
@@ -256,7 +254,7 @@ def _communication(run: RunMeasurements) -> Finding | None:
 def unexplained_in_step(run: RunMeasurements, found: Sequence[Finding]) -> float:
     """Return the fraction of idle time inside the step for which no cause was found."""
     in_step = run.idle_in_step_share or 0.0
-    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound"))
+    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound", "slow_steps"))
     named += _part_of_idle(run, "copy") or 0.0
     return max(0.0, in_step - named)
 

@@ -16,6 +16,8 @@ MANIFEST = "lightning_gpu_tools"
 MODEL_STATES = ("state_dict", "current_model_state")
 # What a class was called with. Losses and metrics in there have tensors, which are no weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
+# How deep sets of weights are: "callbacks", "StochasticWeightAveraging", "average_model_state".
+_MAX_LEVELS = 3
 # Our default: models that share layers have them in a dozen places. In a file one can stand in a billion.
 _MAX_PLACES = 10
 _MIN_PLACES_LIMIT = 1_000
@@ -41,7 +43,7 @@ def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, A
     if not is_lightning_checkpoint(content):
         return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
     # Callbacks keep averages a level deeper. The model may have no weights at all.
-    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(content, "", 3, tensor_type))
+    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type))
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -80,7 +82,7 @@ def put_weights(content: Any, entries: Mapping[str, Mapping[str, Any]]) -> Any:
             for key, item in mapping.items()
         }
 
-    return put("", content, 2)
+    return put("", content, _MAX_LEVELS)
 
 
 def describe_content(content: Any) -> str:

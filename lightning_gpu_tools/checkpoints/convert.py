@@ -17,6 +17,7 @@ from lightning_gpu_tools.checkpoints.content import (
     MANIFEST,
     MODEL_STATES,
     is_lightning_checkpoint,
+    put_weights,
 )
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
@@ -80,11 +81,12 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         OSError: ``target`` cannot be written.
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
-    content, unread = read_weights(source) if as_safetensors or changes.weights_only else (read_checkpoint(source), ())
+    leaves_out_rest = as_safetensors or changes.weights_only
+    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
     entry, _ = choose_weights(source, content, changes.entry)
     entries = weights_in(content, source)
     others = others_of_this_model(entry, entries)
-    only_weights = as_safetensors or changes.weights_only or not entry
+    only_weights = leaves_out_rest or not entry
     plans: dict[str, RenamePlan] = {}
     converted: dict[str, OrderedDict[str, Any]] = {}
     for name in (entry,) if only_weights else (entry, *others):
@@ -98,12 +100,10 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     elif only_weights:
         write_weights(converted[entry], file, progress)
     else:
-        rest = dict(content)
+        whole = put_weights(content, {name: alone(state) for name, state in converted.items()})
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
-            rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        for name, state in converted.items():
-            rest = _put(rest, name, alone(state))
-        write_checkpoint(rest, file, progress)
+            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        write_checkpoint(whole, file, progress)
     of_entry = f' of "{printable(entry)}"' if others else ""
     named = ", ".join(f'"{printable(name)}"' for name in others)
     done = [
@@ -210,11 +210,6 @@ def _has_overflowed(before: Any, after: Any) -> bool:
     if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
         return False
     return bool((before.isfinite() & ~after.isfinite()).any())
-
-
-def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
-    first, _, rest = entry.partition(".")
-    return {**content, first: _put(content[first], rest, weights) if rest else weights}
 
 
 def _texts(content: Any) -> dict[str, str]:

@@ -16,7 +16,13 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
-from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself, part_of, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import (
+    has_own_hooks,
+    is_deepspeeds,
+    loads_itself,
+    part_of,
+    shape_of,
+)
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import CheckpointMismatchError
@@ -156,6 +162,13 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+    except KeyError as error:  # of a module that translates its weights, as quantized ones do
+        key = error.args[0] if error.args else None
+        if key in renamed or key not in model.state_dict():
+            raise
+        raise CheckpointMismatchError(
+            f"There is no {printable(key)} in it, without which the model cannot load itself. {outcome}", [key]
+        ) from None
 
 
 Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
@@ -183,6 +196,45 @@ def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
+    """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
+
+    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back.
+    All processes must take part.
+    """
+    gathered = contextlib.ExitStack()
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        import deepspeed
+
+        gathered.close()  # takes the module before this one apart again
+        parameters = [*module.parameters(recurse=False)]
+        gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+
+    owners = [module for module in model.modules() if any(map(_is_partitioned, module.parameters(recurse=False)))]
+    handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
+    try:
+        with gathered:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    parameters = [*model.parameters()]
+    engines = filter(is_deepspeeds, model.modules())
+    optimizers = [engine.optimizer for engine in engines] + [getattr(p, "_z3_optimizer", None) for p in parameters]
+    for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
+        if hasattr(optimizer, "refresh_fp32_params"):  # torch's own keep no copies
+            optimizer.refresh_fp32_params()
+    for parameter in parameters:
+        if getattr(parameter, "_hp_mapping", None) is not None:  # also where the engine itself was not given
+            parameter._hp_mapping.update_hp()
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
 
 
 def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 from lightning_gpu_tools.checkpoints.content import likely
-from lightning_gpu_tools.checkpoints.copying import Fit, before_each_copy, check_before_copying, load_state
+from lightning_gpu_tools.checkpoints.copying import (
+    Fit,
+    before_each_copy,
+    check_before_copying,
+    load_state,
+    renewing_deepspeeds_copies,
+)
 from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, Root, is_average, plan_renaming, preferred
@@ -98,7 +104,8 @@ def load_weights(
     and a local file that another program truncates. With the last two the operating system ends the process (SIGBUS).
 
     Args:
-        model: Any module, wrapped or not.
+        model: Any module, wrapped or not. Of DeepSpeed, the engine: only that knows all copies of the weights. Where it
+            is sharded, every process has to call this.
         path: A local path, or any URL that fsspec knows.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
             A pair such as ``("bert.", "encoder.")`` puts the second, which the model has, in the place of the first.
@@ -234,7 +241,7 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
             setattr(module, name, made[id(target)])
 
     made: dict[int, torch.Tensor] = {}
-    with before_each_copy(model, prepare):
+    with renewing_deepspeeds_copies(model), before_each_copy(model, prepare):
         found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Build it anew.")
     if fit.strict:
         return fit.plan, tuple(key for key in fit.state if key not in fit.plan.kept)
@@ -324,7 +331,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         "other shape": [*mismatched],
     }
     words += [f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys]
-    words += filter(None, [fit.choice() if fit.others else "", describe_unread(unread)])
+    words += filter(None, [describe_unread(unread), fit.choice() if fit.others else ""])
     return LoadReport(
         path=path,
         entry=fit.entry,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, Literal
+from statistics import fmean, median
+from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.advice.noise import mean_interval, median_interval
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.units import format_duration, printable
@@ -43,7 +43,8 @@ class Comparison:
     Attributes:
         verdict: ``slower`` or ``faster`` only if the difference exceeds the noise and, if slower, the limit.
         reasons: Why the runs cannot be compared; empty if they can.
-        old_step_s: Median time per steady step of the older run; ``None`` if it has none.
+        of: Which step is compared: the mean one if it has changed beyond the noise, otherwise the median one.
+        old_step_s: Its time in the older run; ``None`` if a run has too few steady steps.
         new_step_s: The same for the newer run.
         slowdown: How much longer a step takes now: 0.07 = 7 % longer; negative = faster. ``None`` if unknown.
         slowdown_low: Lower end of its 95 % interval.
@@ -54,6 +55,7 @@ class Comparison:
 
     verdict: Verdict
     reasons: tuple[str, ...]
+    of: Literal["mean", "median"]
     old_step_s: float | None
     new_step_s: float | None
     slowdown: float | None
@@ -64,7 +66,7 @@ class Comparison:
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
-    """Compare two runs by the median time of their steady steps.
+    """Compare two runs by the median and the mean time of their steady steps.
 
     Args:
         new: The run in question.
@@ -88,36 +90,68 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
                 f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
-    slowdown, low, high = change_of_median(old.step_s_blocks, new.step_s_blocks) or (None, None, None)
+    change = change_of_speed(old.step_s_blocks, new.step_s_blocks)
     verdict: Verdict = "same"
-    if reasons or slowdown is None or low is None or high is None:
+    if reasons or change is None:
         verdict = "not_comparable"
-    elif slowdown > max_slowdown and low > 0:
+    elif change.slowdown > max_slowdown and change.low > 0:
         verdict = "slower"
-    elif high < 0:
+    elif change.high < 0:
         verdict = "faster"
     return Comparison(
         verdict=verdict,
         reasons=tuple(reasons),
-        old_step_s=median(old.step_s_blocks) if old.step_s_blocks else None,
-        new_step_s=median(new.step_s_blocks) if new.step_s_blocks else None,
-        slowdown=slowdown,
-        slowdown_low=low,
-        slowdown_high=high,
+        of="median" if change is None else change.of,
+        old_step_s=None if change is None else change.old_s,
+        new_step_s=None if change is None else change.new_s,
+        slowdown=None if change is None else change.slowdown,
+        slowdown_low=None if change is None else change.low,
+        slowdown_high=None if change is None else change.high,
         max_slowdown=max_slowdown,
         changes=changes,
     )
 
 
-def change_of_median(old: Sequence[float], new: Sequence[float]) -> tuple[float, float, float] | None:
-    """Return how much larger the new median is (0.07 = 7 %) and its 95 % interval; ``None`` with too few values."""
-    old_interval, new_interval = median_interval(old), median_interval(new)
+class SpeedChange(NamedTuple):
+    """How much longer the mean or the median step takes: 0.07 = 7 %, with its 95 % interval."""
+
+    of: Literal["mean", "median"]
+    old_s: float
+    new_s: float
+    slowdown: float
+    low: float
+    high: float
+
+
+def change_of_speed(old: Sequence[float], new: Sequence[float]) -> SpeedChange | None:
+    """Return how much longer the mean step takes now if that is beyond the noise, otherwise the median step.
+
+    A few steps that became slow change only the mean, and a single accident makes only the mean uncertain. ``None``
+    with too few values.
+    """
+    by_mean = _change("mean", fmean, mean_interval, old, new)
+    if by_mean is not None and by_mean.low <= 0 <= by_mean.high:
+        return _change("median", median, median_interval, old, new)
+    return by_mean
+
+
+def _change(
+    of: Literal["mean", "median"],
+    typical: Callable[[Sequence[float]], float],
+    interval: Callable[[Sequence[float]], tuple[float, float] | None],
+    old: Sequence[float],
+    new: Sequence[float],
+) -> SpeedChange | None:
+    old_interval, new_interval = interval(old), interval(new)
     if old_interval is None or new_interval is None:
         return None
-    return (
-        median(new) / median(old) - 1,
-        new_interval[0] / old_interval[1] - 1,
-        new_interval[1] / old_interval[0] - 1,
+    return SpeedChange(
+        of=of,
+        old_s=typical(old),
+        new_s=typical(new),
+        slowdown=typical(new) / typical(old) - 1,
+        low=new_interval[0] / old_interval[1] - 1,
+        high=new_interval[1] / old_interval[0] - 1,
     )
 
 
@@ -149,7 +183,7 @@ def _numbers(comparison: Comparison) -> str:
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
     if old_s is None or new_s is None:
         return "there are no steady steps to compare."
-    steps = f"{format_duration(old_s)} per step before, {format_duration(new_s)} now"
+    steps = f"{format_duration(old_s)} per {comparison.of} step before, {format_duration(new_s)} now"
     slowdown, low, high = comparison.slowdown, comparison.slowdown_low, comparison.slowdown_high
     if slowdown is None or low is None or high is None:
         return steps + "."

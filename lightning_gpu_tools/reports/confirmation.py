@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.comparison import change_of_median, compare
+from lightning_gpu_tools.reports.comparison import change_of_speed, compare
 from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import phase_label
 from lightning_gpu_tools.training.phases import PAUSES
@@ -92,11 +92,11 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         what = _phase_change(phase, new, old)
     else:
         return None
-    measured = change_of_median(_per_sample_s(new), _per_sample_s(old))
+    # How much longer the older run's steps take is how much faster the newer one is.
+    measured = change_of_speed(_per_sample_s(new), _per_sample_s(old))
     if measured is None:
         return None
-    speedup, low, high = measured
-    return Confirmation(what=what, speedup=speedup, low=low, high=high)
+    return Confirmation(what=what, speedup=measured.slowdown, low=measured.low, high=measured.high)
 
 
 def _per_sample_s(report: Report) -> list[float]:

@@ -20,6 +20,7 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
@@ -29,21 +30,6 @@ PREVIOUS_NAME = "gpu_report.previous.json"
 # The largest possible report has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSpeed:
-    """How long one rank works on a step, without waiting for other ranks.
-
-    Attributes:
-        rank: Global rank.
-        node: Number of its node.
-        own_step_s: Median time of a steady step outside backward and optimizer, where ranks wait for each other.
-    """
-
-    rank: int
-    node: int
-    own_step_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +85,14 @@ class Report:
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
         phase_s: Wall time by phase; see docs/report_schema.md.
-        step_s_median: Median time per steady step; ``None`` if there were none.
+        step_s_median: Median time of a step after the warm-up, without validation, checkpoints and starting epochs;
+            ``None`` if there were none.
         diagnosis: Verdict and findings.
         gpus: The monitored GPUs.
         gpu_note: Why there are none, or what could not be read; ``None`` if there is no problem.
-        samples_per_s: Samples of all ranks per second of steady steps; ``None`` if the batch size is unknown.
+        step_s_p95: 95th percentile of the same steps, likewise.
+        step_s_max: The longest of them, likewise.
+        samples_per_s: Samples of all ranks per second of the same steps; ``None`` if the batch size is unknown.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
         monitor_us_per_step: What this package added to each step at least, in microseconds: its wrappers in the
@@ -113,7 +102,7 @@ class Report:
         unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
             around it.
         spans: The phases over time, in at most 401 parts.
-        ranks: The speed of each rank that reported; empty with one rank.
+        ranks: The steps of each rank that reported; empty with one rank.
         memory_growth: Memory that grew steadily.
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
@@ -129,6 +118,8 @@ class Report:
     diagnosis: Diagnosis
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
+    step_s_p95: float | None = None
+    step_s_max: float | None = None
     samples_per_s: float | None = None
     step_s_blocks: tuple[float, ...] = ()
     monitor_us_per_step: float | None = None
@@ -136,7 +127,7 @@ class Report:
     confirmation: str | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
-    ranks: tuple[RankSpeed, ...] = ()
+    ranks: tuple[RankStep, ...] = ()
     memory_growth: tuple[MemoryGrowth, ...] = ()
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)

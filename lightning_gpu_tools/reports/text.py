@@ -9,10 +9,10 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-from lightning_gpu_tools.advice.ranks import slowest_rank
+from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -101,14 +101,15 @@ def _wrapped(text: str) -> str:
 
 
 def _rank_lines(report: Report) -> list[str]:
-    slowest = slowest_rank([rank.own_step_s for rank in report.ranks])
+    slowest = slowest_rank(report.ranks)
     if slowest is None:
         return []
-    place, behind_s = slowest
-    rank = report.ranks[place]
+    rank, behind_s = slowest
+    wait_s = mean_wait_s(report.ranks)
+    waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
     return [
         f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
-        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks."
+        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     ]
 
 
@@ -156,10 +157,10 @@ def _measuring_lines(report: Report) -> list[str]:
 def _run_line(report: Report) -> str:
     parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
     if report.step_s_median:
-        speed = f"{format_duration(report.step_s_median)}/step"
-        if report.samples_per_s:
-            speed += f", {report.samples_per_s:.4g} samples/s"
-        parts.append(speed)
+        times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
+        known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds is not None]
+        parts.append(f"steps: {', '.join(known)}")
+        parts += _known("{:.4g} samples/s", report.samples_per_s)
     return "; ".join(parts)
 
 
@@ -207,10 +208,15 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _time_tree(report: Report) -> list[str]:
-    causes = {finding.cause for finding in report.diagnosis.findings[:1]}
+    causes = {
+        base_phase(str(finding.evidence.get("phase"))) if finding.cause == "slow_steps" else finding.cause
+        for finding in report.diagnosis.findings[:1]
+    }
     unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
-    lines = [f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained)"]
+    lines = [
+        f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step"
+    ]
     groups = phase_groups(report.phase_s)
     for i, (group, parts) in enumerate(groups.items()):
         last = i == len(groups) - 1

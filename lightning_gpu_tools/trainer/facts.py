@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
@@ -19,6 +20,11 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 def trains_on_gpu(trainer: Trainer) -> bool:
     """Return whether the Trainer trains on NVIDIA GPUs."""
     return isinstance(trainer.accelerator, CUDAAccelerator)
+
+
+def is_plain_ddp(trainer: Trainer) -> bool:
+    """Return whether the model is a DistributedDataParallel; with FSDP or DeepSpeed every layer waits for all ranks."""
+    return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
 def local_ranks(trainer: Trainer) -> int:

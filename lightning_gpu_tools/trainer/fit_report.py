@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import lightning
@@ -23,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.host import processor_name, read_host_budget
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RankSpeed, Report, save_report, summarize
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report, save_report, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
 from lightning_gpu_tools.trainer.session import Session
@@ -36,8 +35,7 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
     diagnosis = session.diagnosis()
     assert diagnosis is not None
     clock, watch = session.clock, session.gpus
-    steady_s = tuple(block.step_s for block in clock.blocks)
-    step_s = median(steady_s) if steady_s else None
+    times = clock.times.facts()
     settings = _settings(trainer)
     recorder = session.begin()
     gpus = session.gpu_summaries()
@@ -54,17 +52,19 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
         steps=clock.steps,
         wall_s=clock.wall_s,
         phase_s=clock.seconds,
-        step_s_median=step_s,
+        step_s_median=None if times is None else times.p50_s,
         diagnosis=diagnosis,
         gpus=gpus + session.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
-        samples_per_s=batch_size * trainer.world_size / step_s if batch_size and step_s else None,
-        step_s_blocks=steady_s,
+        step_s_p95=None if times is None else times.p95_s,
+        step_s_max=None if times is None else times.max_s,
+        samples_per_s=batch_size * trainer.world_size * times.count / times.seconds if batch_size and times else None,
+        step_s_blocks=tuple(block.step_s for block in clock.blocks),
         monitor_us_per_step=us_per_step(clock.cost_s() + clock.seconds.get(MONITORING, 0.0)),
         monitor_thread_us_per_step=None if watch is None else us_per_step(watch.thread_cpu_s),
         unseen=tuple(session.unseen),
         spans=tuple(clock.timeline.spans()),
-        ranks=tuple(RankSpeed(rank=one.rank, node=one.node, own_step_s=one.own_s) for one in recorder.ranks()),
+        ranks=recorder.ranks(),
         memory_growth=session.memory.growth(),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},

@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import trains_on_gpu
+from lightning_gpu_tools.trainer.facts import is_plain_ddp, trains_on_gpu
 from lightning_gpu_tools.trainer.wrappers import StandIn, Wrappers, after, before
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -37,6 +38,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
 )
+from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
 # Those of validation but the last are part of the phase "validation".
@@ -74,12 +76,14 @@ class FitTimer:
         enter: Is called with the phase when validation begins and when training goes on.
 
     Attributes:
+        rank_waits: Takes waiting for other ranks out of the clock's phases.
         fault: The error that has ended the timing; ``None`` if all is well.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
         self.clock = clock
         self.fault: Exception | None = None
+        self.rank_waits = RankWaits(clock)
         self._trainer = trainer
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
@@ -135,6 +139,8 @@ class FitTimer:
             around_step = clock.measure_gpu()
             self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", around_step)
             self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", around_step)
+        if trainer.world_size > 1:
+            self._book_rank_waits()
         # With manual optimization the last two have no action, and run within the first one. An optimizer that is given
         # a closure runs the first two within the last one.
         self._time("strategy.training_step", FORWARD)
@@ -150,6 +156,12 @@ class FitTimer:
             for method in ("log_metrics", "save"):  # which no action covers
                 self._wrap(logger, method, partial(self._timed_here, f"{LOGGING}/{type(logger).__name__}"))
         clock.start()
+
+    def _book_rank_waits(self) -> None:
+        self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
+        self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
+        if is_plain_ddp(self._trainer):
+            self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)
 
     def _time(self, method: str, phase: str) -> None:
         self._wrap(self._trainer, method, partial(self.clock.timed, phase))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -16,17 +17,19 @@ from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
-from lightning_gpu_tools.loaders.settings import batch_bytes
+from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import local_ranks, train_loader_settings, trains_on_gpu
+from lightning_gpu_tools.trainer.facts import is_plain_ddp, local_ranks, train_loader_settings, trains_on_gpu
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
-from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, base_phase
+from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, EPOCH_START, LOGGING, VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import RankExchange
+from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
+_NOT_IN_EVERY_STEP = (CALLBACK, LOGGING, CHECKPOINT, VALIDATION, EPOCH_START)
 # What GpuFacts has of the windows of the GPUs that the model trains on.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -46,22 +49,31 @@ class RunRecorder:
         trainer: Whose fit.
         clock: Its step clock.
         exchange: Where the ranks publish how fast they are, under ``own_step``.
+        rank_waits: Takes waiting for them out of the clock's phases.
         gpus: Samples the GPUs; ``None`` without any.
 
     Attributes:
         profile: A few steps under the profiler; ``None`` until an advisor sets it.
     """
 
-    def __init__(self, trainer: Trainer, clock: StepClock, exchange: RankExchange, gpus: GpuWatch | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        clock: StepClock,
+        exchange: RankExchange,
+        rank_waits: RankWaits,
+        gpus: GpuWatch | None,
+    ) -> None:
         self.profile: ProfiledSteps | None = None
         self._trainer = trainer
         self._clock = clock
         self._exchange = exchange
+        self._rank_waits = rank_waits
         self._gpus = gpus
         self._began_s = time.perf_counter()
         self._own_cpu_s, self._children_cpu_s, self._idle_cpu_s = time.process_time(), children_cpu_s(), idle_cpu_s()
         self._local_ranks = local_ranks(trainer)
-        self._on_gpu = trains_on_gpu(trainer)
+        self._on_gpu, self._is_plain_ddp = trains_on_gpu(trainer), is_plain_ddp(trainer)
         self._batch_bytes: int | None = None
         self._loader = train_loader_settings(trainer)
         self._loader_since = self._children_cpu_s, 0
@@ -78,6 +90,7 @@ class RunRecorder:
 
     def after_step(self, batch: Any) -> None:
         """Sample the loader's workers if it is time; nearly always this does nothing."""
+        self._clock.times.batch_items = batch_items(batch)
         if self._batch_bytes is None:
             self._batch_bytes = batch_bytes(batch)
         if self._clock.last_fetch_s > LONG_WAIT_S:
@@ -97,24 +110,27 @@ class RunRecorder:
             self._clock.begin_anew()
 
     def own_step(self) -> dict[str, Any] | None:
-        """Return how long this rank works on a median steady step by itself, for the other ranks; ``None`` so far.
-
-        Left out is what another rank can make it wait in: backward, the optimizer, and the Trainer's own work, in
-        which Lightning's DDP asks all ranks for signals.
-        """
+        """Return the fields of ``RankStep`` but who this rank is, for the other ranks; ``None`` so far."""
         clock = self._clock
         if not clock.blocks:
             return None
-        phase_s = {
-            "data_loading": median(block.data_loading_s / block.steps for block in clock.blocks),
-            "host_to_device_copy": median(block.host_to_device_copy_s / block.steps for block in clock.blocks),
-            "forward": median(block.forward_s / block.steps for block in clock.blocks),
-        }
+        parts = ["data_loading", "host_to_device_copy"]
+        if self._is_plain_ddp:
+            parts.append("forward")
+            # On a GPU the host waits in some optimizers for all that was computed, also by the other ranks.
+            parts += [] if self._on_gpu else ["optimizer"]
+            parts += [] if self._on_gpu or self._rank_waits.unseen else ["backward"]
+        phase_s, phase_iqr_s = {}, {}
+        for part in parts:
+            steady = [getattr(block, f"{part}_s") / block.steps for block in clock.blocks]
+            low_s, phase_s[part], high_s = quantiles(steady * 2, method="inclusive")  # which one block is too few for
+            phase_iqr_s[part] = high_s - low_s
         for phase, seconds in clock.seconds.items():
-            base = base_phase(phase)
-            if base in (CALLBACK, LOGGING):
-                phase_s[base] = phase_s.get(base, 0.0) + seconds / max(1, clock.steps)
-        return {"own_s": sum(phase_s.values()), "phase_s": phase_s}
+            if base_phase(phase) in _NOT_IN_EVERY_STEP:
+                phase_s[phase] = seconds / max(1, clock.steps)
+        steps = sum(block.steps for block in clock.blocks)
+        wait_s = None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps
+        return {"own_step_s": sum(phase_s.values()), "phase_s": phase_s, "phase_iqr_s": phase_iqr_s, "wait_s": wait_s}
 
     def ranks(self) -> tuple[RankStep, ...]:
         """Return how fast the ranks are, as far as they could be heard; empty with one rank."""
@@ -141,6 +157,7 @@ class RunRecorder:
             epochs=max(1, clock.epochs),
             phase_s=dict(clock.seconds),
             blocks=tuple(clock.blocks),
+            step_times=clock.times.facts(),
             host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),
             on_gpu=self._on_gpu,
             utilization_percent=_utilization(gpus.trained_on() if gpus else ()),
@@ -157,7 +174,10 @@ class RunRecorder:
             ranks=self.ranks(),
             precision=str(trainer.precision),
             matmul_precision=torch.get_float32_matmul_precision(),
+            spans=clock.timeline.spans(),
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            epoch_steps=_finite(trainer.num_training_batches),
             left_on_cpu=left_on_cpu(trainer.lightning_module) if self._on_gpu else (),
         )
 
@@ -181,6 +201,10 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [one for one in windows if one.utilization_mean_percent is not None]
     percents = [one.utilization_mean_percent or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
+
+
+def _finite(steps: float) -> int | None:
+    return None if math.isinf(steps) else int(steps)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -114,7 +114,7 @@ class Session:
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
             if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
-            self.recorder = RunRecorder(trainer, self.clock, self._exchange, self.gpus)
+            self.recorder = RunRecorder(trainer, self.clock, self._exchange, self._timer.rank_waits, self.gpus)
         return self.recorder
 
     def board(self, name: str) -> RankExchange:

@@ -65,12 +65,14 @@ class Wrappers:
                 return
         # Where the same instance was wrapped before, that wrapper is put back, not lost.
         if method in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, method, function))
+            self._undo.append(functools.partial(setattr, owner, method, vars(owner)[method]))
         else:
             # Whoever has wrapped it since may have taken it off altogether.
             self._undo.append(functools.partial(vars(owner).pop, method, None))
         wrapped = wrapper(function)
-        setattr(owner, method, wrapped if isinstance(wrapped, StandIn) else _Wrapped(owner, method, wrapped))
+        if not isinstance(owner, type) and not isinstance(wrapped, StandIn):  # a class binds functions alone
+            wrapped = _Wrapped(owner, method, wrapped)
+        setattr(owner, method, wrapped)
 
     def miss(self, name: str) -> None:
         """Note that something is not there."""

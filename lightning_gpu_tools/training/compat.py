@@ -77,3 +77,8 @@ def value_operation() -> object:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module is compiled. Without it a compiled step is compiled anew once while it is profiled."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def queue_in_backward() -> Any:
+    """Return what has autograd call a function when it has computed a graph. Without it backward is not told apart."""
+    return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)

@@ -13,9 +13,11 @@ OPTIMIZER = "training_step/optimizer"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
+GARBAGE_COLLECTION = "garbage_collection"
 LOGGING = "logging"
 CALLBACK = "callback"
 MONITORING = "monitoring"
+RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
 UNEXPLAINED = "unexplained"
 
@@ -27,7 +29,7 @@ class Phase(NamedTuple):
         name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays and a wine.
+            grays, a wine and an indigo.
         group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
@@ -49,7 +51,11 @@ PHASES = {
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#332288", "between",
+              "in Python's garbage collector, beyond its youngest generation"),
         Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
+        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between",
+              "waiting in a collective for other ranks; after the slash, what it was doing"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
@@ -65,3 +71,9 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 def base_phase(phase: str) -> str:
     """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
+
+
+def rank_wait_in(phase: str) -> str:
+    """Return the phase of waiting for other ranks within another phase."""
+    base = base_phase(phase)
+    return phase if base == RANK_WAIT else f"{RANK_WAIT}/{PHASES[base].label}"

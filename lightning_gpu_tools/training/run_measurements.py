@@ -8,6 +8,7 @@ from statistics import median
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 # The phases that rules speak of.
 DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
@@ -39,6 +40,7 @@ class StepBlock:
         backward_s: Part of ``training_step_s`` spent in backward.
         optimizer_s: Part of ``training_step_s`` spent in the optimizer's step.
         paused_s: Part of ``wall_s`` spent in validation and checkpoints.
+        rank_wait_s: Part of ``wall_s``, also of ``paused_s``, spent waiting for other ranks.
     """
 
     steps: int = 0
@@ -52,6 +54,7 @@ class StepBlock:
     backward_s: float = 0.0
     optimizer_s: float = 0.0
     paused_s: float = 0.0
+    rank_wait_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -194,19 +197,72 @@ class LoadingFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """A median steady step of one rank, as far as no other rank can make it wait.
+    """A step of one rank: its own work, and how long it waits for other ranks.
 
     Attributes:
         rank: Global rank.
         node: Number of its node.
-        own_s: Its time outside of backward and optimizer.
-        phase_s: The parts of it, by phase; ``forward`` is the model's ``training_step``.
+        own_step_s: Time of its own work on a step: the sum of ``phase_s``.
+        phase_s: The parts of it, by phase: of a steady step the medians of ``data_loading``, ``host_to_device_copy``,
+            ``forward``, ``backward`` and ``optimizer``; of the rest the mean over all steps. What cannot be told apart
+            from waiting for other ranks is left out, and so is the Trainer's own work.
+        phase_iqr_s: Of the medians among them, the interquartile range.
+        wait_s: Time for which it waits for other ranks on a steady step, the mean; ``None`` on a GPU, where that is no
+            time of the host.
     """
 
     rank: int
     node: int
-    own_s: float
+    own_step_s: float
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    phase_iqr_s: Mapping[str, float] = field(default_factory=dict)
+    wait_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowSteps:
+    """Steps that took more than twice the median, and the most of it beyond other steps in the same phase.
+
+    Attributes:
+        phase: The phase.
+        count: How many steps.
+        seconds: Their wall time, with pauses.
+        excess_s: What the phase took in them beyond what it takes in as many other steps.
+        steps: Numbers of the last 64 of them, in order.
+        batch_items: Median size of the first tensor of their batches, in numbers; ``None`` if unknown.
+    """
+
+    phase: str
+    count: int
+    seconds: float
+    excess_s: float
+    steps: tuple[int, ...]
+    batch_items: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """How long each step after the warm-up took, without validation, checkpoints and starting epochs.
+
+    Attributes:
+        count: How many steps.
+        seconds: Their time.
+        p50_s: Median.
+        p95_s: 95th percentile.
+        max_s: The longest.
+        longest: Number of the longest.
+        slow: Those that took more than twice the median, pauses included, by the phase that made them slow.
+        batch_items: Median size of the first tensor of the other steps' batches, in numbers; ``None`` if unknown.
+    """
+
+    count: int
+    seconds: float
+    p50_s: float
+    p95_s: float
+    max_s: float
+    longest: int
+    slow: tuple[SlowSteps, ...] = ()
+    batch_items: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +275,7 @@ class RunMeasurements:
         epochs: Epochs begun so far.
         phase_s: Wall time by phase; the phases add up to ``wall_s``.
         blocks: The steady steps in blocks.
+        step_times: How long each of them took; ``None`` without any.
         host: What the host grants the process.
         on_gpu: Whether the model trains on a GPU.
         utilization_percent: Mean utilization of the trainer's GPUs outside of validation; ``None`` if nothing reports
@@ -232,9 +289,12 @@ class RunMeasurements:
         gpu_idle: When the GPU was idle between steps.
         profile: A few steps under torch.profiler.
         ranks: How fast each rank is; empty with one.
+        spans: What the run was spent on, span by span.
         precision: The Trainer's, as ``"32-true"``.
         matmul_precision: ``torch.get_float32_matmul_precision()``.
         log_every_n_steps: The Trainer's.
+        accumulate_grad_batches: The Trainer's.
+        epoch_steps: Steps of a whole epoch; ``None`` if unknown.
         left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
             tensors)"``.
     """
@@ -245,6 +305,7 @@ class RunMeasurements:
     blocks: Sequence[StepBlock]
     host: HostBudget
     epochs: int = 1
+    step_times: StepTimes | None = None
     on_gpu: bool = False
     utilization_percent: float | None = None
     validation_utilization_percent: float | None = None
@@ -256,9 +317,12 @@ class RunMeasurements:
     gpu_idle: GpuIdle | None = None
     profile: ProfiledSteps | None = None
     ranks: tuple[RankStep, ...] = ()
+    spans: Sequence[PhaseSpan] = ()
     precision: str | None = None
     matmul_precision: str | None = None
     log_every_n_steps: int = 50
+    accumulate_grad_batches: int = 1
+    epoch_steps: int | None = None
     left_on_cpu: tuple[str, ...] = ()
 
     @property
@@ -277,6 +341,21 @@ class RunMeasurements:
     def steady_step_s(self) -> float | None:
         """Median time of a steady step; ``None`` without any."""
         return median(block.step_s for block in self.blocks) if self.blocks else None
+
+    @property
+    def step_p50_s(self) -> float | None:
+        """Median time of a step after the warm-up, without pauses; ``None`` without any."""
+        return None if self.step_times is None else self.step_times.p50_s
+
+    @property
+    def step_p95_s(self) -> float | None:
+        """95th percentile of it."""
+        return None if self.step_times is None else self.step_times.p95_s
+
+    @property
+    def step_max_s(self) -> float | None:
+        """The longest step."""
+        return None if self.step_times is None else self.step_times.max_s
 
     @property
     def busy_cores(self) -> float:

@@ -6,6 +6,8 @@ the wall time by construction. What happens outside of everything that is timed 
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,17 +20,21 @@ from lightning_gpu_tools.training.phases import (
     DATA_LOADING,
     EPOCH_START,
     FORWARD,
+    GARBAGE_COLLECTION,
     HOST_TO_DEVICE_COPY,
     MONITORING,
     OPTIMIZER,
     PAUSES,
+    RANK_WAIT,
     TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
     base_phase,
+    rank_wait_in,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
+from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 
 # Kernels are chosen, caches are filled and workers come up during the first steps.
@@ -38,6 +44,7 @@ _MAX_BLOCKS = 128
 # Every tenth step the steps before it are added up, and the CPU time of its own fetch is taken: asking the kernel for
 # it costs as much as all the rest of a step.
 _SUM_EVERY = 10
+_PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
 
 _Function = Callable[..., Any]
 
@@ -60,6 +67,7 @@ class StepClock(Stopwatch):
             batches ready when training begins. Set it before the steps have gone by.
         timeline: What the run was spent on, span by span.
         last_fetch_s: How long the last batch was waited for.
+        times: How long each step after the warm-up took.
         blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
         running: Whether time is being booked.
     """
@@ -73,7 +81,9 @@ class StepClock(Stopwatch):
         self.blocks: list[StepBlock] = []
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
-        self._around_fetch = self.current
+        self.times = self._new_times()
+        self._around_fetch = self._around_collection = self.current
+        self._collection, self._thread = self.account(GARBAGE_COLLECTION), 0
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
@@ -85,20 +95,35 @@ class StepClock(Stopwatch):
         self._open = StepBlock()
         self._steps_per_block = _STEPS_PER_BLOCK
 
+    def _new_times(self) -> StepTimeRecord:
+        return StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
+
     def start(self) -> None:
         """Begin: what is booked starts here."""
         super().start()
         self.running = True
+        self._thread = threading.get_ident()
+        gc.callbacks.append(self._book_collection)
         self._started_s = self.since_s
         self.timeline.start(self._started_s)
 
     def stop(self) -> None:
         """End the measurement; nothing happens the second time."""
         if self.running:
+            gc.callbacks.remove(self._book_collection)
             self.switch(self.account(UNEXPLAINED))
             self._stopped_s = self.since_s
             self.running = False
-            self.timeline.cut(self._stopped_s, self.seconds)
+            self.timeline.cut(self._stopped_s, self.seconds, self.steps)
+
+    def _book_collection(self, stage: str, info: dict[str, int]) -> None:
+        """Book the garbage collector's time wherever in this thread it starts; the youngest generation takes none."""
+        if info["generation"] == 0 or threading.get_ident() != self._thread:
+            return
+        if stage == "start":
+            self._around_collection = self.switch(self._collection)
+        elif self.current is self._collection:
+            self.switch(self._around_collection)
 
     @property
     def ran(self) -> bool:
@@ -120,11 +145,11 @@ class StepClock(Stopwatch):
             return timed
 
         def with_edges(*args: Any, **kwargs: Any) -> Any:
-            self.timeline.cut_at_edge(self.since_s, self.seconds)
+            self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
             try:
                 return timed(*args, **kwargs)
             finally:
-                self.timeline.cut_at_edge(self.since_s, self.seconds)
+                self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
 
         return with_edges
 
@@ -156,6 +181,7 @@ class StepClock(Stopwatch):
     def begin_anew(self) -> None:
         """Forget the steady steps so far: what they depend on has changed. The next ones are warm-up again."""
         self.blocks, self._open, self._sum_from = [], StepBlock(), None
+        self.times = self._new_times()
         self._steps_per_block = _STEPS_PER_BLOCK
         self.warm_up_steps = self.steps + WARM_UP_STEPS
         self._next_sum = 0
@@ -193,11 +219,13 @@ class StepClock(Stopwatch):
             return  # a loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator
         self.steps += 1
         self.current = self._data_loading
+        if self.steps > self.warm_up_steps:
+            self.times.begin_step(self.steps, now_s)
         if self.steps >= self._next_sum:
             self._sum_up(now_s)
             self._before_fetch_s = self.current.seconds
         if now_s >= self.timeline.due_s:
-            self.timeline.cut(now_s, self.seconds)
+            self.timeline.cut(now_s, self.seconds, self.steps - 1)
 
     def end_fetch(self) -> None:
         """The batch has come."""
@@ -251,7 +279,8 @@ class StepClock(Stopwatch):
             forward_s=seconds.get(FORWARD, 0.0),
             backward_s=seconds.get(BACKWARD, 0.0),
             optimizer_s=seconds.get(OPTIMIZER, 0.0),
-            paused_s=sum(seconds.get(phase, 0.0) for phase in PAUSES),
+            paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
+            rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
         )
 
     def _close_block(self) -> None:

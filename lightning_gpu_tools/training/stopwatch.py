@@ -17,11 +17,13 @@ class PhaseSpan(NamedTuple):
         begin_s: Seconds since the start of the run.
         end_s: Seconds since the start of the run.
         phase_s: Seconds by phase, without what follows a slash; they add up to the span.
+        steps: Training steps begun in it.
     """
 
     begin_s: float
     end_s: float
     phase_s: Mapping[str, float]
+    steps: int
 
 
 class Account:
@@ -157,19 +159,21 @@ class PhaseTimeline:
         self._width_s = width_s
         self._start_s = self._begin_s = 0.0
         self._before: dict[str, float] = {}
-        self._spans: list[tuple[float, float, dict[str, float]]] = []
+        self._steps_before = 0
+        self._spans: list[PhaseSpan] = []
 
     def start(self, now_s: float) -> None:
         """Begin the first span."""
         self._start_s = self._begin_s = now_s
         self.due_s = now_s + self._width_s
 
-    def cut(self, now_s: float, seconds: Mapping[str, float]) -> None:
+    def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
         """End a span.
 
         Args:
             now_s: Up to when ``seconds`` counts.
             seconds: What was spent on which phase since the start.
+            steps: Training steps begun since the start.
         """
         spent: dict[str, float] = {}
         for phase, total_s in seconds.items():
@@ -177,25 +181,27 @@ class PhaseTimeline:
             if since_s > 0:
                 group = phase.partition("/")[0]
                 spent[group] = spent.get(group, 0.0) + since_s
-        self._spans.append((self._begin_s, now_s, spent))
-        self._before, self._begin_s = dict(seconds), now_s
+        self._spans.append(PhaseSpan(self._begin_s, now_s, spent, steps - self._steps_before))
+        self._before, self._begin_s, self._steps_before = dict(seconds), now_s, steps
         if len(self._spans) > self._max_spans:
             self._width_s *= 2
             self._spans = [_join(self._spans[i : i + 2]) for i in range(0, len(self._spans), 2)]
         self.due_s = now_s + self._width_s
 
-    def cut_at_edge(self, now_s: float, seconds: Mapping[str, float]) -> None:
+    def cut_at_edge(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
         """End a span early, so that what begins or ends here has an edge, unless the span has hardly begun."""
         if now_s - self._begin_s > self._width_s / 8:
-            self.cut(now_s, seconds)
+            self.cut(now_s, seconds, steps)
 
     def spans(self) -> list[PhaseSpan]:
         """Return the spans, oldest first."""
-        return [PhaseSpan(begin - self._start_s, end - self._start_s, spent) for begin, end, spent in self._spans]
+        return [
+            one._replace(begin_s=one.begin_s - self._start_s, end_s=one.end_s - self._start_s) for one in self._spans
+        ]
 
 
-def _join(spans: list[tuple[float, float, dict[str, float]]]) -> tuple[float, float, dict[str, float]]:
+def _join(spans: list[PhaseSpan]) -> PhaseSpan:
     spent: Counter[str] = Counter()
-    for _, _, part in spans:
-        spent.update(part)  # which adds
-    return spans[0][0], spans[-1][1], dict(spent)
+    for span in spans:
+        spent.update(span.phase_s)  # which adds
+    return PhaseSpan(spans[0].begin_s, spans[-1].end_s, dict(spent), sum(span.steps for span in spans))

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,10 +199,17 @@ def test_wrappers_of_missing_packages_are_known_by_name(tmp_path: Path) -> None:
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
             self.module = module
+            self.optimizer = SimpleNamespace(refresh_fp32_params=self.copy)
+
+        def copy(self) -> None:
+            """Copy what the next step will put in the place of the weights."""
+            self.copies = [parameter.detach().double() for parameter in self.module.parameters()]
 
     DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
     source, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     torch.save(source.state_dict(), tmp_path / "a.pt")
-    report = load_weights(DeepSpeedEngine(target), tmp_path / "a.pt")
+    engine = DeepSpeedEngine(target)
+    report = load_weights(engine, tmp_path / "a.pt")
     assert report.renamed == {"0.weight": "module.0.weight", "0.bias": "module.0.bias"}
     assert torch.equal(source[0].weight, target[0].weight)
+    assert torch.equal(engine.copies[0], source[0].weight.double())

@@ -3,6 +3,7 @@
 import copy
 import functools
 import http.server
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,59 @@ def test_each_process_loads_its_own_part_and_no_other(run_python: Callable[..., 
     alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
     answer = run_python("-c", alone, str(tmp_path / "0.pt"))
     assert "Torch cannot copy 0.weight (a part (rank 0 of 2, Shard(dim=0)) of a strided tensor instead" in answer.stderr
+
+
+DEEPSPEED = """
+import os, sys
+import torch
+from torch import nn
+import deepspeed, deepspeed.ops
+from lightning_gpu_tools import load_weights
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
+folder = sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(sys.argv[1]), world_size=2)
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+
+def numbers(engine):
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return {float(number) for parameter in parameters for number in parameter.flatten()}
+
+for stage in (0, 1, 2, 3):
+    for passes_engine in (True, False)[: 1 if stage == 0 else 2]:
+        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))  # of sizes that two ranks cannot halve
+        config = {
+            "train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}},
+        }
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+
+        def step():
+            engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+            engine.step()
+
+        step()
+        report = load_weights(engine if passes_engine else engine.module, f"{folder}/half.pt")
+        assert len(report.loaded) == 4, report
+        step()
+        assert numbers(engine) == {0.5}, (stage, passes_engine, numbers(engine))
+torch.distributed.barrier()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_trains_on_with_the_loaded_weights(run_python: Callable[..., Any], tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    torch.save({key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}, tmp_path / "half.pt")
+
+    def train(rank: int) -> Any:
+        environment = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+        return run_python("-c", DEEPSPEED, str(rank), str(tmp_path), env=environment)
+
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(train, range(2)))
+    assert [answer.returncode for answer in answers] == [0, 0], [answer.stderr for answer in answers]
 
 
 def test_tied_weights_load_from_a_file_with_one_of_them(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
 
     code, shown = against_old("slow", "--max-slowdown", "5%")
     assert code == 1
-    assert shown.startswith("SLOWER: 50.3 ms per step before, 55.3 ms now: +10.0 %")
+    assert shown.startswith("SLOWER: 50.3 ms per mean step before, 55.3 ms now: +10.0 %")
     assert against_old("slow", "--max-slowdown", "20")[0] == 0
     code, shown = against_old("other", "--format", "json")
     assert code == 3

@@ -96,3 +96,19 @@ def test_the_interval_matches_published_tables() -> None:
     assert median_interval(range(1, 11)) == (2, 9)
     assert median_interval(range(1, 21)) == (6, 15)
     assert median_interval(range(1, 6)) is None
+
+
+def test_a_few_steps_that_became_slow_are_seen_in_the_mean() -> None:
+    old = a_run(0.05)
+    slow_ones = tuple(block * (3 if i % 4 == 0 else 1) for i, block in enumerate(a_run(0.05, seed=2).step_s_blocks))
+    comparison = compare(replace(old, step_s_blocks=slow_ones), old)
+    assert (comparison.verdict, comparison.of) == ("slower", "mean")
+    assert "50.1 ms per mean step before" in render_comparison(comparison)
+    assert compare(old, replace(old, step_s_blocks=slow_ones)).verdict == "faster"
+
+
+def test_one_accident_makes_no_run_slower() -> None:
+    old = a_run(0.05)
+    accident = (1.0, *a_run(0.05, seed=2).step_s_blocks[1:])
+    comparison = compare(replace(old, step_s_blocks=accident), old)
+    assert (comparison.verdict, comparison.of) == ("same", "median")

@@ -21,16 +21,17 @@ from sample_report import REPORT
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.confirmation import earlier_report
-from lightning_gpu_tools.reports.report import LoaderSummary, RankSpeed, from_json, load_report, save_report, to_json
+from lightning_gpu_tools.reports.report import LoaderSummary, from_json, load_report, save_report, to_json
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
 
 SETTINGS = {"num_workers": 0, "prefetch_factor": None, "batch_size": 64}
 FULL = replace(
     REPORT,
-    spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}),),
-    ranks=(RankSpeed(rank=0, node=0, own_step_s=0.01), RankSpeed(rank=1, node=0, own_step_s=0.02)),
+    spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}, 20),),
+    ranks=(RankStep(rank=0, node=0, own_step_s=0.01), RankStep(rank=1, node=0, own_step_s=0.02)),
     memory_growth=(MemoryGrowth(what="Memory", bytes_per_s=1e6, grown_bytes=1e9, left_s=100.0),),
     step_s_blocks=tuple(0.05 + i / 1e4 for i in range(8)),
     loader=LoaderSummary(
@@ -135,7 +136,7 @@ def test_a_full_report_is_read_back_unchanged() -> None:
         (("wall_s",), -0.5, "wall_s must not be negative, got -0.5"),
         (("phase_s", "training_step"), -1.0, "phase_s.training_step must not be negative"),
         (("spans", 0, 1), -1.0, "spans[0].end_s must not be negative"),
-        (("spans", 0), [1], "spans[0] must be a list of begin_s, end_s, phase_s, got 1 items"),
+        (("spans", 0), [1], "spans[0] must be a list of begin_s, end_s, phase_s, steps, got 1 items"),
         (("step_s_blocks", 3), 0.0, "step_s_blocks holds a step of less than a nanosecond"),
         (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items; at most 20,000 are allowed"),
         (("outcome",), ["completed"], "outcome must be a string, got a list"),

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
-from lightning_gpu_tools.reports.report import RankSpeed, from_json, load_report, save_report, summarize, to_json
+from lightning_gpu_tools.reports.report import from_json, load_report, save_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -30,12 +30,13 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; 51 ms/step"
-    assert lines[0] == f"{verdict}, {64 * 2 / 0.051:.4g} samples/s)"  # of both ranks
+    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; steps: median 50 ms, p95 62 ms,"
+    assert lines[:2] == [verdict, f"         longest 510 ms; {64 * 2 / 0.051:.4g} samples/s)"]  # of both ranks
+    lines.pop(0)
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
     assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
-    assert "Where the 41.4 s went (100 % explained)" in lines
+    assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
@@ -49,7 +50,7 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
-    ranks = [RankSpeed(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
+    ranks = [RankStep(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
     assert "rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
     line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
     assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."

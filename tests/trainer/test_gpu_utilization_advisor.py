@@ -11,10 +11,12 @@ import torch
 from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
-from trainings import Boom, Model, Raise, Samples, loader, quiet_trainer
+from trainings import Boom, HandClock, Model, Raise, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, LowGPUUtilizationWarning
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, LowGPUUtilizationWarning, load_report
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.trainer import session
+from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 90
 
@@ -51,7 +53,7 @@ def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> No
     assert finding.cause == "data_loading"
     assert finding.evidence["kind"] == "too_few_workers"
     assert 0.5 < finding.share < 1
-    assert 1.05 < finding.ceiling < 1 / (1 - finding.share)
+    assert 1.05 < finding.ceiling <= 1 / (1 - finding.share)
     assert finding.evidence["wait_ms_per_step"] >= 4
     (message,) = warned
     for words in ("(now 0)", "num_workers=", "prefetch_factor=2", "persistent_workers=True", "pin_memory=False"):
@@ -152,6 +154,27 @@ def test_a_step_is_profiled_on_request(
     assert advisor.diagnosis is not None
     assert advisor.diagnosis.utilization_percent == 30.0
     assert advisor.diagnosis.findings[0].cause == cause
+
+
+def test_slow_steps_are_named_with_their_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = HandClock()
+    monkeypatch.setattr(session, "StepClock", lambda: StepClock(hand))
+
+    class NowAndThen(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            hand.spend(0.02 if batch_idx % 20 else 0.4)
+            return super().training_step(batch, batch_idx)
+
+    advisor = GPUUtilizationAdvisor(min_seconds=0)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor])
+    with pytest.warns(LowGPUUtilizationWarning, match=r'every 20 steps, in "forward"\)'):
+        trainer.fit(NowAndThen(), loader(Samples(222), batch_size=1))
+    report = load_report(tmp_path)
+    (finding,) = report.diagnosis.findings
+    assert (finding.cause, finding.evidence["kind"], finding.evidence["every_steps"]) == ("slow_steps", "periodic", 20)
+    assert finding.share == pytest.approx(10 * 0.38 / report.wall_s, rel=0.01)
+    assert (report.step_s_median, report.step_s_p95, report.step_s_max) == pytest.approx((0.02, 0.4, 0.4))
+    assert report.samples_per_s == pytest.approx(201 / (190 * 0.02 + 11 * 0.4))
 
 
 def test_a_loader_is_judged_by_its_present_settings(tmp_path: Path) -> None:

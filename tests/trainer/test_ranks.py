@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu, process
-from rank_processes import train_ranks
+from rank_processes import run_ranks, train_ranks, train_slow_ranks
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
@@ -77,6 +78,16 @@ def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, failing_rank: i
     # What the other node published at the end of the first epoch is not lost.
     assert [one.node for one in report.gpus] == [0, 1]
     assert [rank.rank for rank in report.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path, ranks: int) -> None:
+    phases = ["data_loading", "forward", "backward", "optimizer", "callback"]
+    slow_ranks = {"healthy": None, "checkpoint": 0, **{phase: i % ranks for i, phase in enumerate(phases)}}
+    results = run_ranks(tmp_path, train_slow_ranks, ranks=ranks, options={"slow_ranks": slow_ranks})
+    assert [result.returncode for result in results] == [0] * ranks, results[0].stderr
+    blamed = json.loads((tmp_path / "blamed.json").read_text())
+    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
 
 
 def test_a_spawned_process_gets_the_callbacks_and_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ def test_spans_add_up_to_the_run_and_stay_few() -> None:
         seconds["training_step"] += 20.0
         seconds["callback/Slow"] += 10.0
         if now_s >= timeline.due_s:
-            timeline.cut(now_s, seconds)
+            timeline.cut(now_s, seconds, step + 1)
         assert len(timeline.spans()) <= 40 or step % 100
     spans = timeline.spans()
     assert spans[0].begin_s == 0
@@ -29,19 +29,20 @@ def test_spans_add_up_to_the_run_and_stay_few() -> None:
     for span in spans:
         assert sum(span.phase_s.values()) == pytest.approx(span.end_s - span.begin_s)
         assert span.phase_s["callback"] == pytest.approx(span.phase_s["training_step"] / 2)
+    assert sum(span.steps for span in spans) >= 20_000 - 2**10  # all but those of the last span, which is not cut
 
 
 def test_what_begins_has_an_edge_of_its_own() -> None:
     timeline = PhaseTimeline(width_s=100.0)
     timeline.start(0.0)
-    timeline.cut_at_edge(50.0, {"training_step": 50.0})
-    timeline.cut_at_edge(80.0, {"training_step": 50.0, "validation": 30.0})
-    timeline.cut_at_edge(81.0, {"training_step": 51.0, "validation": 30.0})  # too short for a span
-    timeline.cut(90.0, {"training_step": 60.0, "validation": 30.0})
-    assert [(span.end_s, dict(span.phase_s)) for span in timeline.spans()] == [
-        (50, {"training_step": 50}),
-        (80, {"validation": 30}),
-        (90, {"training_step": 10}),
+    timeline.cut_at_edge(50.0, {"training_step": 50.0}, 5)
+    timeline.cut_at_edge(80.0, {"training_step": 50.0, "validation": 30.0}, 5)
+    timeline.cut_at_edge(81.0, {"training_step": 51.0, "validation": 30.0}, 5)  # too short for a span
+    timeline.cut(90.0, {"training_step": 60.0, "validation": 30.0}, 6)
+    assert [(span.end_s, dict(span.phase_s), span.steps) for span in timeline.spans()] == [
+        (50, {"training_step": 50}, 5),
+        (80, {"validation": 30}, 0),
+        (90, {"training_step": 10}, 1),
     ]
 
 

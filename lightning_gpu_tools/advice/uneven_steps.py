@@ -1,0 +1,290 @@
+"""Steps that are not alike: a few that take much longer than the rest, and a slow beginning."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_gpu_tools.advice.findings import MIN_CEILING, MIN_STEPS, Basis, Finding, counted
+from lightning_gpu_tools.training.phases import (
+    CHECKPOINT,
+    DATA_LOADING,
+    MONITORING,
+    PAUSES,
+    PHASES,
+    TRAINER,
+    TRAINING_STEP,
+    UNEXPLAINED,
+    VALIDATION,
+    base_phase,
+)
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps
+from lightning_gpu_tools.units import printable
+
+# From this share of the wall time on, slow steps and a slow beginning are reported.
+MIN_UNEVEN = 0.10
+# Of what adds up to that, the largest part is named, and each other one whose end would be a gain worth reporting.
+_MIN_SHARE = 1 - 1 / MIN_CEILING
+# A beginning is slow if a step takes twice as long as later, as a slow step takes twice the median.
+_TIMES = 2.0
+# Our default: one slow step or two are accidents, which no change would prevent.
+_MIN_SLOW_STEPS = 3
+# Our defaults: three intervals in four are the period, or a multiple of it where one step was not slow; and there are
+# at least three.
+_REGULAR = 0.75
+_MIN_INTERVALS = 3
+# Our default: the batches of slow steps are longer if they have half as many numbers again as other batches.
+_LONGER = 1.5
+# Our default: "nearly all" of the waiting.
+_NEARLY_ALL = 0.90
+# Our default: too few workers make every fourth step wait if there are four; waits that are rarer have another reason.
+_RARER_THAN_BURSTS = 1.5
+# Slow steps in these have no other finding.
+_OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
+
+
+class Uneven(NamedTuple):
+    """Something that makes steps unlike.
+
+    Attributes:
+        phase: Where these steps lose their time.
+        share: Fraction of the wall time that as many other steps would not have taken; of it, on a GPU, that for which
+            the GPU was idle.
+        lasting: Whether it is more than the start of the program, or an accident.
+        evidence: Numbers, and text.
+    """
+
+    phase: str
+    share: float
+    lasting: bool
+    evidence: Mapping[str, float | str]
+
+
+def details(evidence: Mapping[str, float | str]) -> str:
+    """Return in words which steps are slow, and in which phase if that is given; empty without such evidence."""
+    where = _quoted(str(evidence.get("phase", "")))
+    if "first_steps" in evidence:
+        first = "the first {first_steps:,} of {of_steps:,} steps".format_map(evidence)
+        if where:
+            return f"in {first} {where} took {_rounded(evidence['times_later'])} times as long"
+        return f"{evidence['first_percent']:.0f} % of it in {first}"
+    if "slow_steps" not in evidence:
+        return ""
+    text = "{slow_steps:,} of {of_steps:,} steps took ".format_map(evidence)
+    text += f"{_rounded(evidence['times_median'])} times the median"
+    text += ", every {every_steps} steps".format_map(evidence) if "every_steps" in evidence else ""
+    text += " ({period})".format_map(evidence) if "period" in evidence else ""
+    return text + (f", in {where}" if where else "")
+
+
+def _rounded(times: float | str) -> str:
+    return f"{float(times):.2g}" if float(times) < 9.95 else f"{float(times):,.0f}"
+
+
+def _quoted(phase: str) -> str:
+    """Return the line of the time tree that has the phase."""
+    group, _, name = phase.partition("/")
+    label = printable(name) or (PHASES[group].label if group in PHASES else printable(group))
+    return f'"{label}"' if label else ""
+
+
+def uneven(run: RunMeasurements) -> list[Uneven]:
+    """Return what makes steps unlike, the largest first, if it takes a tenth of the wall time."""
+    slow_steps = () if run.step_times is None else run.step_times.slow
+    beginnings = [one for group in PHASES if (one := _slow_beginning(run, group, slow_steps)) is not None]
+    ends = {one.phase: one.evidence["first_steps"] for one in beginnings}
+    later = [slow for slow in slow_steps if slow.steps[-1] > float(ends.get(base_phase(slow.phase), 0))]
+    found = [*beginnings, *(_slow_steps(run, slow) for slow in later if base_phase(slow.phase) != MONITORING)]
+    found.sort(key=lambda one: -one.share)
+    between = [one for one in found if one.phase not in PAUSES]  # users ask for the others
+    named = between[:1] if sum(one.share for one in between) >= MIN_UNEVEN else []
+    return [one for one in found if one in named or (one.share >= _MIN_SHARE and (named or one.phase in PAUSES))]
+
+
+def _lost(run: RunMeasurements, phase: str, share: float) -> float:
+    """Return for which part of this share the GPU was idle, as far as it is known."""
+    if base_phase(phase) != TRAINING_STEP:
+        return min(1.0, share * run.exposed(phase), run.idle_share)
+    # While the GPU is busy, the host may only be waiting for it.
+    in_step = run.idle_in_step_share
+    return min(1.0, share if in_step is None else min(share, in_step))
+
+
+def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
+    times = run.step_times
+    assert times is not None
+    evidence: dict[str, float | str] = {
+        "slow_steps": slow.count,
+        "of_steps": times.count,
+        "times_median": slow.seconds / slow.count / max(times.p50_s, 1e-9),
+        "latest_steps": ", ".join(map(str, slow.steps[-5:])),
+    }
+    every = period(slow.steps)
+    if every is not None:
+        evidence["every_steps"] = every
+        name = _name_of_period(run, every)
+        if name is not None:
+            evidence["period"] = name
+    if slow.batch_items and times.batch_items:
+        evidence["batch_items_times"] = slow.batch_items / times.batch_items
+    share = _lost(run, slow.phase, slow.excess_s / run.wall_s)
+    return Uneven(slow.phase, share, slow.count >= _MIN_SLOW_STEPS, evidence)
+
+
+def period(steps: Sequence[int]) -> int | None:
+    """Return every how many steps one of these comes, if they come regularly.
+
+    Args:
+        steps: Their numbers, in order. Neighbors count as one.
+    """
+    firsts = [step for before, step in pairwise((0, *steps)) if step - before > 1]
+    apart = Counter(after - before for before, after in pairwise(firsts))
+    if not apart:
+        return None
+    every, often = min(apart.items(), key=lambda item: (-item[1], item[0]))
+    regular = sum(count for interval, count in apart.items() if interval % every == 0)
+    intervals = apart.total()
+    return every if often >= max(_MIN_INTERVALS, intervals / 2) and regular >= _REGULAR * intervals else None
+
+
+def _name_of_period(run: RunMeasurements, every: int) -> str | None:
+    """Return what the Trainer does as often as that."""
+    pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
+    known = {
+        "accumulate_grad_batches": run.accumulate_grad_batches,
+        "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches,
+        "validation": period(pauses.get(VALIDATION, ())),
+        "checkpoints": period(pauses.get(CHECKPOINT, ())),
+        "the length of an epoch": run.epoch_steps,
+    }
+    return next((name for name, steps in known.items() if steps == every), None)
+
+
+def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowSteps]) -> Uneven | None:
+    """Return the beginning in which a phase took at least twice as long per step as later."""
+    if group in (MONITORING, *PAUSES):
+        return None
+    steps, seconds = sum(span.steps for span in run.spans), sum(span.phase_s.get(group, 0.0) for span in run.spans)
+    # It ends where the phase is furthest ahead of its mean pace.
+    done_steps, done_s, furthest_s, first_steps, first_s = 0, 0.0, 0.0, 0, 0.0
+    for span in run.spans:
+        done_steps, done_s = done_steps + span.steps, done_s + span.phase_s.get(group, 0.0)
+        ahead_s = done_s - seconds * done_steps / max(1, steps)
+        if ahead_s > furthest_s:
+            furthest_s, first_steps, first_s = ahead_s, done_steps, done_s
+    if first_steps < 1 or steps - first_steps < MIN_STEPS:
+        return None  # too early to say that it is over
+    later_s = (seconds - first_s) / (steps - first_steps)
+    excess_s = first_s - first_steps * later_s
+    in_slow_s = sum(
+        slow.excess_s * sum(step > first_steps for step in slow.steps) / len(slow.steps)
+        for slow in slow_steps
+        if base_phase(slow.phase) == group
+    )
+    if first_s < _TIMES * first_steps * later_s or in_slow_s > excess_s / 2:
+        return None
+    evidence: dict[str, float | str] = {
+        "first_steps": first_steps,
+        "of_steps": steps,
+        "first_percent": 100 * first_s / seconds,
+        "times_later": first_s / first_steps / max(later_s, 1e-9),
+    }
+    warm_up = run.steps - (run.step_times.count if run.step_times else 0)
+    return Uneven(group, _lost(run, group, excess_s / run.wall_s), first_steps > warm_up, evidence)
+
+
+def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with what is uneven: added to the finding of its cause, or as one of its own."""
+    findings = list(found)
+    for one in uneven(run):
+        if not one.lasting or one.evidence.get("period") == "accumulate_grad_batches":
+            continue  # the optimizer's step is due then
+        place = next((i for i, finding in enumerate(findings) if tells(finding, one)), None)
+        before = None if place is None else findings.pop(place)
+        group = base_phase(one.phase)
+        if group == DATA_LOADING:
+            after = _waits(run, one, before)
+        elif before is not None:
+            after = replace(before, evidence={**one.evidence, **before.evidence})
+        else:
+            after = _slow_work(one) if group in _OWN else None
+        findings += [] if after is None else [after]
+    return findings
+
+
+def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
+    """Return in words what is the most uneven beside the findings; empty if there is nothing."""
+    rest = (one for one in uneven(run) if one.phase not in PAUSES and not any(tells(each, one) for each in findings))
+    first = next(rest, None)
+    if first is None:
+        return ""
+    return f"{details({**first.evidence, 'phase': first.phase})}: {100 * first.share:.0f} % of the wall time"
+
+
+def tells(finding: Finding, one: Uneven) -> bool:
+    """Return whether a finding is about the phase that is uneven."""
+    if finding.cause == "slow_steps":
+        return finding.evidence["phase"] == one.phase
+    group, _, name = one.phase.partition("/")
+    return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
+
+
+def _slow_work(one: Uneven) -> Finding:
+    evidence, where = one.evidence, _quoted(one.phase)
+    longer = float(evidence.get("batch_items_times", 1.0))
+    if "first_steps" in evidence:
+        kind = "beginning"
+        advice = (
+            "A longer training loses less. If the lengths of batches vary, pad them to few sizes: torch.compile and "
+            "cuDNN start anew for each size."
+        )
+    elif longer >= _LONGER:
+        kind = "longer_batches"
+        advice = (
+            f"The batches of slow steps have {longer:.2g} times as many numbers as the others. Put samples of similar "
+            "length into one batch, or limit the tokens of a batch."
+        )
+    elif "every_steps" in evidence:
+        kind = "periodic"
+        advice = (
+            f"Find what runs every {evidence['every_steps']} steps in {where}. Run it less often, or make it cheaper."
+        )
+    else:
+        kind = "irregular"
+        advice = (
+            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. Rare "
+            "samples, a full disk, other programs or, with several ranks, a slow rank can be behind it."
+        )
+    basis: Basis = "heuristic" if kind in ("beginning", "longer_batches") else "measured"
+    return counted("slow_steps", one.share, {"kind": kind, "phase": one.phase, **evidence}, advice, basis)
+
+
+def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
+    """Return what uneven waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
+    evidence, workers = one.evidence, 0 if run.loader is None else run.loader.num_workers
+    begins = "first_steps" in evidence
+    if steady is not None and (
+        steady.evidence.get("kind") in ("slow_worker", "cold_cache")
+        or (begins and float(evidence["first_percent"]) < 100 * _NEARLY_ALL)
+    ):
+        return replace(steady, evidence={**evidence, **steady.evidence})
+    if begins:
+        kind = "cold_cache"
+        advice = (
+            "Later steps need no change: by then the data is cached, so a longer run loses less. To speed up the "
+            "beginning, copy the data to a local disk beforehand."
+        )
+    elif float(evidence["of_steps"]) <= _RARER_THAN_BURSTS * workers * float(evidence["slow_steps"]):
+        return steady
+    else:
+        kind = "slow_batches"
+        advice = (
+            f"Some batches take as long to load as {_rounded(evidence['times_median'])} steps, the latest at steps "
+            f"{evidence['latest_steps']}. Find what the dataset does for them. To bridge the gaps, prefetch more "
+            "batches than that (num_workers times prefetch_factor)."
+        )
+    shown = {"kind": kind, "num_workers": workers, **evidence}
+    return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")

@@ -1,0 +1,115 @@
+"""How long steps took, by a clock that the test holds."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measured_runs import timed_steps
+from trainings import HandClock
+
+from lightning_gpu_tools.training.phases import CHECKPOINT, TRAINING_STEP, VALIDATION
+from lightning_gpu_tools.training.run_measurements import StepTimes
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+
+Step = dict[str, float]
+
+
+def timed(steps: Sequence[Step], warm_up: Step | None = None) -> StepTimes:
+    """Return what is known of steps with these seconds by phase, after the warm-up."""
+    clock = timed_steps([*[warm_up or {TRAINING_STEP: 1.0}] * WARM_UP_STEPS, *steps, {}])
+    facts = clock.times.facts()
+    assert facts is not None
+    return facts
+
+
+def test_percentiles_are_of_single_steps_and_leave_out_the_warm_up() -> None:
+    times = timed([{TRAINING_STEP: 0.02}] * 180 + [{TRAINING_STEP: 0.4}] * 20, warm_up={TRAINING_STEP: 30.0})
+    assert (times.count, times.seconds) == (200, pytest.approx(180 * 0.02 + 20 * 0.4))
+    assert (times.p50_s, times.p95_s, times.max_s) == pytest.approx((0.02, 0.4, 0.4))
+    assert times.longest == WARM_UP_STEPS + 181
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=300))
+def test_percentiles_are_within_two_percent_and_parts_add_up(seconds: list[float]) -> None:
+    times = timed([{TRAINING_STEP: one} for one in seconds])
+    assert times.count == len(seconds)
+    assert times.seconds == pytest.approx(sum(seconds))
+    assert times.max_s == pytest.approx(max(seconds))
+    ordered = sorted(seconds)
+    assert times.p50_s == pytest.approx(ordered[(len(ordered) - 1) // 2], rel=0.02)
+    assert times.p50_s <= times.p95_s * 1.02 <= times.max_s * 1.05
+    assert sum(slow.seconds for slow in times.slow) <= times.seconds * (1 + 1e-9)
+
+
+def test_slow_steps_are_told_apart_by_the_phase_that_made_them_slow() -> None:
+    usual = {"data_loading": 0.005, TRAINING_STEP: 0.02}
+    steps = [dict(usual) for _ in range(200)]
+    for i in range(9, 200, 20):
+        steps[i][TRAINING_STEP] = 0.42
+    for i in range(24, 200, 50):
+        steps[i]["callback/Slow"] = 1.0
+    steps[150]["data_loading"] = 0.505
+    found = {slow.phase: slow for slow in timed(steps).slow}
+    counts = {phase: slow.count for phase, slow in found.items()}
+    assert counts == {TRAINING_STEP: 10, "callback/Slow": 4, "data_loading": 1}
+    assert found[TRAINING_STEP].excess_s == pytest.approx(10 * 0.4)
+    assert found["callback/Slow"].excess_s == pytest.approx(4 * 1.0)
+    assert found["data_loading"].excess_s == pytest.approx(0.5)
+    assert found[TRAINING_STEP].steps == tuple(WARM_UP_STEPS + 1 + i for i in range(9, 200, 20))
+
+
+def test_pauses_make_a_step_slow_but_not_long() -> None:
+    steps = [{TRAINING_STEP: 1.0} for _ in range(100)]
+    for i in range(9, 100, 10):
+        steps[i][VALIDATION] = 5.0
+    steps[99][CHECKPOINT] = 7.0
+    times = timed(steps)
+    assert times.max_s == times.p50_s == 1.0
+    assert {slow.phase: slow.count for slow in times.slow} == {VALIDATION: 9, CHECKPOINT: 1}
+
+
+@given(st.randoms(use_true_random=False), st.lists(st.floats(0.9, 1.1), min_size=50, max_size=200))
+def test_steps_that_are_alike_are_never_slow_in_any_order(order: random.Random, seconds: list[float]) -> None:
+    order.shuffle(seconds)
+    assert timed([{TRAINING_STEP: one} for one in seconds]).slow == ()
+
+
+def test_memory_is_bounded() -> None:
+    noise = random.Random(1)
+    clock = StepClock(time := HandClock())
+    clock.start()
+    for step in range(50_000):
+        clock.begin_fetch()
+        clock.end_fetch()
+        clock.timed(TRAINING_STEP, time.spend)(noise.lognormvariate(-3, 1.0) if step % 100 else 5.0)
+    times = clock.times.facts()
+    assert times is not None
+    assert times.count == 50_000 - WARM_UP_STEPS - 1
+    assert all(len(slow.steps) <= 64 for slow in times.slow)
+    assert len(gc.get_referents(vars(clock.times)["_bins"])) < 2000
+
+
+def test_garbage_collection_is_booked_wherever_it_starts_in_this_thread() -> None:
+    time = HandClock()
+    clock = StepClock(time)
+    clock.start()
+    gc.callbacks.append(spend := lambda stage, info: time.spend(0.5 if stage == "start" else 0.0))
+    gc.disable()  # but for what the test collects
+    try:
+        clock.timed(TRAINING_STEP, lambda: (time.spend(1.0), gc.collect(), time.spend(2.0)))()
+        clock.timed(TRAINING_STEP, lambda: gc.collect(0))()
+        elsewhere = threading.Thread(target=gc.collect)
+        clock.timed(TRAINING_STEP, lambda: (elsewhere.start(), elsewhere.join()))()
+        clock.stop()
+        gc.collect()
+    finally:
+        gc.enable()
+        gc.callbacks.remove(spend)
+    assert clock.seconds == {TRAINING_STEP: 1.0 + 2.0 + 2 * 0.5, "garbage_collection": 0.5}
+    assert clock.wall_s == 4.5
