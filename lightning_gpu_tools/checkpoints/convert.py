@@ -207,7 +207,7 @@ def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
     try:
         if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
             return value.detach().to(dtype)
-        value.new_empty(0).to(dtype)  # refused now, and not in the middle of writing
+        value.new_empty(1).to(dtype)  # refused now, and not in the middle of writing
     except NotImplementedError:
         raise CheckpointError(
             f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
