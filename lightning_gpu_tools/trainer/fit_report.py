@@ -42,6 +42,7 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
     device = trainer.strategy.root_device.type
     no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
+    idle = clock.gpu_idle()
 
     def us_per_step(seconds: float) -> float | None:
         return seconds / clock.steps * 1e6 if clock.steps else None
@@ -64,6 +65,7 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
         monitor_thread_us_per_step=None if watch is None else us_per_step(watch.thread_cpu_s),
         unseen=tuple(session.unseen),
         spans=tuple(clock.timeline.spans()),
+        gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=recorder.ranks(),
         memory_growth=session.memory.growth(),
         loader=None if session.loader_result is None else summarize(session.loader_result),
