@@ -159,6 +159,13 @@ def test_longer_batches_explain_slow_steps() -> None:
     assert first.evidence["batch_items_times"] == 5
 
 
+@pytest.mark.parametrize(("later_s", "kind"), [(0.001, "cold_cache"), (0.03, "too_few_workers")])
+def test_a_wait_that_goes_on_keeps_its_cause(later_s: float, kind: str) -> None:
+    diagnosis = diagnose(run_of(steps(data_loading=lambda number: 0.1 if number <= 250 else later_s)))
+    assert diagnosis.findings[0].evidence["kind"] == kind
+    assert "% of it in the first 249 of 400 steps" in diagnosis.why
+
+
 def test_workers_that_are_too_few_deliver_in_bursts_and_are_no_slow_batches() -> None:
     bursts = run_of(steps(data_loading=every(4, 0.1)), loader=dataclasses.replace(LOADER, num_workers=4))
     finding = diagnose(bursts).findings[0]
