@@ -204,18 +204,21 @@ def _as_root(name: str) -> str:
 
 def _size(path: str, *, of_weights: bool = False) -> int:
     """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.sources import read_structure
-    from lightning_gpu_tools.checkpoints.summary import summarize
+    from lightning_gpu_tools.checkpoints.summary import size_of
 
     if not os.path.exists(path):
         return 0
     try:
         structure = read_structure(path)
+        entries = check_contents(structure.content, path, TensorInfo)
     except (CheckpointError, OSError):
         return 0
     if not of_weights and structure.format != "deepspeed":
         return structure.size_bytes
-    return sum(weight["bytes"] or 0 for weights in summarize(structure)["weights"].values() for weight in weights)
+    return sum(size_of(value) or 0 for weights in entries.values() for value in weights.values())
 
 
 def _print(what: object) -> None:
