@@ -236,6 +236,8 @@ def tells(finding: Finding, one: Uneven) -> bool:
     group, _, name = one.phase.partition("/")
     if finding.cause in _OF_RANKS:
         return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
+    if group == TRAINING_STEP:
+        return finding.cause == name  # backward, optimizer
     return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
 
 
