@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import Precision
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 
@@ -132,6 +133,63 @@ class SlowHookModel(ToyModel):
         time.sleep(0.02)
 
 
+class SlowBackwardModel(ToyModel):
+    """Takes its time in the gradient of its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda gradient: time.sleep(0.02))
+        return loss
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        time.sleep(0.02)
+        return loss
+
+
+class SlowOptimizerModel(ToyModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowSGD(self.parameters(), lr=1e-6)
+
+
+class ManualSlowOptimizerModel(SlowOptimizerModel):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class SlowScheduler(torch.optim.lr_scheduler.ConstantLR):
+    def step(self, *args: Any) -> None:
+        time.sleep(0.02)
+        super().step(*args)
+
+
+class SlowSchedulerModel(ToyModel):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": SlowScheduler(optimizer), "interval": "step"}]
+
+
+class SlowClippingModel(ToyModel):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+
+
+class SlowOptimizerStepModel(ToyModel):
+    """Warms up, with what takes time, before the optimizer's step."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        super().optimizer_step(*args, **kwargs)
+
+
 class SlowTransferModel(ToyModel):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         time.sleep(0.02)
@@ -227,6 +285,19 @@ class SlowCallback(Callback):
         time.sleep(0.02)
 
 
+class SlowGradientCallback(Callback):
+    def on_before_backward(self, *args: Any) -> None:
+        time.sleep(0.02)
+
+
+class SlowPrecision(Precision):
+    """A plugin of one's own, in a place that nothing times by name."""
+
+    def convert_input(self, data: Any) -> Any:
+        time.sleep(0.02)
+        return data
+
+
 class SlowLogger(CSVLogger):
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.02)
@@ -307,7 +378,7 @@ TOYS = {
         f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
         for part in ("forward", "backward", "optimizer")
     },
-    "ddp, no slow rank": Toy("healthy", model=SlowRankModel, options=_DDP),
+    "ddp, no slow rank": Toy("healthy", model=lambda: ToyModel(0.03), options=_DDP),
     # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
@@ -316,6 +387,14 @@ TOYS = {
     ),
     "another loader": Toy("data_loading", loader=lambda: Stream(0.02)),
     "slow hook of the model": Toy("callback SlowHookModel.on_train_batch_start", model=SlowHookModel),
+    "slow scheduler": Toy("callback SlowScheduler.step", model=SlowSchedulerModel),
+    "slow backward": Toy("backward", model=SlowBackwardModel),
+    "slow optimizer": Toy("optimizer", model=SlowOptimizerModel),
+    "slow optimizer, manual": Toy("optimizer", model=ManualSlowOptimizerModel),
+    "slow clipping": Toy("callback SlowClippingModel.configure_gradient_clipping", model=SlowClippingModel),
+    "slow optimizer_step": Toy("callback SlowOptimizerStepModel.optimizer_step", model=SlowOptimizerStepModel),
+    "slow before backward": Toy("callback SlowGradientCallback", callbacks=[SlowGradientCallback]),
+    "slow where nothing has a name": Toy("unexplained trainer", options={"plugins": SlowPrecision()}),
     "slow transfer": Toy("host_to_device_copy", model=SlowTransferModel),
     "short epochs": Toy(
         "epoch_start", model=lambda: ToyModel(0.002), loader=workers(2, 0.0, length=20), options={"max_epochs": -1}

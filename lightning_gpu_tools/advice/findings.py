@@ -15,6 +15,8 @@ Cause = Literal[
     "launch_bound",
     "small_batch",
     "low_precision",
+    "backward",
+    "optimizer",
     "callback",
     "logging",
     "checkpoint",
@@ -48,6 +50,10 @@ MIN_STEPS = 50
 MIN_SECONDS = 20.0
 # Our default: a GPU that runs a kernel for this much of the time looks well used.
 BUSY_PERCENT = 80.0
+# Where no measurement tells what runs.
+FIND_FUNCTION = (
+    "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,9 +138,19 @@ def counted(
     evidence: Mapping[str, float | str],
     advice: str,
     basis: Basis = "measured",
+    avoidable: float | None = None,
 ) -> Finding:
-    """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound."""
-    bound = ceiling(share)
+    """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound.
+
+    Args:
+        cause: What it is.
+        share: Fraction of the wall time that it takes.
+        evidence: Numbers and text.
+        advice: What to change.
+        basis: Of the finding.
+        avoidable: The part of the share that can go, as a fraction of the wall time; by default all of it.
+    """
+    bound = ceiling(share if avoidable is None else avoidable)
     return Finding(
         cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=evidence, advice=advice, basis=basis
     )

@@ -113,6 +113,7 @@ class Report:
         unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
             around it.
         spans: The phases over time, in at most 401 parts.
+        gpu_step_s: Mean time of a training step by the GPU's own clock, by part; empty without a GPU.
         ranks: The steps of each rank that reported; empty with one rank.
         memory_growth: Memory that grew steadily.
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
@@ -139,6 +140,7 @@ class Report:
     confirmation: str | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
+    gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
     memory_growth: tuple[MemoryGrowth, ...] = ()
     loader: LoaderSummary | None = None

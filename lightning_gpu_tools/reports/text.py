@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -20,6 +20,8 @@ _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # A report is at most 80 lines long, whatever the job. The file has the rest.
 _MAX_GPUS = 8
 _MAX_NAMES = 8
+_MIN_PART = 0.02
+_CAUSE = "  ◀ cause"
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
@@ -36,6 +38,7 @@ def render_text(report: Report) -> str:
         *map(str, report.memory_growth),
         *_rank_lines(report),
         *_idle_lines(report),
+        *_gpu_step_lines(report),
         *([_loader_line(report.loader)] if report.loader is not None else []),
     ]
     return "\n".join(
@@ -164,6 +167,17 @@ def _idle_lines(report: Report) -> list[str]:
     return [f"GPU idle, of the wall time: {', '.join(parts)}.{doubt}"]
 
 
+def _gpu_step_lines(report: Report) -> list[str]:
+    """Return what the parts of a step take by the GPU's clock: the tree has them by the host's, which runs ahead."""
+    total_s = sum(report.gpu_step_s.values())
+    parts = [
+        f"{printable(phase.partition('/')[2])} {format_duration(part_s)}"
+        for phase, part_s in sorted(report.gpu_step_s.items(), key=lambda item: -item[1])
+        if "/" in phase and part_s >= _MIN_PART * total_s
+    ]
+    return [f"GPU time of a step: {', '.join(parts)}."] if parts else []
+
+
 def _idle_label(phase: str) -> str:
     group, _, name = phase.partition("/")
     return printable(name) or ("inside the training step" if phase == TRAINING_STEP else phase_label(group))
@@ -235,11 +249,17 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return dict(sorted(groups.items(), key=lambda item: (item[0] == UNEXPLAINED, -sum(item[1].values()))))
 
 
+def cause_phase(report: Report) -> str | None:
+    """Return the phase of the time tree that the first finding is about; ``None`` if there is no such phase."""
+    for first in report.diagnosis.findings[:1]:
+        name = first.evidence.get("phase" if first.cause in ("unexplained", "slow_steps") else "name")
+        phases = (str(name), f"{first.cause}/{name}", f"{TRAINING_STEP}/{first.cause}", first.cause)
+        return next((phase for phase in phases if phase in report.phase_s), None)
+    return None
+
+
 def _time_tree(report: Report) -> list[str]:
-    causes = {
-        base_phase(str(finding.evidence.get("phase"))) if finding.cause == "slow_steps" else finding.cause
-        for finding in report.diagnosis.findings[:1]
-    }
+    cause = cause_phase(report)
     unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
     lines = [
@@ -248,15 +268,17 @@ def _time_tree(report: Report) -> list[str]:
     groups = phase_groups(report.phase_s)
     for i, (group, parts) in enumerate(groups.items()):
         last = i == len(groups) - 1
-        mark = "  ◀ cause" if group in causes else ""
+        mark = _CAUSE if group == cause else ""
         lines.append(_branch("└─ " if last else "├─ ", phase_label(group), sum(parts.values()), report) + mark)
         named = [(name, seconds) for name, seconds in parts.items() if name]
+        if group == TRAINING_STEP:  # named one by one where it is worth a line
+            named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
         if len(named) > _MAX_NAMES:
             rest = named[_MAX_NAMES - 1 :]
             named[_MAX_NAMES - 1 :] = [(f"{len(rest)} others", sum(seconds for _, seconds in rest))]
         for j, (name, seconds) in enumerate(named):
             stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
-            lines.append(_branch(stem, name, seconds, report))
+            lines.append(_branch(stem, name, seconds, report) + (_CAUSE if f"{group}/{name}" == cause else ""))
     return lines
 
 

@@ -76,6 +76,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
     thread_s = session.background.cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
     no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
+    idle = measured.gpu_idle
 
     def us_per_step(seconds: float) -> float | None:
         return seconds / clock.steps * 1e6 if clock.steps else None
@@ -98,6 +99,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
         monitor_thread_us_per_step=us_per_step(thread_s),
         unseen=tuple(session.unseen),
         spans=tuple(clock.timeline.spans()),
+        gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
         memory_growth=session.memory.growth() if ended else (),
         loader=None if session.loader_result is None else summarize(session.loader_result),

@@ -20,8 +20,16 @@ from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach,
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import is_plain_ddp, local_ranks, train_loader_settings, trains_on_gpu
-from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
-from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, EPOCH_START, LOGGING, VALIDATION, base_phase
+from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.phases import (
+    CALLBACK,
+    CHECKPOINT,
+    EPOCH_START,
+    LOGGING,
+    SELF_LOG,
+    VALIDATION,
+    base_phase,
+)
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements
@@ -143,7 +151,7 @@ class RunRecorder:
             low_s, phase_s[part], high_s = quantiles(steady * 2, method="inclusive")  # which one block is too few for
             phase_iqr_s[part] = high_s - low_s
         for phase, seconds in clock.seconds.items():
-            if base_phase(phase) in _NOT_IN_EVERY_STEP:
+            if base_phase(phase) in _NOT_IN_EVERY_STEP and phase != f"{LOGGING}/{SELF_LOG}":  # which may gather
                 phase_s[phase] = seconds / max(1, clock.steps)
         steps = sum(block.steps for block in clock.blocks)
         wait_s = None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps
@@ -207,6 +215,7 @@ class RunRecorder:
             matmul_precision=torch.get_float32_matmul_precision(),
             spans=clock.timeline.spans(),
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
+            optimizers=optimizers_on_cpu(trainer.strategy.root_device, trainer.optimizers),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
             epoch_steps=_finite(trainer.num_training_batches),
             left_on_cpu=left_on_cpu(trainer.lightning_module) if self._on_gpu else (),

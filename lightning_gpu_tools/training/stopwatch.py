@@ -91,9 +91,9 @@ class Stopwatch:
         """
         return _Booked(self, self.account(phase), action, self.account(except_in) if except_in else None)
 
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its time booked on a phase."""
-        booked = self.booked(phase)
+    def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
+        """Return the function with its time booked on a phase, except in another one."""
+        booked = self.booked(phase, except_in=except_in)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with booked:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -145,14 +146,31 @@ def test_a_large_job_has_a_report_of_80_lines() -> None:
     gpus = [
         replace(REPORT.gpus[0], index=i, others_utilization_percent=50.0, power_watts_mean=300.0) for i in range(64)
     ]
-    names = [f"{group}/Name{i}" for group in ("callback", "logging") for i in range(50)]
+    names = [f"{group}/Name{i}" for group in ("callback", "logging", "training_step") for i in range(50)]
     broken = replace(gpus[63], errors=("Xid 31 (memory page fault)",))
     phase_s = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)}
-    lines = render_text(replace(REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=111.0)).splitlines()
+    report = replace(REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=40.0, gpu_step_s=phase_s)
+    lines = render_text(report).splitlines()
     assert len(lines) <= 80
     assert "56 more GPUs are in gpu_report.json." in lines
     assert any("ERRORS: Xid 31" in line for line in lines)
-    assert sum("43 others" in line and "43 s" in line for line in lines) == 2
+    assert sum("43 others" in line and "43 s" in line for line in lines) == 3
+
+
+def test_a_part_of_the_step_is_a_line_from_two_percent_on() -> None:
+    parts = {"forward": 12.0, "backward": 25.0, "optimizer": 3.0, "zero_grad": 0.7}
+    phase_s = {"training_step": 0.5, **{f"training_step/{name}": seconds for name, seconds in parts.items()}}
+    ms = {phase: seconds / 1e3 for phase, seconds in phase_s.items()}
+    finding = replace(FINDING, cause="backward", evidence={})
+    diagnosis = replace(REPORT.diagnosis, findings=(finding,))
+    text = render_text(replace(REPORT, phase_s=phase_s, wall_s=41.2, gpu_step_s=ms, diagnosis=diagnosis))
+    assert re.findall(r"─ (\S.*\S)  +\S+ m?s +([0-9.]+) %.*?(◀ cause)?$", text, re.MULTILINE) == [
+        ("training step", "100.0", ""),
+        ("backward", "60.7", "◀ cause"),
+        ("forward", "29.1", ""),
+        ("optimizer", "7.3", ""),
+    ]
+    assert "GPU time of a step: backward 25 ms, forward 12 ms, optimizer 3 ms." in text
 
 
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
