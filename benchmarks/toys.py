@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import signal
 import random
+import signal
 import tempfile
 import time
 import warnings
