@@ -12,6 +12,7 @@ import argparse
 import gc
 import os
 import random
+import signal
 import tempfile
 import time
 import warnings
@@ -109,14 +110,23 @@ class SlowLayer(torch.nn.Linear):
 
 
 class ToyModel(LightningModule):
-    def __init__(self, step_s: float = 0.0, validation_s: float = 0.005, *, fail_at: int | None = None) -> None:
+    def __init__(
+        self,
+        step_s: float = 0.0,
+        validation_s: float = 0.005,
+        *,
+        fail_at: int | None = None,
+        killed_at: int | None = None,
+    ) -> None:
         super().__init__()
         self.layer = SlowLayer(step_s)
-        self.validation_s, self.fail_at = validation_s, fail_at
+        self.validation_s, self.fail_at, self.killed_at = validation_s, fail_at, killed_at
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == self.fail_at:
             raise KeyError("a label that is not in the table")
+        if batch_idx == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = self.layer(batch).square().mean() / 1e9
         self.log("loss", loss)
         return loss
@@ -333,6 +343,7 @@ class Toy:
         options: Of the Trainer; a logger as its class.
         validate: Whether there is something to validate on.
         last: Whether the watching callbacks come after the others; ``None`` = it does not matter and is shuffled.
+        is_killed: Whether the process is killed, so that only the report that was written meanwhile can answer.
     """
 
     known: str
@@ -342,6 +353,12 @@ class Toy:
     options: dict[str, Any] = field(default_factory=dict)
     validate: bool = False
     last: bool | None = None
+    is_killed: bool = False
+
+    @property
+    def needs_a_process(self) -> bool:
+        """Whether it has to be trained in a process of its own."""
+        return self.is_killed or self.options.get("devices", 1) > 1
 
 
 def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoader]:
@@ -366,6 +383,8 @@ TOYS = {
     "g": Toy("too_short", options={"max_steps": 10}),
     "h": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4),
              model=lambda: ToyModel(fail_at=110)),
+    "h, killed": Toy("data_loading too_few_workers", loader=workers(0, 0.005),
+                     model=lambda: ToyModel(killed_at=250), is_killed=True),
     "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
                options=_DDP),

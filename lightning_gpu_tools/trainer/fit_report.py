@@ -76,7 +76,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
     thread_s = session.background.cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
     no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
-    idle = clock.gpu_idle()
+    idle = measured.gpu_idle
 
     def us_per_step(seconds: float) -> float | None:
         return seconds / clock.steps * 1e6 if clock.steps else None
