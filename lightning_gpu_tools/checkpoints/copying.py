@@ -216,14 +216,14 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     parameters = [*model.parameters()]
-    engines = filter(is_deepspeeds, model.modules())
-    optimizers = [engine.optimizer for engine in engines] + [getattr(p, "_z3_optimizer", None) for p in parameters]
+    optimizers: list[Any] = [engine.optimizer for engine in filter(is_deepspeeds, model.modules())]
+    optimizers += [getattr(parameter, "_z3_optimizer", None) for parameter in parameters]
     for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
         if hasattr(optimizer, "refresh_fp32_params"):  # torch's own keep no copies
             optimizer.refresh_fp32_params()
-    for parameter in parameters:
-        if getattr(parameter, "_hp_mapping", None) is not None:  # also where the engine itself was not given
-            parameter._hp_mapping.update_hp()
+    for copies in (getattr(parameter, "_hp_mapping", None) for parameter in parameters):
+        if copies is not None:  # also where the engine itself was not given
+            copies.update_hp()
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
