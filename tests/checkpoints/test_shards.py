@@ -113,7 +113,7 @@ def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, 
 
 def test_lightnings_folder_becomes_a_lightning_checkpoint(tmp_path: Path, run: Run) -> None:
     folder = lightnings_folder(tmp_path / "last.ckpt")
-    assert "Lightning checkpoint" in run("inspect", folder)[1]
+    assert "Lightning checkpoint" in " ".join(run("inspect", folder)[1].split())  # a long path may part the words
     assert run("convert", folder, tmp_path / "one.ckpt")[0] == 0
     content = torch.load(tmp_path / "one.ckpt")
     assert (content["epoch"], [*content["state_dict"]]) == (3, [*WEIGHTS])
