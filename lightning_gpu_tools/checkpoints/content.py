@@ -97,12 +97,15 @@ def describe_content(content: Any) -> str:
         shape = "x".join(map(str, content.shape or ())) or "scalar"
         return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        return f"a {type(content).__name__} of {len(content)}"
+        first = (
+            f", first {describe_content(content[0])}" if content and not isinstance(content[0], (list, tuple)) else ""
+        )
+        return f"a list of {len(content)}{first}"
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
         return f"{what} of the class {printable(content.kind or 'unknown')}"
     if isinstance(content, StandIn):
-        return f"{printable(content)} by its name"
+        return f"the class or function {printable(content)}"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
     if content is None or isinstance(content, (bool, int, float)):

@@ -27,6 +27,7 @@ from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    as_plain_tensors,
     check_complete,
     check_repetition,
     choose_weights,
@@ -179,7 +180,7 @@ def _has_numbers(value: Any) -> bool:
 
 def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
     """Return the weights with their new names and precision; those that are tied stay tied."""
-    converted = plan.apply(weights)
+    converted = plan.apply(as_plain_tensors(weights))
     if changes.dtype is None:
         return converted
     identity = same_tensors(converted)
@@ -188,7 +189,7 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _with_dtype(value, changes.dtype)
+            made[same] = _to_dtype(key, value, changes.dtype)
             if _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
@@ -200,11 +201,17 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
     return converted
 
 
-def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is dtype:
         return value
-    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
-        return value.detach().to(dtype)
+    try:
+        if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+            return value.detach().to(dtype)
+        value.new_empty(1).to(dtype)  # refused now, and not in the middle of writing
+    except NotImplementedError:
+        raise CheckpointError(
+            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
+        ) from None
     return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
 
 

@@ -162,6 +162,13 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+    except KeyError as error:  # of a module that translates its weights, as quantized ones do
+        key = error.args[0] if error.args else None
+        if key in renamed or key not in model.state_dict():
+            raise
+        raise CheckpointMismatchError(
+            f"There is no {printable(key)} in it, without which the model cannot load itself. {outcome}", [key]
+        ) from None
 
 
 Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]

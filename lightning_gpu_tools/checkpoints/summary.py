@@ -233,7 +233,9 @@ def _text_of(name: Any) -> str:
 def _kind_of(content: Any, entries: Mapping[str, Any]) -> str:
     if not isinstance(content, Mapping):
         return "other"
-    return "state_dict" if "" in entries else "dictionary"
+    if "" in entries:
+        return "state_dict"
+    return "other" if "param_groups" in content and "state" in content else "dictionary"
 
 
 def _names(content: Any, name: str) -> list[str]:

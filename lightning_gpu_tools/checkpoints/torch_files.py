@@ -71,7 +71,9 @@ def read_checkpoint(
         try:
             return _load(file, structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
-            if check_contents(structure.content, path, TensorInfo):
+            entries = check_contents(structure.content, path, TensorInfo)
+            values = [value for weights in entries.values() for value in weights.values()]
+            if values and all(_is_plain(value) or not _holds_tensors(value) for value in values):
                 command = f"lightning-gpu-tools checkpoint convert {shlex.quote(printable_path(path))} TARGET --weights"
                 error.args = (
                     f"{error}\n  The weights alone come without opening any of this: lightning_gpu_tools.load_weights, "
@@ -242,7 +244,10 @@ def _described_weights(file: BinaryIO, structure: Structure, refusal: UnsafeChec
             sets[entry]._metadata = weights._metadata  # type: ignore[attr-defined]
     if special:
         kinds = ", ".join(sorted({*special.values()}))
-        refusal.args = (f"{refusal}\n  Some of its weights are more than numbers ({kinds}): {list_groups(special)}.",)
+        refusal.args = (
+            f"{refusal}\n  Some of its weights are more than numbers, so they cannot be taken without opening it "
+            f"({kinds}): {list_groups(special)}.",
+        )
         raise refusal
     return put_weights(structure.content, sets)
 
@@ -267,9 +272,9 @@ def _holds_tensors(value: Any) -> bool:
     return False
 
 
-def _is_plain(tensor: TensorInfo) -> bool:
-    """Whether a tensor is numbers at a place in the file, and nothing else."""
-    if tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
+def _is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor that is numbers at a place in the file, and nothing else."""
+    if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
 

@@ -156,7 +156,7 @@ def _is_lightnings(model_class: type[LightningModule]) -> bool:
 def _built_by_its_class(
     model_class: type[Module],
     path: str | os.PathLike[str],
-    root: str | None,
+    root: Root,
     device: Any,
     hparams_file: str | os.PathLike[str] | None,
     strict: bool | None,
