@@ -95,7 +95,9 @@ def load_weights(
 
     The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module, or a
     safetensors file. It is read on the CPU, from whatever device it was saved, and each weight is copied to where the
-    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread.
+    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread. Shards are one
+    checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of ``torch.distributed.checkpoint``,
+    FSDP, ModelParallel and DeepSpeed ZeRO.
 
     Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
     are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
@@ -106,7 +108,7 @@ def load_weights(
     Args:
         model: Any module, wrapped or not. Of DeepSpeed, the engine: only that knows all copies of the weights. Where it
             is sharded, every process has to call this.
-        path: A local path, or any URL that fsspec knows.
+        path: A local path, of a folder as well if it holds shards, or any URL of a file that fsspec knows.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
             A pair such as ``("bert.", "encoder.")`` puts the second, which the model has, in the place of the first.
             ``None`` searches for one; ``""`` takes the names as they are.
