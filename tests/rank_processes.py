@@ -22,15 +22,16 @@ from trainings import Model, Raise, Samples, Spending, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 
-_processes = multiprocessing.get_context("forkserver")
+processes = multiprocessing.get_context("forkserver")
 # Not this module itself: until Python 3.13 the server does not look where this process does for modules.
-_processes.set_forkserver_preload(
+processes.set_forkserver_preload(
     [
         "lightning.pytorch",
         "matplotlib.figure",
         "lightning_gpu_tools.trainer.gpu_utilization_advisor",
         "lightning_gpu_tools.trainer.gpu_utilization_monitor",
         "lightning_gpu_tools.reports.plot",
+        "lightning_gpu_tools.trainer.fit_report",
     ]
 )
 
@@ -70,7 +71,7 @@ def run_ranks(
         env |= {name: str(number) for name, number in place.items()}
         if machines:
             env |= machines[rank].variables()
-        process = _processes.Process(target=_run, args=(folder, env, function, options or {}))
+        process = processes.Process(target=_run, args=(folder, env, function, options or {}))
         process.start()
         started.append(process)
     for process in started:

@@ -111,7 +111,9 @@ class GpuModel(Model):
         kernel_s: The GPU's.
         copy_s: The GPU's time to copy a batch.
         pageable: Whether the host waits for the copy.
-        item: Whether the step ends with a wait for the GPU.
+        item: Whether forward ends with a wait for the GPU.
+        backward_s: The GPU's time in backward; the host takes none.
+        optimizer_s: Likewise in the optimizer's step.
     """
 
     def __init__(
@@ -124,10 +126,13 @@ class GpuModel(Model):
         copy_s: float = 0.0,
         pageable: bool = False,
         item: bool = False,
+        backward_s: float = 0.0,
+        optimizer_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.time, self.device_, self.host_s, self.kernel_s = time, device, host_s, kernel_s
         self.copy_s, self.pageable, self.item = copy_s, pageable, item
+        self.backward_s, self.optimizer_s = backward_s, optimizer_s
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         self.device_.copy(self.copy_s, self.pageable)
@@ -140,7 +145,16 @@ class GpuModel(Model):
             self.device_.launch(self.kernel_s / 10)
         if self.item:
             self.device_.synchronize()
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        if self.backward_s:
+            loss.register_hook(lambda gradient: self.device_.launch(self.backward_s))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        if self.optimizer_s:
+            optimizer.register_step_post_hook(lambda *args: self.device_.launch(self.optimizer_s))
+        return optimizer
 
 
 def train_on_simulated_gpu(

@@ -16,18 +16,19 @@ from lightning_gpu_tools.advice.findings import (
     is_worth_reporting,
 )
 from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
-from lightning_gpu_tools.advice.host_work import host_work
+from lightning_gpu_tools.advice.host_work import host_work, unnamed
 from lightning_gpu_tools.advice.inside_step import (
     has_few_active_sms,
     inside_step,
     is_tiny,
     low_precision,
+    out_of_proportion,
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Our default: anyone with more to change starts with the first ones.
@@ -66,6 +67,9 @@ def diagnose(
             "each epoch do not count.",
             next_step="Train longer, or lower min_steps of GPUUtilizationAdvisor.",
             utilization_percent=run.utilization_percent,
+            waiting_share=_waiting_share(run),
+            step_p50_s=run.step_p50_s,
+            step_p95_s=run.step_p95_s,
         )
     return Diagnosis(
         verdict=verdict,
@@ -75,7 +79,14 @@ def diagnose(
         utilization_percent=run.utilization_percent,
         gpu_idle_percent=_idle_percent(run),
         gpu_idle_residual_percent=100 * run.idle_residual,
+        waiting_share=_waiting_share(run),
+        step_p50_s=run.step_p50_s,
+        step_p95_s=run.step_p95_s,
     )
+
+
+def _waiting_share(run: RunMeasurements) -> float | None:
+    return run.phase_s.get(DATA_LOADING, 0.0) / run.wall_s if run.wall_s > 0 else None
 
 
 def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
@@ -99,8 +110,8 @@ def _judge(
     remarks = _worth_reporting(
         run, [finding for finding in (low_precision(run), *held_down(run)) if finding is not None]
     )
-    waits_for_a_rank = any(finding.cause == "straggler" for finding in found)
-    if run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run) and not waits_for_a_rank:
+    is_busy = run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run)
+    if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100
     rest = unexplained_in_step(run, found)
@@ -113,11 +124,20 @@ def _judge(
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
     """Return what leaves the GPU, or without one the training step, idle."""
-    loading = data_loading(run)
-    if loading is not None and searched is not None:
-        loading = as_searched(loading, searched)
-    found = [loading, straggler(run), waiting_for_ranks(run), *host_work(run), *inside_step(run)]
-    return _worth_reporting(run, with_uneven_steps(run, [finding for finding in found if finding is not None]))
+    steady = [
+        data_loading(run),
+        straggler(run),
+        waiting_for_ranks(run),
+        *host_work(run),
+        *inside_step(run),
+        *out_of_proportion(run),
+    ]
+    found = with_uneven_steps(run, [finding for finding in steady if finding is not None])
+    if searched is not None:
+        found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
+    named = _worth_reporting(run, found)
+    slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
+    return _ordered([*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)])
 
 
 def _worth_reporting(run: RunMeasurements, found: list[Finding]) -> tuple[Finding, ...]:
@@ -149,7 +169,7 @@ def _unexplained(run: RunMeasurements, idle: float) -> Finding:
         advice = (
             "GPUUtilizationAdvisor(profile=True) profiles three steps, which separates syncs, small kernels and copies."
         )
-    evidence: dict[str, float | str] = {"idle_percent": 100 * idle}
+    evidence: dict[str, float | str] = {"phase": TRAINING_STEP, "idle_percent": 100 * idle}
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
         advice += f" Start with what is left on the CPU: {evidence['left_on_cpu']}."
@@ -179,6 +199,8 @@ _COSTS = {
     "launch_bound": "Launching many small kernels takes",
     "small_batch": "A batch too small to fill the GPU costs",
     "low_precision": "32-bit computing beside idle tensor cores costs",
+    "backward": "Backward takes",
+    "optimizer": "The optimizer {name} takes",
     "callback": "The callback {name} takes",
     "logging": "The logger {name} takes",
     "checkpoint": "Writing checkpoints takes",
@@ -190,7 +212,12 @@ _COSTS = {
     "straggler": "Waiting for rank {rank} takes",
     "thermal_throttling": "Thermal throttling costs",
     "power_cap": "Throttling at the power limit costs",
-    "unexplained": "Unexplained idle time inside the training step takes",
+}
+_IDLE_IN_STEP = "Unexplained idle time inside the training step takes"
+_COSTS_OF_UNNAMED = {
+    "trainer": "The Trainer's own work takes",
+    "training_step": "Work in the training step beside forward, backward and optimizer takes",
+    "unexplained": "Work outside of all hooks and steps takes",
 }
 
 
@@ -205,8 +232,11 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
-    if first.cause == "callback" and "." in name:  # of the model: LitModel.on_train_batch_start
-        costs = f"The hook {name} takes"
+    if first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
+        costs = f"{name} takes"
+    elif first.cause == "unexplained":
+        idle = "idle_percent" in first.evidence
+        costs = _IDLE_IN_STEP if idle else _COSTS_OF_UNNAMED[str(first.evidence["phase"])]
     else:
         costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
     numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))

@@ -15,6 +15,8 @@ Cause = Literal[
     "launch_bound",
     "small_batch",
     "low_precision",
+    "backward",
+    "optimizer",
     "callback",
     "logging",
     "checkpoint",
@@ -48,6 +50,10 @@ MIN_STEPS = 50
 MIN_SECONDS = 20.0
 # Our default: a GPU that runs a kernel for this much of the time looks well used.
 BUSY_PERCENT = 80.0
+# Where no measurement tells what runs.
+FIND_FUNCTION = (
+    "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +94,9 @@ class Diagnosis:
         gpu_idle_percent: GPU idle time in percent of the wall time outside validation, by the host's phase at the time;
             ``training_step`` is the rest. Empty where the GPU's own times were not measured.
         gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
+        waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
+        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any, as the next one.
+        step_p95_s: 95th percentile.
     """
 
     verdict: Verdict
@@ -97,6 +106,25 @@ class Diagnosis:
     utilization_percent: float | None = None
     gpu_idle_percent: Mapping[str, float] = field(default_factory=dict)
     gpu_idle_residual_percent: float = 0.0
+    waiting_share: float | None = None
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+
+    def summary(self) -> dict[str, str | float | None]:
+        """Return the verdict, the first finding and the speed as a flat dictionary, for tables and loggers.
+
+        ``cause``, ``share`` and ``ceiling`` are those of the first finding, ``None`` without one.
+        """
+        first = self.findings[0] if self.findings else None
+        return {
+            "verdict": self.verdict,
+            "cause": None if first is None else first.cause,
+            "share": None if first is None else first.share,
+            "ceiling": None if first is None else first.ceiling,
+            "waiting_share": self.waiting_share,
+            "step_p50_s": self.step_p50_s,
+            "step_p95_s": self.step_p95_s,
+        }
 
 
 def ceiling(share: float) -> float:
@@ -110,9 +138,19 @@ def counted(
     evidence: Mapping[str, float | str],
     advice: str,
     basis: Basis = "measured",
+    avoidable: float | None = None,
 ) -> Finding:
-    """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound."""
-    bound = ceiling(share)
+    """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound.
+
+    Args:
+        cause: What it is.
+        share: Fraction of the wall time that it takes.
+        evidence: Numbers and text.
+        advice: What to change.
+        basis: Of the finding.
+        avoidable: The part of the share that can go, as a fraction of the wall time; by default all of it.
+    """
+    bound = ceiling(share if avoidable is None else avoidable)
     return Finding(
         cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=evidence, advice=advice, basis=basis
     )

@@ -1,17 +1,29 @@
-"""Host work around the step: callbacks, loggers, checkpoints, validation, starting epochs.
+"""Host work around the step: callbacks, loggers, checkpoints, validation, starting epochs; and what has no name.
 
 Each is timed as a whole, so its share is counted and not estimated.
 """
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Cause, Finding, counted
-from lightning_gpu_tools.training.run_measurements import COPY, VALIDATION, LoaderSettings, RunMeasurements
+from lightning_gpu_tools.advice.findings import FIND_FUNCTION, MIN_UTILIZATION_PERCENT, Cause, Finding, counted
+from lightning_gpu_tools.training.phases import TRAINER, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.run_measurements import (
+    COPY,
+    TRAINING_STEP,
+    VALIDATION,
+    LoaderSettings,
+    RunMeasurements,
+)
 from lightning_gpu_tools.units import printable
 
 # Our default: users ask for validation, so it is reported only beyond a quarter of the wall time. After each epoch, on
 # a fifth as many samples and without a backward pass, it takes some 7 %.
 _MAX_VALIDATION = 0.25
+# Our default: from this share of the wall time on, what cannot be told apart is reported, and no run is healthy.
+_MAX_UNNAMED = 0.10
+# Our default: Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more on a machine with fewer cores than
+# threads. No setting changes it, so up to this it is never reported.
+_USUAL_TRAINER_S = 0.001
 
 _ADVICE: dict[Cause, str] = {
     "callback": "Run {name} {times} times less often, or make it cheaper.",
@@ -21,6 +33,16 @@ _ADVICE: dict[Cause, str] = {
     "garbage_collection": "Call gc.collect() and gc.freeze() once before training, so that later collections skip "
     "what exists by then. Where the program calls gc.collect() itself, call it {times} times less often.",
     "epoch_start": "Make epochs longer{keep_workers}.",
+}
+# In its place, by the name of the method.
+_ADVICE_ON_METHOD = {
+    "log": "Pass fewer metrics to self.log, without prog_bar=True, which reads each from the device in every step.",
+    "step": 'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
+    "make it cheaper.",
+    **dict.fromkeys(
+        ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+        "Make {name} cheaper: it runs in every step.",
+    ),
 }
 _KEEP_WORKERS = ", or keep the loader's workers between epochs (persistent_workers=True)"
 # The advised change leaves the cause 2 % of the time; a smaller gain is not worth reporting (MIN_CEILING_LOWER).
@@ -37,7 +59,7 @@ def host_work(run: RunMeasurements) -> list[Finding]:
                 continue
             share = min(run.lost_share(phase), run.idle_share)
             times = _times_less(share)
-            change = advice.format(
+            change = _ADVICE_ON_METHOD.get(name.partition(".")[2], advice).format(
                 name=printable(name),
                 times=times,
                 rarely=_round_up(times * max(1, run.log_every_n_steps)),
@@ -45,6 +67,28 @@ def host_work(run: RunMeasurements) -> list[Finding]:
             )
             found.append(counted(cause, share, {**_seconds(run, seconds), **({"name": name} if name else {})}, change))
     return [*found, *_validation(run), *_copy_on_the_host(run)]
+
+
+def unnamed(run: RunMeasurements) -> list[Finding]:
+    """Return a finding for each line of the time tree that is long and says nothing of what runs there."""
+    trainers = _USUAL_TRAINER_S / run.step_s
+    usual = {UNEXPLAINED: 0.0, TRAINER: trainers}
+    # Where its parts are not known at all, as in a loop without a Trainer, the step is named as a whole. What a GPU
+    # loses in it has findings of its own.
+    if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
+        usual[TRAINING_STEP] = trainers
+    shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
+    return [
+        counted(
+            "unexplained",
+            share,
+            {"phase": phase, **_seconds(run, run.phase_s[phase])},
+            FIND_FUNCTION,
+            avoidable=share - usual[phase],
+        )
+        for phase, share in shares.items()
+        if share - usual[phase] > _MAX_UNNAMED
+    ]
 
 
 def _seconds(run: RunMeasurements, seconds: float) -> dict[str, float | str]:

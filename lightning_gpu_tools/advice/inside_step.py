@@ -1,11 +1,17 @@
-"""What leaves the GPU idle, or half used, inside the training step: copies, waiting for results, small kernels."""
+"""What leaves the GPU idle, or half used, inside the training step: copies, waiting for results, small kernels.
+
+On the CPU, which part of the step is out of proportion.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
-from lightning_gpu_tools.advice.findings import BUSY_PERCENT, MIN_COMMUNICATION, Finding, counted
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT, FIND_FUNCTION, MIN_COMMUNICATION, Finding, counted
+from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, GpuFacts, RunMeasurements
+from lightning_gpu_tools.units import printable
 
 # torch's TensorBoard plugin reports the DataLoader from 5 % of the step on; the same for copies and syncs.
 _MIN_SHARE = 0.05
@@ -26,6 +32,14 @@ _VOLTA = (7, 0)
 # Our estimate: 16-bit numbers halve the kernels' time, as half the bytes do where memory is the limit. Matrix products
 # can gain more, other kernels less.
 _HALF_PRECISION_SPEEDUP = 2.0
+# Backward computes twice what forward does (Kaplan et al. 2020, section 2.1), and three times where it runs forward
+# again (activation checkpointing). Our default: reported from twice that on.
+_USUAL_BACKWARD = 3.0
+_MAX_BACKWARD = 6.0
+# Our default: an optimizer is reported if it takes longer than forward and backward together.
+_MAX_OPTIMIZER = 1.0
+# Measured on two cores with torch 2.13: Adam with fused=True took 13 to 25 % of the time, so at least this much goes.
+_FUSED_SAVES = 0.7
 # loadtune's target: fill 80 % of the memory. The rest is for fragmentation, the CUDA context and the largest sample.
 _MAX_FILL = 0.80
 _CAVEAT = " With a larger batch, scale the learning rate and compare the validation metric."
@@ -37,6 +51,36 @@ def inside_step(run: RunMeasurements) -> list[Finding]:
         return []
     found = [_copy(run), _sync(run), _launch(run), _small_batch(run), _communication(run)]
     return [finding for finding in found if finding is not None]
+
+
+def out_of_proportion(run: RunMeasurements) -> list[Finding]:
+    """Return backward or the optimizer on the CPU, if it takes far longer than the rest of the step accounts for.
+
+    Not with several ranks, which wait for each other in backward, and not for a GPU, which the host runs ahead of.
+    """
+    if run.on_gpu or not run.optimizers or any(base_phase(phase) == RANK_WAIT for phase in run.phase_s):
+        return []
+    forward_s, backward_s, optimizer_s, step_s = (
+        median(getattr(block, name) / block.steps for block in run.blocks)
+        for name in ("forward_s", "backward_s", "optimizer_s", "wall_s")
+    )
+    if 0 < forward_s * _MAX_BACKWARD < backward_s:
+        advice = (
+            f"Backward usually takes 1 to {_USUAL_BACKWARD:.0f} times as long as forward, here "
+            f"{backward_s / forward_s:.0f} times. Look at gradient hooks, at autograd functions of your own, and at "
+            "large embeddings (sparse=True)."
+        )
+        avoidable = (backward_s - forward_s * _USUAL_BACKWARD) / step_s
+        return [
+            counted("backward", backward_s / step_s, {"ms_per_step": backward_s * 1e3}, advice, avoidable=avoidable)
+        ]
+    if 0 < (forward_s + backward_s) * _MAX_OPTIMIZER < optimizer_s:
+        fusible = [name for name, fusible in run.optimizers.items() if fusible]
+        advice = f"Set {printable(fusible[0])}(..., fused=True)." if fusible else FIND_FUNCTION
+        evidence = {"ms_per_step": optimizer_s * 1e3, "name": " and ".join(run.optimizers)}
+        share = optimizer_s / step_s
+        return [counted("optimizer", share, evidence, advice, avoidable=share * (_FUSED_SAVES if fusible else 1.0))]
+    return []
 
 
 def is_tiny(run: RunMeasurements) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.formats import Fault, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, describing
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, describing
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -71,6 +71,8 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
         raise damaged("its model_states.pt are of two checkpoints" if models else "it has no model_states.pt")
     models = models or [_WHOLE_MODEL]
     shards = {name: folder.describe(name) for name in (*models, *optimizers)}
+    for name, shard in shards.items():
+        check_byte_order(folder.open(name), shard)
     loaded = models[0]
     with describing(_DAMAGE):
         model: Mapping[str, Any] = shards[loaded].content

@@ -23,7 +23,14 @@ from lightning_gpu_tools.checkpoints.pickle_structure import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover, describing
+from lightning_gpu_tools.checkpoints.shards import (
+    Folder,
+    Part,
+    SplitTensorInfo,
+    check_byte_order,
+    check_cover,
+    describing,
+)
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
@@ -180,9 +187,7 @@ def _check_places(folder: Folder, places: list[Place]) -> None:
 
 def _file_of_places(folder: Folder, name: str) -> Structure:
     size_bytes = folder.open(name).seek(0, os.SEEK_END)
-    return Structure(
-        os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset({"cpu"}), records={}
-    )
+    return Structure(os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset(), records={})
 
 
 def _part(
@@ -196,7 +201,9 @@ def _part(
 ) -> Part:
     """Look up where in the file the numbers of a block are."""
     shard = shards[place.file]
-    found = describe(Slice(folder.open(place.file), place), shard.path)  # type: ignore[arg-type]
+    file: Any = Slice(folder.open(place.file), place)
+    found = describe(file, shard.path)
+    check_byte_order(file, found)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_c
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
+from lightning_gpu_tools.checkpoints.zip_records import read_chunks
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -147,6 +150,26 @@ def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
     return None
 
 
+def part_of_dtensor(described: Any) -> Fault | None:
+    """Return what a DTensor is that one rank has saved; ``None`` for all that is whole."""
+    if not isinstance(described, TensorInfo) or not described.kind.endswith(".DTensor"):
+        return None
+    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of a version with other attributes
+        state = described.attributes[0]
+        spec = (state[1] if isinstance(state, tuple) else state)["_spec"].state
+        mesh = spec["mesh"].state
+        ranks = math.prod(mesh.get("_rank_map", mesh.get("mesh")).shape)
+        ways = [(way.kind.rpartition(".")[2], (way.state or {}).get("dim")) for way in spec["placements"]]
+        if ranks > 1 and any(way != "Replicate" for way, _ in ways):
+            how = ", ".join(way if dim is None else f"{way}(dim={int(dim)})" for way, dim in ways)
+            return Fault(
+                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {how}",
+                "Save one file of all ranks with torch.distributed.checkpoint.state_dict.get_model_state_dict and "
+                "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
+            )
+    return None
+
+
 @contextlib.contextmanager
 def describing(what: str) -> Iterator[None]:
     """Turn whatever damaged or hostile contents raise into a fault; nothing of theirs runs meanwhile."""
@@ -156,6 +179,20 @@ def describing(what: str) -> Iterator[None]:
         if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
             raise
         raise damaged(what) from None
+
+
+def check_byte_order(file: BinaryIO, structure: Structure) -> None:
+    """Check that numbers can be taken from a file as they are.
+
+    Raises:
+        Fault: A machine with the bytes of a number in the other order has written them.
+    """
+    record = structure.records.get("byteorder")
+    if record is not None and b"".join(read_chunks(file, record)) != sys.byteorder.encode():
+        raise Fault(
+            "was written on a machine with another byte order",
+            "Load it with the tool that wrote it, and save it as safetensors.",
+        )
 
 
 def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:

@@ -89,8 +89,12 @@ def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -
 def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     whole = torch.empty(info.laid_out, dtype=dtype)
     for part in info.parts:
-        place = tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.shape, strict=True))
-        whole[place] = _block(part, dtype, numbers)
+        place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
+        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # without a copy in between
+            block = numbers[part.file][part.start : part.start + place.nbytes]
+            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8).set_(block))
+        else:
+            place.copy_(_block(part, dtype, numbers))
     return whole.view(info.shape or ())
 
 

@@ -26,6 +26,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_wrapper,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
@@ -48,12 +49,14 @@ def summarize(structure: Structure) -> dict[str, Any]:
     entries = all_state_dicts(content, TensorInfo)
     has_entries = isinstance(content, Mapping) and "" not in entries
     states = content.get("optimizer_states") if lightning else None
+    parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
+    part = structure.part or next(filter(None, parts), None)
     return {
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
         "shards": len(structure.assembly.shards) if structure.assembly else None,
-        "part": structure.part and f"{structure.part.what}. {structure.part.advice}",
+        "part": part and f"{part.what}. {part.advice}",
         "size_bytes": structure.size_bytes,
         "kind": "lightning" if lightning else _kind_of(content, entries),
         "content": describe_content(content),
@@ -85,7 +88,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     kind = kinds.get(summary["kind"], summary["content"])
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
-    files = f" in {summary['shards']} files" if summary["shards"] else ""
+    files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
     lines = prose(f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}")
     if summary["part"]:
         lines += prose(f"  This file {summary['part']}")
@@ -168,16 +171,21 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _describe(key: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, TensorInfo):
         return dict.fromkeys(("key", "shape", "dtype", "numel", "bytes", "device")) | {"key": key}
-    numel = None if info.shape is None else math.prod(info.shape)
-    size = BYTES_OF_DTYPE.get(info.dtype)
     return {
         "key": key,
         "shape": None if info.shape is None else list(info.shape),
         "dtype": info.dtype,
-        "numel": numel,
-        "bytes": None if numel is None or size is None else numel * size,
+        "numel": None if info.shape is None else math.prod(info.shape),
+        "bytes": size_of(info),
         "device": info.storage.location if info.storage else None,
     }
+
+
+def size_of(described: Any) -> int | None:
+    """Return the bytes that a described tensor takes; ``None`` if they are not known."""
+    if not isinstance(described, TensorInfo) or described.shape is None or described.dtype not in BYTES_OF_DTYPE:
+        return None
+    return math.prod(described.shape) * BYTES_OF_DTYPE[described.dtype]
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:

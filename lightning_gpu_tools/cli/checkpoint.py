@@ -23,8 +23,9 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this command takes and what its help says."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. No code in a "
-        "file is ever run."
+        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. A folder of "
+        "shards, or the index that lists them, is one checkpoint (Hugging Face, torch.distributed.checkpoint, FSDP, "
+        "DeepSpeed ZeRO). No code in a file is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_inspect(actions)
@@ -64,7 +65,7 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = actions.add_parser(
         "convert",
         help="write it with clean keys, another root, another dtype, or as safetensors",
-        description="Write TARGET from SOURCE: on the CPU, without the names that torch.compile, FSDP, activation "
+        description="Write one file, TARGET, on the CPU, without the names that torch.compile, FSDP, activation "
         "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
         "What else is in SOURCE (optimizer, epoch, ...) stays unless --weights is given or TARGET ends in "
         ".safetensors; averages of the weights are converted likewise.",
@@ -167,7 +168,8 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    with _errors_reported(), _progress("converting", _size(args.source)) as advance:
+    size_bytes = _size(args.source, of_weights=args.weights or args.target.endswith(".safetensors"))
+    with _errors_reported(), _progress("converting", size_bytes) as advance:
         said = convert(args.source, args.target, changes, advance)
     _print(said)
     return 0
@@ -177,8 +179,9 @@ def _convert(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 
+    sizes = (_size(path, of_weights=True) for path in (args.first, args.second))
     try:
-        with _errors_reported(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
+        with _errors_reported(), _progress("comparing", sum(sizes)) as advance:
             found = compare(args.first, args.second, advance, entry=args.entry)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
@@ -202,18 +205,21 @@ def _as_root(name: str) -> str:
 
 def _size(path: str, *, of_weights: bool = False) -> int:
     """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.sources import read_structure
-    from lightning_gpu_tools.checkpoints.summary import summarize
+    from lightning_gpu_tools.checkpoints.summary import size_of
 
     if not os.path.exists(path):
         return 0
     try:
         structure = read_structure(path)
+        entries = check_contents(structure.content, path, TensorInfo)
     except (CheckpointError, OSError):
         return 0
     if not of_weights and structure.format != "deepspeed":
         return structure.size_bytes
-    return sum(weight["bytes"] or 0 for weights in summarize(structure)["weights"].values() for weight in weights)
+    return sum(size_of(value) or 0 for weights in entries.values() for value in weights.values())
 
 
 def _print(what: object) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.report import FILE_NAME, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED, base_phase
+from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
+from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -20,25 +20,30 @@ _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # A report is at most 80 lines long, whatever the job. The file has the rest.
 _MAX_GPUS = 8
 _MAX_NAMES = 8
+_MIN_PART = 0.02
+_CAUSE = "  ◀ cause"
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report) -> str:
-    """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
+    """Return the report as lines of at most 100 columns: run, verdict, why, next; GPUs; where the wall time went."""
     diagnosis = report.diagnosis
     gpus = sorted(report.gpus, key=lambda gpu: not gpu.errors)
     details = [
+        *_unfinished_lines(report),
         *map(_gpu_line, gpus[:_MAX_GPUS]),
         *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
         *([report.gpu_note] if report.gpu_note else []),
         *map(str, report.memory_growth),
         *_rank_lines(report),
         *_idle_lines(report),
+        *_gpu_step_lines(report),
         *([_loader_line(report.loader)] if report.loader is not None else []),
     ]
     return "\n".join(
         [
+            _paragraph("Run", _header(report)),
             _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
@@ -60,6 +65,7 @@ def render_markdown(report: Report) -> str:
         [
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
+            f"- **Run:** {escape_markdown(_header(report))}",
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",
@@ -100,6 +106,29 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
+def _header(report: Report) -> str:
+    """Return what ran, how long, where and with which versions, as far as it is known."""
+    settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
+    gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
+    device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
+    ranks = settings.get("world_size", "1")
+    place = [f"{ranks} rank{'s' * (ranks != '1')} on {device}"] if device else []
+    names = ("torch", "lightning", "lightning_gpu_tools")
+    versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
+    known = [settings.get("model"), steps, *place, settings.get("precision"), versions]
+    return "; ".join(filter(None, known))
+
+
+def _unfinished_lines(report: Report) -> list[str]:
+    if report.is_finished:
+        return []
+    known = f"This is what was known {format_duration(report.wall_s)} into the run."
+    if report.outcome.startswith(RUNNING):
+        return [f"The run goes on. {known}"]
+    return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
+
+
 def _rank_lines(report: Report) -> list[str]:
     slowest = slowest_rank(report.ranks)
     if slowest is None:
@@ -107,9 +136,11 @@ def _rank_lines(report: Report) -> list[str]:
     rank, behind_s = slowest
     wait_s = mean_wait_s(report.ranks)
     waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
+    apart = [part for part in ("forward", "backward", "optimizer") if part not in rank.phase_s]
+    outside = f" outside {' and '.join(apart)}" if apart else ""  # where ranks wait for each other as well
     return [
-        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
-        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
+        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step"
+        f"{outside}, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     ]
 
 
@@ -136,6 +167,17 @@ def _idle_lines(report: Report) -> list[str]:
     return [f"GPU idle, of the wall time: {', '.join(parts)}.{doubt}"]
 
 
+def _gpu_step_lines(report: Report) -> list[str]:
+    """Return what the parts of a step take by the GPU's clock: the tree has them by the host's, which runs ahead."""
+    total_s = sum(report.gpu_step_s.values())
+    parts = [
+        f"{printable(phase.partition('/')[2])} {format_duration(part_s)}"
+        for phase, part_s in sorted(report.gpu_step_s.items(), key=lambda item: -item[1])
+        if "/" in phase and part_s >= _MIN_PART * total_s
+    ]
+    return [f"GPU time of a step: {', '.join(parts)}."] if parts else []
+
+
 def _idle_label(phase: str) -> str:
     group, _, name = phase.partition("/")
     return printable(name) or ("inside the training step" if phase == TRAINING_STEP else phase_label(group))
@@ -155,7 +197,7 @@ def _measuring_lines(report: Report) -> list[str]:
 
 
 def _run_line(report: Report) -> str:
-    parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
+    parts = [printable(report.outcome)]
     if report.step_s_median:
         times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
         known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds is not None]
@@ -207,11 +249,17 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return dict(sorted(groups.items(), key=lambda item: (item[0] == UNEXPLAINED, -sum(item[1].values()))))
 
 
+def cause_phase(report: Report) -> str | None:
+    """Return the phase of the time tree that the first finding is about; ``None`` if there is no such phase."""
+    for first in report.diagnosis.findings[:1]:
+        name = first.evidence.get("phase" if first.cause in ("unexplained", "slow_steps") else "name")
+        phases = (str(name), f"{first.cause}/{name}", f"{TRAINING_STEP}/{first.cause}", first.cause)
+        return next((phase for phase in phases if phase in report.phase_s), None)
+    return None
+
+
 def _time_tree(report: Report) -> list[str]:
-    causes = {
-        base_phase(str(finding.evidence.get("phase"))) if finding.cause == "slow_steps" else finding.cause
-        for finding in report.diagnosis.findings[:1]
-    }
+    cause = cause_phase(report)
     unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
     lines = [
@@ -220,15 +268,17 @@ def _time_tree(report: Report) -> list[str]:
     groups = phase_groups(report.phase_s)
     for i, (group, parts) in enumerate(groups.items()):
         last = i == len(groups) - 1
-        mark = "  ◀ cause" if group in causes else ""
+        mark = _CAUSE if group == cause else ""
         lines.append(_branch("└─ " if last else "├─ ", phase_label(group), sum(parts.values()), report) + mark)
         named = [(name, seconds) for name, seconds in parts.items() if name]
+        if group == TRAINING_STEP:  # named one by one where it is worth a line
+            named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
         if len(named) > _MAX_NAMES:
             rest = named[_MAX_NAMES - 1 :]
             named[_MAX_NAMES - 1 :] = [(f"{len(rest)} others", sum(seconds for _, seconds in rest))]
         for j, (name, seconds) in enumerate(named):
             stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
-            lines.append(_branch(stem, name, seconds, report))
+            lines.append(_branch(stem, name, seconds, report) + (_CAUSE if f"{group}/{name}" == cause else ""))
     return lines
 
 

@@ -14,6 +14,12 @@ from lightning.pytorch import Trainer
 # work.
 RUN_STEP = "run_training_batch"
 
+# Where every step of several ranks begins by asking all of them whether one was told to stop. Without it, as in a
+# release that does not ask, this is the Trainer's own work.
+SIGNAL_CHECK = "fit_loop.epoch_loop._broadcast_sigterm_tensor"
+# Where the metrics of ``self.log`` are collected. Without it this is the Trainer's own work.
+METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
+
 
 def fetch_action(trainer: Trainer) -> str:
     """Return what Lightning calls the fetch of a batch. Without it neither waits nor steps are counted."""

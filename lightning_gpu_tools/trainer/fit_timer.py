@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.strategies import Strategy
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
@@ -29,13 +30,18 @@ from lightning_gpu_tools.training.phases import (
     CHECKPOINT,
     EPOCH_START,
     FORWARD,
+    GRADIENT_CLIPPING,
+    GRADIENT_SCALER,
     HOST_TO_DEVICE_COPY,
     LOGGING,
     MONITORING,
     OPTIMIZER,
+    RANK_WAIT,
+    SELF_LOG,
     TRAINER,
     TRAINING_STEP,
     VALIDATION,
+    ZERO_GRAD,
     base_phase,
 )
 from lightning_gpu_tools.training.rank_waits import RankWaits
@@ -58,6 +64,8 @@ _TIMED_HOOKS = frozenset(
     }
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
+# Of the model alone. Unless it overrides them they do what has a phase of its own.
+_STEP_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"})
 # Our default: a user's own actions may have a number in their names, and are not kept without end.
 _MAX_CONTEXTS = 1000
 
@@ -135,17 +143,11 @@ class FitTimer:
         self._wrap(trainer, "fit_loop.epoch_loop.on_run_start", before(clock.begin_epoch))
         self._time("fit_loop.advance", TRAINER)
         self._time("fit_loop.on_advance_end", TRAINER)
-        if trains_on_gpu(trainer):
-            around_step = clock.measure_gpu()
-            self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", around_step)
-            self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", around_step)
         if trainer.world_size > 1:
             self._book_rank_waits()
-        # With manual optimization the last two have no action, and run within the first one. An optimizer that is given
-        # a closure runs the first two within the last one.
-        self._time("strategy.training_step", FORWARD)
-        self._time("strategy.backward", BACKWARD)
-        self._time("strategy.optimizer_step", OPTIMIZER)
+        self._time_step()
+        for method in compat.METRICS:
+            self._time(method, f"{LOGGING}/{SELF_LOG}", except_in=VALIDATION)
         self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)
         self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", before(partial(self._enter, "validation")))
         self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", after(partial(self._enter, "training")))
@@ -159,12 +161,35 @@ class FitTimer:
 
     def _book_rank_waits(self) -> None:
         self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
+        self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
+        if trains_on_gpu(self._trainer):
+            return
         self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
         if is_plain_ddp(self._trainer):
             self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)
 
-    def _time(self, method: str, phase: str) -> None:
-        self._wrap(self._trainer, method, partial(self.clock.timed, phase))
+    def _time_step(self) -> None:
+        """Time the parts of a training step: not by their actions, which there are not with manual optimization."""
+        trainer, clock, model = self._trainer, self.clock, self._trainer.lightning_module
+        if trains_on_gpu(trainer):
+            gpu = clock.measure_gpu()
+            self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", gpu.around)
+            self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", gpu.around)
+            self._wrap(trainer, "strategy.training_step", partial(gpu.part, FORWARD))
+            self._wrap(trainer, "strategy.backward", partial(gpu.part, BACKWARD))
+            self._wrap(trainer, "strategy.optimizer_step", partial(gpu.part, OPTIMIZER))
+        self._time("strategy.training_step", FORWARD)
+        self._time("strategy.backward", BACKWARD)
+        self._wrap(trainer, "strategy.optimizer_step", clock.timed_optimizer_step)
+        self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
+        if _overrides(model, LightningModule, "backward"):
+            self._time("strategy.precision_plugin.backward", f"{TRAINING_STEP}/{type(model).__name__}.backward")
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            for method in ("scale", "unscale_", "update"):
+                self._time(f"strategy.precision_plugin.scaler.{method}", GRADIENT_SCALER)
+
+    def _time(self, method: str, phase: str, except_in: str = "") -> None:
+        self._wrap(self._trainer, method, partial(self.clock.timed, phase, except_in=except_in))
 
     def _timed_in_fit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return what the Trainer does at the beginning or the end, timed only while a clock runs: not in a trial."""
@@ -270,9 +295,11 @@ def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     if owner == "Callback":
         phase = _callback_phase(action, hook, trainer.callbacks)  # type: ignore[attr-defined]
     elif owner == "LightningModule":
-        phase = _users_phase(trainer.lightning_module, LightningModule, hook)
+        phase = _users_phase(trainer.lightning_module, LightningModule, hook) or _default_phase(trainer, hook)
     elif owner == "LightningDataModule":
         phase = _users_phase(trainer.datamodule, LightningDataModule, hook)  # type: ignore[attr-defined]
+    elif owner == "Strategy":
+        phase = _users_phase(trainer.strategy, Strategy, hook)
     if phase is None:
         return nullcontext(action)
     return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
@@ -302,8 +329,21 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
     return None
 
 
-def _users_phase(owner: LightningModule | LightningDataModule | None, base: type, hook: str) -> str | None:
-    timed = hook in _TRANSFER_HOOKS or (hook in _TIMED_HOOKS and hook != "on_validation_end")
-    if timed and getattr(type(owner), hook, None) is not getattr(base, hook, None):
-        return f"{CALLBACK}/{type(owner).__name__}.{hook}"
+def _users_phase(owner: object, base: type, hook: str) -> str | None:
+    """Return the phase of a hook that the model, the DataModule or the strategy overrides."""
+    timed = hook in _TRANSFER_HOOKS | _STEP_HOOKS or (hook in _TIMED_HOOKS and hook != "on_validation_end")
+    return f"{CALLBACK}/{type(owner).__name__}.{hook}" if timed and _overrides(owner, base, hook) else None
+
+
+def _overrides(owner: object, base: type, hook: str) -> bool:
+    return getattr(type(owner), hook, None) is not getattr(base, hook, None)
+
+
+def _default_phase(trainer: Trainer, hook: str) -> str | None:
+    """Return the phase of a hook that the model leaves as Lightning has it."""
+    if hook == "optimizer_zero_grad":
+        return ZERO_GRAD
+    if hook == "lr_scheduler_step":
+        names = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+        return f"{CALLBACK}/{' and '.join(names)}.step"
     return None

@@ -44,6 +44,19 @@ def kept_memory_bytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def optimizers_on_cpu(device: torch.device, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
+    """Return the classes of the optimizers of a training on the CPU, and whether each could be fused and is not.
+
+    Empty on another device.
+    """
+    if device.type != "cpu":
+        return {}
+    return {
+        type(one).__name__: type(one).__module__.startswith("torch.optim") and not one.defaults.get("fused", True)
+        for one in optimizers
+    }
+
+
 def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
     """Return what a model on a GPU has left on the CPU, in words.
 

@@ -1,6 +1,7 @@
-"""For how long the GPU had run dry between two training steps, by the GPU's own times; never waits for the GPU.
+"""For how long the GPU had run dry between two training steps, and what it needs for the parts of a step.
 
-Two CUDA events mark where one step ends and the next one begins. They are read later, when the GPU has passed them.
+By the GPU's own times: CUDA events mark where one step ends and the next one begins, and where each part of that begins
+and ends. They are read later, when the GPU has passed them; nothing ever waits for the GPU.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY, PHASES, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY, PHASES, TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 
 # Our default: how far a GPU's clock and the host's may drift apart; crystals keep within 50 parts in a million.
@@ -23,6 +25,8 @@ _DRIFT = 50e-6
 _SAMPLE_EVERY = 8
 # Our default: at most this many samples may be unread, because the host is that far ahead of the GPU.
 _MAX_UNREAD = 64
+# Our default: at most about this many parts of a step are marked; the rest counts as part of the one around them.
+_MAX_PARTS = 256
 # torch gives times since an event in milliseconds as 32-bit floats, which lose 4 us after a minute.
 _NEW_ORIGIN_S = 60.0
 _ORDER = list(PHASES)
@@ -104,8 +108,18 @@ class _Mark(NamedTuple):
     event: _Event
 
 
+class _Sample(NamedTuple):
+    """A gap between two steps, and for the step after it from which event on the GPU was in which phase."""
+
+    ended: _Mark
+    begins: _Mark
+    parts: list[tuple[str, _Event]]
+
+
 class GpuTimeline:
-    """Measures the gaps between training steps; wrap what runs a step with :meth:`around`.
+    """Measures the gaps between training steps, and the steps after them.
+
+    Wrap what runs a step with :meth:`around`, and what runs a part of it with :meth:`part`.
 
     Args:
         clock: The host's clock.
@@ -126,7 +140,8 @@ class GpuTimeline:
         self._steps_to_sample = 1
         self._sampling = True
         self._open: _Mark | None = None
-        self._unread: deque[tuple[_Mark, _Mark]] = deque()
+        self._sample: _Sample | None = None
+        self._unread: deque[_Sample] = deque()
         self._spare: list[_Event] = []
         self._origin: _Event | None = None
         self._origin_s = 0.0
@@ -135,6 +150,7 @@ class GpuTimeline:
         self._host_s: defaultdict[str, float] = defaultdict(float)
         self._idle_s: defaultdict[str, float] = defaultdict(float)
         self._seen: Counter[str] = Counter()
+        self._step_s: defaultdict[str, float] = defaultdict(float)
         self.failure: RuntimeError | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,6 +160,8 @@ class GpuTimeline:
             if self._sampling:
                 self._book(self._guard, self._step_begins)
             result = function(*args, **kwargs)
+            if self._sample is not None:
+                self._book(self._guard, self._sample_ended)
             self._steps_to_sample -= 1
             if self._steps_to_sample <= 0:
                 self._book(self._guard, self._step_ended)
@@ -151,11 +169,33 @@ class GpuTimeline:
 
         return stepped
 
+    def part(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that runs a part of a training step with its ends marked in the steps that are sampled.
+
+        Parts may be nested: an optimizer that is given a closure runs forward and backward in its step.
+        """
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if self._sample is None or len(self._sample.parts) >= _MAX_PARTS:
+                return function(*args, **kwargs)
+            around, _ = self._sample.parts[-1]
+            self._book(self._guard, lambda: self._part_begins(phase))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._book(self._guard, lambda: self._part_begins(around))
+
+        return marked
+
     def facts(self) -> GpuIdle:
         """Return what has been seen so far."""
         self._guard(self._read)
         return GpuIdle(
-            samples=self._samples, host_s=dict(self._host_s), idle_s=dict(self._idle_s), seen=dict(self._seen)
+            samples=self._samples,
+            host_s=dict(self._host_s),
+            idle_s=dict(self._idle_s),
+            seen=dict(self._seen),
+            step_s=dict(self._step_s),
         )
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -164,13 +204,15 @@ class GpuTimeline:
             try:
                 action()
             except RuntimeError as error:
-                self.failure, self._open, self._sampling = error, None, False
+                self.failure, self._open, self._sample, self._sampling = error, None, None, False
                 self._unread.clear()
 
+    def _event(self) -> _Event:
+        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
     def _mark(self) -> _Mark:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        mark = _Mark(self._clock(), self._seconds(), event)
-        event.record()
+        mark = _Mark(self._clock(), self._seconds(), self._event())
+        mark.event.record()
         return mark
 
     def _step_ended(self) -> None:
@@ -183,16 +225,27 @@ class GpuTimeline:
         self._sampling = False
         begins = self._mark()
         if self._open is not None:
-            self._unread.append((self._open, begins))
-            self._open = None
+            self._sample, self._open = _Sample(self._open, begins, [(TRAINING_STEP, begins.event)]), None
         else:  # the first step: the GPU has done nothing yet, so its time and the host's are one here
             self._origin = begins.event
             self._host_time.learn(begins.host_s, 0.0)
 
+    def _part_begins(self, phase: str) -> None:
+        if self._sample is not None:
+            event = self._event()
+            event.record()
+            self._sample.parts.append((phase, event))
+
+    def _sample_ended(self) -> None:
+        assert self._sample is not None
+        self._part_begins("")
+        self._unread.append(self._sample)
+        self._sample = None
+
     def _read(self) -> None:
         """Take in the samples that the GPU has passed."""
-        while self._unread and self._unread[0][1].event.query():
-            ended, begins = self._unread.popleft()
+        while self._unread and self._unread[0].parts[-1][1].query():
+            ended, begins, parts = self._unread.popleft()
             ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
             self._host_time.learn(ended.host_s, ended_s)
             self._host_time.learn(begins.host_s, begins_s)
@@ -204,7 +257,9 @@ class GpuTimeline:
                 self._host_s[phase] += seconds
             for phase, seconds in idle_by_phase(gap).items():
                 self._idle_s[phase] += seconds
-            self._spare.append(ended.event)
+            for (phase, event), (_, next_event) in pairwise(parts):
+                self._step_s[phase] += event.elapsed_time(next_event) / 1e3
+            self._spare += (ended.event, *(event for _, event in parts[1:]))
             if begins_s - self._origin_s > _NEW_ORIGIN_S:
                 self._origin, self._origin_s = begins.event, begins_s  # it is left out of the spare ones
             else:

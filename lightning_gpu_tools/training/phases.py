@@ -10,11 +10,15 @@ TRAINING_STEP = "training_step"
 FORWARD = "training_step/forward"
 BACKWARD = "training_step/backward"
 OPTIMIZER = "training_step/optimizer"
+ZERO_GRAD = "training_step/zero_grad"
+GRADIENT_CLIPPING = "training_step/gradient_clipping"
+GRADIENT_SCALER = "training_step/gradient_scaler"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
 GARBAGE_COLLECTION = "garbage_collection"
 LOGGING = "logging"
+SELF_LOG = "self.log"
 CALLBACK = "callback"
 MONITORING = "monitoring"
 RANK_WAIT = "rank_wait"
@@ -29,7 +33,7 @@ class Phase(NamedTuple):
         name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays, a wine and an indigo.
+            grays, a wine, an indigo and an olive.
         group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
@@ -46,16 +50,17 @@ PHASES = {
     phase.name: phase
     for phase in (
         Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between",
-              "in a hook of a callback, the model or the DataModule"),
-        Phase(LOGGING, "loggers", "#F0E442", "between", "in a logger"),
+              "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler"),
+        Phase(LOGGING, "logging", "#F0E442", "between", "in a logger, or collecting the metrics of `self.log`"),
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
-        Phase(GARBAGE_COLLECTION, "garbage collection", "#332288", "between",
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between",
               "in Python's garbage collector, beyond its youngest generation"),
         Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
         Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between",
-              "waiting in a collective for other ranks; after the slash, what it was doing"),
+              "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
+              "signals, where a rank waits for its own GPU, too"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause",
               "starting an epoch: its iterator, its workers, its first batch"),
@@ -71,6 +76,11 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 def base_phase(phase: str) -> str:
     """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
+
+
+def is_backward(phase: str) -> bool:
+    """Return whether a part of a training step is backward: Lightning's, or ``"training_step/LitModel.backward"``."""
+    return phase.startswith(TRAINING_STEP) and phase.endswith("backward")
 
 
 def rank_wait_in(phase: str) -> str:

@@ -38,7 +38,8 @@ class StepBlock:
         training_step_s: Part of it spent in forward, backward and optimizer, as the training thread sees it.
         forward_s: Part of that spent in the model's ``training_step``; with manual optimization without the next two.
         backward_s: Part of ``training_step_s`` spent in backward.
-        optimizer_s: Part of ``training_step_s`` spent in the optimizer's step.
+        optimizer_s: Part of ``training_step_s`` spent in the optimizer's step, with zeroing, scaling and clipping
+            gradients.
         paused_s: Part of ``wall_s`` spent in validation and checkpoints.
         rank_wait_s: Part of ``wall_s``, also of ``paused_s``, spent waiting for other ranks.
     """
@@ -89,20 +90,25 @@ class LoaderSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuIdle:
-    """When the GPU had nothing to do between two training steps, sampled by the GPU's own times.
+    """When the GPU had nothing to do between two training steps, and how long it was in the parts of one.
+
+    Sampled by the GPU's own times.
 
     Attributes:
-        samples: How many gaps between two steps were sampled.
+        samples: How many gaps between two steps, and steps after them, were sampled.
         host_s: Seconds that the host spent in these gaps, by phase.
         idle_s: Seconds for which the GPU had run dry in them, by the phase that the host was in; what the GPU itself
             spent on copying the batch counts as ``host_to_device_copy``.
         seen: How many of these gaps each phase was part of.
+        step_s: Seconds of these steps by the GPU's own times, by part of the training step. What the GPU had to wait
+            for in a part belongs to it.
     """
 
     samples: int
     host_s: Mapping[str, float]
     idle_s: Mapping[str, float]
     seen: Mapping[str, int]
+    step_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,6 +299,8 @@ class RunMeasurements:
         precision: The Trainer's, as ``"32-true"``.
         matmul_precision: ``torch.get_float32_matmul_precision()``.
         log_every_n_steps: The Trainer's.
+        optimizers: The classes of the optimizers of a training on the CPU, and whether each has a fused kernel that is
+            not in use; empty on other devices, whose work the host does not see.
         accumulate_grad_batches: The Trainer's.
         epoch_steps: Steps of a whole epoch; ``None`` if unknown.
         left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
@@ -321,6 +329,7 @@ class RunMeasurements:
     precision: str | None = None
     matmul_precision: str | None = None
     log_every_n_steps: int = 50
+    optimizers: Mapping[str, bool] = field(default_factory=dict)
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None
     left_on_cpu: tuple[str, ...] = ()

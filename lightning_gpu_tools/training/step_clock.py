@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
-    BACKWARD,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
@@ -31,6 +30,7 @@ from lightning_gpu_tools.training.phases import (
     UNEXPLAINED,
     VALIDATION,
     base_phase,
+    is_backward,
     rank_wait_in,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
@@ -135,12 +135,24 @@ class StepClock(Stopwatch):
         """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
         return (self._clock() if self.running else self._stopped_s) - self._started_s
 
-    def timed(self, phase: str, function: _Function) -> _Function:
+    def so_far(self) -> dict[str, float]:
+        """Return the time by phase up to now, from any thread, without a trace on the clock.
+
+        The phases add up to the wall time, because the present one gets what is not booked yet. What another thread
+        sees of the others may be as old as it takes to read them.
+        """
+        seconds = self.seconds
+        if self.running:
+            phase = self.current.phase
+            seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self.wall_s - sum(seconds.values()))
+        return seconds
+
+    def timed(self, phase: str, function: _Function, except_in: str = "") -> _Function:
         """Return the function with its time booked on a phase; validation and checkpoints also get spans of their own.
 
-        Not for functions called in every step: for those, :meth:`booked` is cheaper.
+        In functions called in every step, :meth:`booked` is cheaper.
         """
-        timed = super().timed(phase, function)
+        timed = super().timed(phase, function, except_in)
         if phase not in (VALIDATION, CHECKPOINT):
             return timed
 
@@ -153,10 +165,29 @@ class StepClock(Stopwatch):
 
         return with_edges
 
-    def measure_gpu(self) -> Callable[[_Function], _Function]:
-        """Measure the GPU's idle time between steps, too; return the wrapper for what runs a step."""
+    def timed_optimizer_step(self, function: _Function) -> _Function:
+        """Return what runs an optimizer's step, timed; the closure that it is given belongs to what is around it."""
+        booked = self.booked(OPTIMIZER)
+
+        def timed(optimizer: Any, closure: _Function, *args: Any, **kwargs: Any) -> Any:
+            around = self.current
+
+            def of_caller(*args: Any, **kwargs: Any) -> Any:
+                optimizing = self.switch(around)
+                try:
+                    return closure(*args, **kwargs)
+                finally:
+                    self.switch(optimizing)
+
+            with booked:
+                return function(optimizer, of_caller, *args, **kwargs)
+
+        return timed
+
+    def measure_gpu(self) -> GpuTimeline:
+        """Measure by the GPU's own times, too; return what is to wrap what runs a step and its parts."""
         self._gpu = GpuTimeline(self._clock, self._seconds_now, self.as_own_work)
-        return self._gpu.around
+        return self._gpu
 
     def _seconds_now(self) -> dict[str, float]:
         self.switch(self.current)
@@ -269,16 +300,19 @@ class StepClock(Stopwatch):
 
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds
+        in_step = {phase: spent_s for phase, spent_s in seconds.items() if base_phase(phase) == TRAINING_STEP}
+        training_step_s, forward_s = sum(in_step.values()), in_step.get(FORWARD, 0.0)
+        backward_s = sum(spent_s for phase, spent_s in in_step.items() if is_backward(phase))
         return StepBlock(
             steps=self.steps,
             wall_s=now_s,
             cpu_s=time.process_time(),
             data_loading_s=seconds.get(DATA_LOADING, 0.0),
             host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
-            training_step_s=sum(s for phase, s in seconds.items() if base_phase(phase) == TRAINING_STEP),
-            forward_s=seconds.get(FORWARD, 0.0),
-            backward_s=seconds.get(BACKWARD, 0.0),
-            optimizer_s=seconds.get(OPTIMIZER, 0.0),
+            training_step_s=training_step_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=training_step_s - forward_s - backward_s - in_step.get(TRAINING_STEP, 0.0),
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
         )

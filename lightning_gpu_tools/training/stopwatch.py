@@ -63,7 +63,8 @@ class Stopwatch:
     @property
     def seconds(self) -> dict[str, float]:
         """Time by phase, up to the last change of phase; without the phases that have taken none."""
-        return {account.phase: account.seconds for account in self._accounts.values() if account.seconds}
+        accounts = list(self._accounts.values())  # another thread may ask while a phase is added
+        return {account.phase: account.seconds for account in accounts if account.seconds}
 
     def account(self, phase: str) -> Account:
         """Return the account of a phase."""
@@ -90,9 +91,9 @@ class Stopwatch:
         """
         return _Booked(self, self.account(phase), action, self.account(except_in) if except_in else None)
 
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its time booked on a phase."""
-        booked = self.booked(phase)
+    def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
+        """Return the function with its time booked on a phase, except in another one."""
+        booked = self.booked(phase, except_in=except_in)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with booked:

@@ -84,6 +84,9 @@ def test_what_resembles_a_cause_is_told_from_it(run: RunMeasurements, causes: li
         (gpu_run(WAITS, 30.0, gpu=GpuFacts(others_memory_bytes=3 * GIB)), "Use a free GPU"),
         (cpu_run({"logging/A": 20, "training_step": 5}, log_every_n_steps=1), "log_every_n_steps=200)"),
         (cpu_run({"logging/A": 20, "training_step": 5}, log_every_n_steps=10), "log_every_n_steps=2000)"),
+        (cpu_run({"logging/self.log": 20, "training_step": 5}), "without prog_bar=True"),
+        (cpu_run({"callback/StepLR.step": 20, "training_step": 5}), '"frequency": 197'),
+        (cpu_run({"callback/LitModel.optimizer_step": 20, "training_step": 5}), "it runs in every step"),
         # 20 ms every 9850 steps, rounded up to fifties, are 2 % of the time.
         (cpu_run({"logging/A": 20, "training_step": 5}, log_every_n_steps=50), "log_every_n_steps=9850)"),
     ],
@@ -135,6 +138,46 @@ def test_the_batch_that_fits_leaves_a_fifth_of_the_memory(
 def test_the_profiler_is_asked_only_where_nothing_else_can_tell(run: RunMeasurements, wanted: bool) -> None:
     assert wants_profile(run) is wanted
     assert not wants_profile(dataclasses.replace(run, profile=PROFILE))
+
+
+# --- the parts of a step on the CPU -----------------------------------------------------------------------------
+
+
+def parts(forward: float, backward: float, optimizer: float) -> dict[str, float]:
+    ms = {"forward": forward, "backward": backward, "optimizer": optimizer}
+    return {f"training_step/{part}": value for part, value in ms.items()}
+
+
+@pytest.mark.parametrize(
+    ("phase_ms", "optimizers", "said"),
+    [
+        pytest.param(parts(2, 4, 2), {"Adam": True}, (), id="in proportion"),
+        pytest.param(parts(2, 11, 1), {"Adam": True}, (), id="a costly backward"),
+        pytest.param(parts(2, 14, 2), {"Adam": True}, ("backward", 14 / 18, 8 / 18, "7 times"), id="backward"),
+        pytest.param(
+            parts(2, 4, 7), {"Adam": True}, ("optimizer", 7 / 13, 4.9 / 13, "Adam(..., fused=True)"), id="Adam"
+        ),
+        pytest.param(parts(2, 4, 7), {"Mine": False}, ("optimizer", 7 / 13, 7 / 13, "py-spy"), id="an own optimizer"),
+        pytest.param(
+            {**parts(2, 14, 2), "rank_wait/training step": 1},
+            {"Adam": True},
+            (),
+            id="waiting for other ranks in backward",
+        ),
+        pytest.param(parts(2, 14, 2), {}, (), id="another device"),
+        pytest.param({"training_step": 20}, {"Adam": True}, (), id="unknown parts"),
+    ],
+)
+def test_a_part_of_the_step_is_blamed_if_out_of_proportion(
+    phase_ms: dict[str, float], optimizers: dict[str, bool], said: tuple[str, float, float, str] | tuple[()]
+) -> None:
+    findings = diagnose(cpu_run(phase_ms, optimizers=optimizers)).findings
+    assert [finding.cause for finding in findings] == list(said[:1])
+    for finding in findings:
+        _, share, avoidable, words = said  # type: ignore[misc]
+        assert finding.share == pytest.approx(share)
+        assert finding.ceiling == pytest.approx(1 / (1 - avoidable))
+        assert words in finding.advice
 
 
 # --- loading -----------------------------------------------------------------------------------------------------

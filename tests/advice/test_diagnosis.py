@@ -95,6 +95,32 @@ def test_epochs_too_short_for_a_steady_step_are_reported() -> None:
     assert diagnose(starting, min_steps=201).verdict == "too_short"
 
 
+@pytest.mark.parametrize(
+    ("phases", "unnamed"),
+    [
+        ({"unexplained": 1.2}, "unexplained"),
+        ({"unexplained": 1.0}, None),
+        ({"trainer": 2.4}, "trainer"),  # 1 ms of it is usual
+        ({"trainer": 2.0}, None),
+        ({"training_step": 2.4}, "training_step"),
+        ({"training_step": 2.0}, None),
+        ({"unexplained": 0.9, "callback/A": 3.0}, None),
+    ],
+)
+def test_nothing_is_healthy_while_a_tenth_has_no_name(phases: dict[str, float], unnamed: str | None) -> None:
+    diagnosis = diagnose(cpu_run({"training_step/forward": 9.0, **phases}))
+    found = [finding.evidence["phase"] for finding in diagnosis.findings if finding.cause == "unexplained"]
+    assert found == ([] if unnamed is None else [unnamed])
+    assert diagnosis.verdict == ("healthy" if len(phases) == 1 and unnamed is None else "low")
+
+
+def test_the_trainers_own_work_behind_a_gpu_counts_as_far_as_the_gpu_feels_it() -> None:
+    run = gpu_run({"trainer": 20.0, "training_step/forward": 20.0}, 75.0)
+    assert [finding.evidence["phase"] for finding in diagnose(run).findings] == ["trainer"]
+    hidden = dataclasses.replace(run, gpu_idle=sampled_idle(trainer=(20.0, 1.0)))
+    assert diagnose(hidden).verdict == "healthy"
+
+
 # --- the GPU's own times -----------------------------------------------------------------------------------------
 
 
@@ -146,7 +172,12 @@ _MS = st.floats(0.01, 1e4)
 _BLOCKS = st.lists(
     st.builds(a_block, st.builds(waiting, st.floats(0, 1e4), _MS), st.integers(1, 100)), min_size=1, max_size=128
 )
-_PHASES = st.sampled_from(["data_loading", "training_step", "callback/A", "checkpoint", "validation", "trainer"])
+_PHASES = st.sampled_from(
+    [
+        *("data_loading", "training_step", "callback/A", "checkpoint", "validation", "trainer", "unexplained"),
+        *("training_step/forward", "training_step/backward", "training_step/optimizer"),
+    ]
+)
 
 
 @given(
@@ -171,7 +202,9 @@ def test_the_laws_of_every_diagnosis(
     run = gpu_run(phase_ms, utilization, loader=loader, gpu_idle=sampled_idle(**idle) if idle else None)
     run = dataclasses.replace(run, blocks=blocks or run.blocks)
     if not on_gpu:
-        run = dataclasses.replace(run, on_gpu=False, utilization_percent=None, gpu_idle=None)
+        run = dataclasses.replace(
+            run, on_gpu=False, utilization_percent=None, gpu_idle=None, optimizers={"Adam": workers > 8}
+        )
     diagnosis = diagnose(run, min_steps=1)
     assert len(diagnosis.findings) <= 4
     ceilings = [finding.ceiling for finding in diagnosis.findings]
@@ -186,6 +219,8 @@ def test_the_laws_of_every_diagnosis(
         if finding.cause != "unexplained":
             assert finding.ceiling >= MIN_CEILING
     assert (diagnosis.verdict == "low") == bool(diagnosis.findings)
+    if diagnosis.verdict == "healthy":
+        assert min(run.lost_share("unexplained"), run.idle_share) <= 0.10
     later_first = dataclasses.replace(run, blocks=run.blocks[::-1])
     if settled(run.blocks) == run.blocks and settled(later_first.blocks) == later_first.blocks:
         # Otherwise what counts as warm-up depends on the order.

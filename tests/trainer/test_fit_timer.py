@@ -265,6 +265,8 @@ def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
     owners = [
         trainer,
         trainer.strategy,
+        trainer.strategy.precision_plugin,
+        trainer._logger_connector,
         trainer.profiler,
         trainer.fit_loop,
         epoch_loop,

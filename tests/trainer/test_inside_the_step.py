@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
-from trainings import HandClock, Model, Samples, loader, quiet_trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from trainings import HandClock, Model, Samples, Spending, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -62,6 +65,12 @@ class TwoOptimizers(SlowParts):
         return [SlowSGD(self, self.spend), SlowSGD(self, self.spend)]
 
 
+class InClosures(TwoOptimizers):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.step(lambda: self.manual_backward(SlowParts.training_step(self, batch, batch_idx)))
+
+
 @pytest.fixture
 def time() -> HandClock:
     return HandClock()
@@ -85,6 +94,7 @@ def timed_fit(time: HandClock, folder: Path, model: LightningModule, *callbacks:
         pytest.param(SlowParts, {"accumulate_grad_batches": 2}, (1, 1, 0.5), id="accumulated"),
         pytest.param(lambda spend: SlowParts(spend, closures=3), {}, (3, 3, 1), id="closures"),
         pytest.param(TwoOptimizers, {}, (2, 2, 2), id="two optimizers"),
+        pytest.param(InClosures, {}, (2, 2, 2), id="manual closures"),
     ],
 )
 def test_forward_backward_and_optimizer_are_told_apart(
@@ -105,3 +115,145 @@ def test_forward_backward_and_optimizer_are_told_apart(
     per_step = first.forward_s / first.steps, first.backward_s / first.steps, first.optimizer_s / first.steps
     assert per_step == (forward * FORWARD_S, backward * BACKWARD_S, optimizer * OPTIMIZER_S)
     assert first.training_step_s == first.wall_s == first.steps * sum(per_step)
+
+
+class SlowHooks(SlowParts):
+    """Overrides every hook in which a model can do something to its gradients and its optimizer."""
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.spend(0.001)
+        super().backward(loss, *args, **kwargs)
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        self.spend(0.002)
+        super().optimizer_zero_grad(*args)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.spend(0.004)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.spend(0.008)
+        super().optimizer_step(*args, **kwargs)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.spend(0.016)
+
+
+class SlowScheduler(torch.optim.lr_scheduler.ConstantLR):
+    def step(self, *args: Any) -> None:
+        if len(args) == 0 and hasattr(self, "spend"):
+            self.spend(0.5)
+        super().step(*args)
+
+
+class Scheduled(SlowParts):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = SlowScheduler(optimizer)
+        scheduler.spend = self.spend
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class SlowStrategy(SingleDeviceStrategy):
+    spend: Callable[[float], None]
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.spend(0.5)
+
+
+def per_step(clock: StepClock) -> dict[str, float]:
+    return {phase: pytest.approx(seconds / STEPS) for phase, seconds in clock.seconds.items()}
+
+
+PARTS = {
+    "training_step/forward": FORWARD_S,
+    "training_step/backward": BACKWARD_S,
+    "training_step/optimizer": OPTIMIZER_S,
+}
+
+
+def test_the_models_own_hooks_are_lines_and_lightnings_are_not(time: HandClock, tmp_path: Path) -> None:
+    clock = timed_fit(time, tmp_path, SlowHooks(time.spend), Spending(time.spend, "on_before_backward", 0.032))
+    backward = PARTS["training_step/backward"]
+    assert per_step(clock) == {
+        "training_step/forward": FORWARD_S,
+        "training_step/SlowHooks.backward": backward + 0.001,
+        "training_step/optimizer": OPTIMIZER_S,
+        "callback/SlowHooks.optimizer_zero_grad": 0.002,
+        "callback/SlowHooks.configure_gradient_clipping": 0.004,
+        "callback/SlowHooks.optimizer_step": 0.008,
+        "callback/Spending": 0.032,
+    }
+    assert clock.blocks[0].backward_s == pytest.approx(10 * (backward + 0.001))
+
+
+def test_a_scheduler_and_a_strategy_are_booked_by_their_class(time: HandClock, tmp_path: Path) -> None:
+    strategy = SlowStrategy("cpu")
+    strategy.spend = time.spend
+    clock = timed_fit(time, tmp_path, Scheduled(time.spend), strategy=strategy)
+    assert per_step(clock) == {
+        **PARTS,
+        "callback/SlowScheduler.step": 0.5,
+        "callback/SlowStrategy.on_train_batch_start": 0.5,
+    }
+
+
+class SlowPrecision(MixedPrecision):
+    """Spends time in clipping and in its scaler."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        self.spend = spend
+
+        class SlowScaler(torch.amp.GradScaler):
+            def update(self, *args: Any) -> None:
+                spend(0.125)
+                super().update(*args)
+
+        super().__init__("16-mixed", "cpu", SlowScaler("cpu", init_scale=1.0))
+
+    def clip_grad_by_norm(self, *args: Any) -> None:
+        self.spend(0.25)
+
+
+class Metric(torchmetrics.MeanMetric):
+    spend: Callable[[float], None]
+
+    def compute(self) -> torch.Tensor:
+        self.spend(4.0)
+        return super().compute()
+
+
+class Logging(SlowParts):
+    """Spends time where Lightning zeroes gradients, and where it computes a metric for the log."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        super().__init__(spend)
+        self.metric = Metric()
+        self.metric.spend = spend
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.metric.update(1.0)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        class SlowToZero(SlowSGD):
+            def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+                self.spend(0.5)
+                super().zero_grad(*args, **kwargs)
+
+        return SlowToZero(self, self.spend)
+
+
+def test_what_lightning_does_in_a_step_has_lines_of_its_own(time: HandClock, tmp_path: Path) -> None:
+    plugins = [SlowPrecision(time.spend)]
+    clock = timed_fit(time, tmp_path, Logging(time.spend), plugins=plugins, gradient_clip_val=1.0)
+    assert per_step(clock) == {
+        **PARTS,
+        "training_step/zero_grad": 0.5,
+        "training_step/gradient_clipping": 0.25,
+        "training_step/gradient_scaler": 0.125,
+        "logging/self.log": 4.0 / STEPS,
+    }
+    assert clock.blocks[0].optimizer_s == 10 * (OPTIMIZER_S + 0.5 + 0.25 + 0.125)

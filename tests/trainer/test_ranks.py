@@ -27,7 +27,7 @@ def two_nodes(folder: Path, failing_rank: int | None = None) -> list[subprocess.
 
 
 def test_rank_zero_reports_for_all_ranks(tmp_path: Path) -> None:
-    results = train_ranks(tmp_path, sample_s=(0.004, 0.004), min_seconds=(0.1, 1e9))
+    results = train_ranks(tmp_path, sample_s=(0.02, 0.02), min_seconds=(0.1, 1e9))
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
     assert [result.stderr.count("Waiting for data takes") for result in results] == [1, 0]

@@ -90,6 +90,23 @@ def test_pinned_copies_are_seen_on_the_gpu(train: Train) -> None:
     assert diagnose(measured).findings[0].cause == "host_to_device_copy"
 
 
+@pytest.mark.parametrize(
+    ("host_s", "forward_ms"),
+    [
+        (0.001, 10.0),
+        (0.050, 26.0),  # the host needs 50 ms to launch forward; in half of them the GPU does the step before
+    ],
+)
+def test_the_parts_of_a_step_are_measured_on_the_gpu(train: Train, host_s: float, forward_ms: float) -> None:
+    _, _, measured = train(host_s=host_s, kernel_s=0.010, backward_s=0.020, optimizer_s=0.004)
+    idle = measured.gpu_idle
+    assert idle is not None
+    ms = {phase: 1e3 * seconds / idle.samples for phase, seconds in idle.step_s.items() if seconds > 1e-9}
+    assert ms == pytest.approx(
+        {"training_step/forward": forward_ms, "training_step/backward": 20.0, "training_step/optimizer": 4.0}, rel=0.02
+    )
+
+
 def test_one_step_in_eight_is_sampled(train: Train) -> None:
     _, _, measured = train()
     assert measured.gpu_idle is not None
