@@ -42,8 +42,11 @@ def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, A
         return {"": mapping}
     if not is_lightning_checkpoint(content):
         return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
-    # Callbacks keep averages a level deeper. The model may have no weights at all.
-    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type))
+    # Callbacks keep averages a level deeper, beside scores and counters. The model may have no weights at all.
+    found = _nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type)
+    return {"state_dict": content["state_dict"]} | {
+        name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
+    }
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -182,7 +185,6 @@ def _nested_state_dicts(
         if "param_groups" in mapping:  # an optimizer's
             continue
         if is_state_dict(mapping, tensor_type):
-            if any(getattr(item, "shape", ()) != () for item in mapping.values()):  # else they are scores and counters
-                yield path + name, mapping
+            yield path + name, mapping
         elif depth > 1:
             yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1, tensor_type)

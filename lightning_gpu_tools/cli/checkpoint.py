@@ -23,8 +23,9 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this command takes and what its help says."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. No code in a "
-        "file is ever run."
+        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. A folder of "
+        "shards, or the index that lists them, is one checkpoint (Hugging Face, torch.distributed.checkpoint, FSDP, "
+        "DeepSpeed ZeRO). No code in a file is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_inspect(actions)
@@ -64,7 +65,7 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = actions.add_parser(
         "convert",
         help="write it with clean keys, another root, another dtype, or as safetensors",
-        description="Write TARGET from SOURCE: on the CPU, without the names that torch.compile, FSDP, activation "
+        description="Write one file, TARGET, on the CPU, without the names that torch.compile, FSDP, activation "
         "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
         "What else is in SOURCE (optimizer, epoch, ...) stays unless --weights is given or TARGET ends in "
         ".safetensors; averages of the weights are converted likewise.",

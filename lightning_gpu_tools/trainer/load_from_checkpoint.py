@@ -176,6 +176,7 @@ def _built_by_its_class(
     with naming_file(path, model_class):
         fit = fit_weights(model, weights_in(content, path), root, model.strict_loading if strict is None else strict)
         copy_weights(model, fit)
+    warn_of_what_is_left(path, model, fit)
     return model
 
 
