@@ -15,8 +15,6 @@ from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renamin
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import (
-    as_plain_tensors,
-    check_complete,
     check_repetition,
     choose_weights,
     weights_in,
@@ -107,9 +105,7 @@ def compare(
 def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
     content, _ = read_weights(path)
     has_one = len(weights_in(content, path)) == 1
-    _, weights = choose_weights(path, content, None if has_one else entry)
-    check_complete(path, {key: value for key, value in weights.items() if not getattr(value, "is_meta", False)})
-    return as_plain_tensors(weights)
+    return choose_weights(path, content, None if has_one else entry)[1]
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:

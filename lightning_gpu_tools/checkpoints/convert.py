@@ -27,7 +27,6 @@ from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
-    as_plain_tensors,
     check_repetition,
     choose_weights,
     others_of_this_model,
@@ -192,7 +191,7 @@ def _has_numbers(value: Any) -> bool:
 
 def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
     """Return the weights with their new names and precision; those that are tied stay tied."""
-    converted = plan.apply(as_plain_tensors(weights))
+    converted = plan.apply(weights)
     if changes.dtype is None:
         return converted
     identity = same_tensors(converted)

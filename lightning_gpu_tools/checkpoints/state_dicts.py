@@ -107,17 +107,6 @@ def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], plain)
 
 
-def as_plain_tensors(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return weights with ordinary tensors in the place of sharded ones, each of which this process has whole."""
-    sharded = {key: value for key, value in weights.items() if hasattr(value, "device_mesh")}
-    if not sharded:
-        return weights
-    plain = copy.copy(weights)
-    assert isinstance(plain, dict)
-    plain.update((key, value.to_local()) for key, value in sharded.items())
-    return plain
-
-
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
     """Return the shape of every entry; ``None`` for what is not a tensor."""
     return {key: shape_of(value) for key, value in weights.items()}
