@@ -74,10 +74,11 @@ def read_checkpoint(
             entries = check_contents(structure.content, path, TensorInfo)
             values = [value for weights in entries.values() for value in weights.values()]
             if values and all(_is_plain(value) or not _holds_tensors(value) for value in values):
-                command = f"lightning-gpu-tools checkpoint convert {shlex.quote(printable_path(path))} TARGET --weights"
+                shown = printable_path(path)
                 error.args = (
-                    f"{error}\n  The weights alone come without opening any of this: lightning_gpu_tools.load_weights, "
-                    f"or {command}",
+                    f"{error}\n  To take only the weights, without opening the rest: "
+                    f"lightning_gpu_tools.load_weights(model, {shown!r}), "
+                    f"or: lightning-gpu-tools checkpoint convert {shlex.quote(shown)} weights.pt --weights",
                 )
             raise
 
