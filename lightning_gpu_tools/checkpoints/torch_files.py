@@ -242,8 +242,8 @@ def _described_weights(file: BinaryIO, structure: Structure, refusal: UnsafeChec
             except _NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
                 if _holds_tensors(value) and not key.endswith("_extra_state"):
                     special[key] = printable(error)
-        if hasattr(weights, "_metadata"):
-            sets[entry]._metadata = weights._metadata  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError, _NotPlainError):
+            sets[entry]._metadata = built(weights._metadata)  # type: ignore[attr-defined]
     if special:
         kinds = ", ".join(sorted({*special.values()}))
         refusal.args = (

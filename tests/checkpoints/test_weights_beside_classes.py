@@ -278,3 +278,11 @@ def test_the_structure_keeps_what_objects_would_be_made_of(tmp_path: Path) -> No
     assert content["config"].state == {"width": 4, "loss": [1]}
     assert content["config"].kind.endswith(".Config")
     assert content["more"].items == {"a": 1}
+
+
+def test_versions_that_take_code_are_left_out_of_what_is_written(tmp_path: Path) -> None:
+    weights = nn.Linear(2, 2).state_dict()
+    weights._metadata[""]["note"] = Config()  # type: ignore[attr-defined]
+    torch.save({"state_dict": weights}, tmp_path / "a.pt")
+    assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--weights"]) == 0
+    assert torch.load(tmp_path / "b.pt").keys() == weights.keys()
