@@ -89,7 +89,7 @@ def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
         toy = TOYS[name]
         with tempfile.TemporaryDirectory() as folder:
             theirs = traceml_says(name, seconds, Path(folder))
-            ask = answer_in_a_process if toy.options.get("devices", 1) > 1 else answer
+            ask = answer_in_a_process if toy.needs_a_process else answer
             ours = ask(name, seconds, folder)["said"]
         row = {"training": name, "known": toy.known, "ours": ours, "traceml": theirs}
         row["ours_is"] = judge_ours(toy.known, ours)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from toys import TOYS, train
 
-from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor
+from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.trainer.session import Session
 
@@ -62,8 +63,9 @@ def answer(name: str, seconds: float, folder: str) -> dict[str, Any]:
     toy = TOYS[name]
     last = toy.last if toy.last is not None else random.Random(name).random() < 0.5
     advisor, explained = GPUUtilizationAdvisor(min_seconds=seconds / 4), Explained()
+    monitor = [GPUUtilizationMonitor()] if toy.is_killed else []
     with contextlib.suppress(KeyError):  # the toy that fails
-        train(toy, seconds, folder, [advisor, explained], last=last)
+        train(toy, seconds, folder, [advisor, explained, *monitor], last=last)
     assert advisor.diagnosis is not None
     return {
         "said": in_words(advisor.diagnosis),
@@ -74,11 +76,18 @@ def answer(name: str, seconds: float, folder: str) -> dict[str, Any]:
 
 
 def answer_in_a_process(name: str, seconds: float, folder: str) -> dict[str, Any]:
-    """Do the same in a process of its own: Lightning starts it once more for each further rank."""
+    """Do the same in a process of its own: Lightning starts it once more for each further rank, or it is killed."""
     file = Path(folder) / "answer.json"
     command = [sys.executable, __file__, "--one", name, "--seconds", str(seconds), "--output", str(file)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return json.loads(file.read_text())
+    killed = TOYS[name].is_killed
+    ended = subprocess.run(command, check=not killed, capture_output=True, timeout=120)
+    if not killed:
+        return json.loads(file.read_text())
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    report = load_report(folder)
+    assert report.outcome.startswith("cut off"), report.outcome
+    explained = 1 - report.phase_s.get("unexplained", 0.0) / report.wall_s
+    return {"said": in_words(report.diagnosis), "why": report.diagnosis.why, "explained": round(explained, 4)}
 
 
 def rows(seconds: float, only: Sequence[str]) -> list[dict[str, Any]]:
@@ -88,7 +97,7 @@ def rows(seconds: float, only: Sequence[str]) -> list[dict[str, Any]]:
         if only and name not in only:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            ask = answer_in_a_process if toy.options.get("devices", 1) > 1 else answer
+            ask = answer_in_a_process if toy.needs_a_process else answer
             found.append({"training": name, "ran": "on the CPU", "known": toy.known, **ask(name, seconds, folder)})
     if not only:
         from gpu_cases import cases  # last: from here on torch believes in a simulated GPU
@@ -150,8 +159,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if args.one:
-        with tempfile.TemporaryDirectory() as folder:
-            said = answer(args.one, args.seconds, folder)
+        said = answer(args.one, args.seconds, str(args.output.parent))
         if os.environ.get("LOCAL_RANK", "0") == "0":
             args.output.write_text(json.dumps(said))
         return 0

@@ -24,6 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
@@ -312,8 +313,11 @@ def fields(kind: type) -> str:
         meaning = meaning.replace("see docs/report_schema.md", "see [Phases](#phases)")
         rows.append((f"`{name}`", in_json(hints[name]), meaning))
     assert [row[0] for row in rows] == [f"`{field.name}`" for field in dataclasses.fields(kind)], kind
-    first = [("`schema_version`", "integer", str(SCHEMA_VERSION))] if kind is Report else []
-    return table(("field", "type", "meaning"), *first, *rows)
+    first = (
+        ("`schema_version`", "integer", str(SCHEMA_VERSION)),
+        ("`summary`", "object", "The verdict and the first finding in short; see [below](#summary)."),
+    )
+    return table(("field", "type", "meaning"), *(first if kind is Report else ()), *rows)
 
 
 def in_json(kind: Any) -> str:
@@ -341,7 +345,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{
         kind.__name__: functools.partial(fields, kind)
-        for kind in (Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryGrowth, LoaderSummary)
+        for kind in (Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryGrowth, LoaderSummary, ProcessId)
     },
 }
 

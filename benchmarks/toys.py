@@ -12,6 +12,7 @@ import argparse
 import gc
 import os
 import random
+import signal
 import tempfile
 import time
 import warnings
@@ -109,14 +110,23 @@ class SlowLayer(torch.nn.Linear):
 
 
 class ToyModel(LightningModule):
-    def __init__(self, step_s: float = 0.0, validation_s: float = 0.005, *, fail_at: int | None = None) -> None:
+    def __init__(
+        self,
+        step_s: float = 0.0,
+        validation_s: float = 0.005,
+        *,
+        fail_at: int | None = None,
+        killed_at: int | None = None,
+    ) -> None:
         super().__init__()
         self.layer = SlowLayer(step_s)
-        self.validation_s, self.fail_at = validation_s, fail_at
+        self.validation_s, self.fail_at, self.killed_at = validation_s, fail_at, killed_at
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == self.fail_at:
             raise KeyError("a label that is not in the table")
+        if batch_idx == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = self.layer(batch).square().mean() / 1e9
         self.log("loss", loss)
         return loss
@@ -261,21 +271,17 @@ class SlowShard(Slow):
 
 
 class ColdCache(Slow):
-    """Samples of which the first hundred take their time."""
+    """Samples of which the first fifty take their time."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) if index < 100 else torch.ones(4)
+        return super().__getitem__(index) if index < 50 else torch.ones(4)
 
 
 class CollectingModel(ToyModel):
-    """Keeps half a million objects, and collects garbage every tenth step."""
-
-    def on_train_start(self) -> None:
-        self.index = [{"sample": i} for i in range(500_000)]
+    """Collects garbage every 25th step: torch and Lightning alone have 400,000 objects to go through."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        time.sleep(0.005)
-        if batch_idx % 10 == 0:
+        if batch_idx % 25 == 0:
             gc.collect()
         return super().training_step(batch, batch_idx)
 
@@ -337,6 +343,7 @@ class Toy:
         options: Of the Trainer; a logger as its class.
         validate: Whether there is something to validate on.
         last: Whether the watching callbacks come after the others; ``None`` = it does not matter and is shuffled.
+        is_killed: Whether the process is killed, so that only the report that was written meanwhile can answer.
     """
 
     known: str
@@ -346,6 +353,12 @@ class Toy:
     options: dict[str, Any] = field(default_factory=dict)
     validate: bool = False
     last: bool | None = None
+    is_killed: bool = False
+
+    @property
+    def needs_a_process(self) -> bool:
+        """Whether it has to be trained in a process of its own."""
+        return self.is_killed or self.options.get("devices", 1) > 1
 
 
 def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoader]:
@@ -370,6 +383,8 @@ TOYS = {
     "g": Toy("too_short", options={"max_steps": 10}),
     "h": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4),
              model=lambda: ToyModel(fail_at=110)),
+    "h, killed": Toy("data_loading too_few_workers", loader=workers(0, 0.005),
+                     model=lambda: ToyModel(killed_at=250), is_killed=True),
     "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
                options=_DDP),
@@ -378,7 +393,7 @@ TOYS = {
         f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
         for part in ("forward", "backward", "optimizer")
     },
-    "ddp, no slow rank": Toy("healthy", model=SlowRankModel, options=_DDP),
+    "ddp, no slow rank": Toy("healthy", model=lambda: ToyModel(0.03), options=_DDP),
     # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
@@ -413,9 +428,9 @@ TOYS = {
         "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
     ),
     "slow beginning": Toy(
-        "data_loading cold_cache", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(ColdCache(0.03))
+        "data_loading cold_cache", model=lambda: ToyModel(0.005), loader=lambda: DataLoader(ColdCache(0.03))
     ),
-    "garbage collection": Toy("garbage_collection", model=CollectingModel),
+    "garbage collection": Toy("garbage_collection", model=lambda: CollectingModel(0.005)),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

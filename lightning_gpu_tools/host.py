@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -101,6 +102,20 @@ def idle_cpu_s() -> float:
     return sum(per_core[core].idle + getattr(per_core[core], "iowait", 0.0) for core in mine if core < len(per_core))
 
 
+def resident_memory_bytes() -> int:
+    """Return how much memory this process uses, without the pages of files that it has mapped.
+
+    The kernel drops those when memory is short; they grow as long as a mapped dataset is read for the first time.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        status = ""
+    kilobytes = re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status, re.MULTILINE)  # Linux 4.5 and later
+    rss: int = 1024 * sum(map(int, kilobytes)) if kilobytes else psutil.Process().memory_info().rss
+    return rss
+
+
 def private_memory_bytes(pids: list[int]) -> int | None:
     """Return the largest private memory of one of the processes; ``None`` if the kernel does not report it.
 
@@ -158,6 +173,7 @@ def _words(path: Path) -> list[str]:
         return []
 
 
+@functools.cache
 def processor_name() -> str:
     """Return the name of the CPU, or of its architecture where the system does not report the name."""
     try:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import struct
 import warnings
 import zipfile
@@ -12,8 +13,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.errors import BrokenCheckpointError
 
 TENSORS = st.builds(
@@ -53,6 +54,34 @@ def described_by(program: bytes, blocks: int = 1) -> bytes:
     return zipped(records + [(f"archive/data/{block}", numbers) for block in range(blocks)])
 
 
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<L", len(value)) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def call(name: str, *arguments: bytes) -> bytes:
+    module, _, function = name.rpartition(".")
+    return f"c{module}\n{function}\n".encode() + b"(" + b"".join(arguments) + b"tR"
+
+
+def sizes(*numbers: int) -> bytes:
+    return b"(" + b"".join(map(number, numbers)) + b"t"
+
+
+def storage(numel: int = 4, key: bytes = text("0"), kind: str = "FloatStorage", view: bytes = b"") -> bytes:
+    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + key + text("cpu") + number(numel) + view + b"tQ"
+
+
+HOOKS = b"\x89" + b"ccollections\nOrderedDict\n)R"
+
+
+def tensor(block: bytes, offset: int = 0, shape: bytes = sizes(4), strides: bytes = sizes(1)) -> bytes:
+    return call("torch._utils._rebuild_tensor_v2", block, number(offset), shape, strides, HOOKS)
+
+
 def safetensors(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -64,6 +93,7 @@ def refuse_everywhere(path: Path, match: str) -> None:
         lambda: verify_checkpoint(path),
         lambda: read_checkpoint(path),
         lambda: read_checkpoint(path, weights_only=False),
+        lambda: read_weights(path),
     ):
         with pytest.raises(BrokenCheckpointError, match=match):
             act()

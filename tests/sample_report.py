@@ -41,5 +41,12 @@ REPORT = Report(
         ),
     ),
     samples_per_s=64 * 2 / 0.051,
-    settings={"batch_size": 64, "world_size": 2},
+    settings={
+        "model": "LitModel",
+        "batch_size": 64,
+        "world_size": 2,
+        "precision": "32-true",
+        "torch": "2.15.0",
+        "lightning": "2.6.6",
+    },
 )

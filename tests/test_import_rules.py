@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_gpu_tools.__file__).parent
 # From top to bottom: a room imports what stands below it and itself.
 ROOMS = [
     *("__init__", "__main__", "cli", "trainer", "loaders", "reports", "selection", "advice", "gpus", "training"),
-    *("checkpoints", "host", "errors", "units", "environment"),
+    *("checkpoints", "host", "processes", "errors", "units", "environment"),
 ]
 # What only some rooms know of; whatever is not named here may be imported everywhere.
 HOMES = {

@@ -152,8 +152,8 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     return metrics
 
 
-def sampler_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name]
+def background_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "lightning-gpu-tools" in thread.name]
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gone: str) -> None:

@@ -28,7 +28,7 @@ from lightning_gpu_tools.advice.inside_step import (
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
-from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Our default: anyone with more to change starts with the first ones.
@@ -67,6 +67,9 @@ def diagnose(
             "each epoch do not count.",
             next_step="Train longer, or lower min_steps of GPUUtilizationAdvisor.",
             utilization_percent=run.utilization_percent,
+            waiting_share=_waiting_share(run),
+            step_p50_s=run.step_p50_s,
+            step_p95_s=run.step_p95_s,
         )
     return Diagnosis(
         verdict=verdict,
@@ -76,7 +79,14 @@ def diagnose(
         utilization_percent=run.utilization_percent,
         gpu_idle_percent=_idle_percent(run),
         gpu_idle_residual_percent=100 * run.idle_residual,
+        waiting_share=_waiting_share(run),
+        step_p50_s=run.step_p50_s,
+        step_p95_s=run.step_p95_s,
     )
+
+
+def _waiting_share(run: RunMeasurements) -> float | None:
+    return run.phase_s.get(DATA_LOADING, 0.0) / run.wall_s if run.wall_s > 0 else None
 
 
 def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
@@ -114,18 +124,18 @@ def _judge(
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
     """Return what leaves the GPU, or without one the training step, idle."""
-    loading = data_loading(run)
-    if loading is not None and searched is not None:
-        loading = as_searched(loading, searched)
-    found = [
-        loading,
+    steady = [
+        data_loading(run),
         straggler(run),
         waiting_for_ranks(run),
         *host_work(run),
         *inside_step(run),
         *out_of_proportion(run),
     ]
-    named = _worth_reporting(run, with_uneven_steps(run, [finding for finding in found if finding is not None]))
+    found = with_uneven_steps(run, [finding for finding in steady if finding is not None])
+    if searched is not None:
+        found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
+    named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
     return _ordered([*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)])
 

@@ -94,6 +94,9 @@ class Diagnosis:
         gpu_idle_percent: GPU idle time in percent of the wall time outside validation, by the host's phase at the time;
             ``training_step`` is the rest. Empty where the GPU's own times were not measured.
         gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
+        waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
+        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any, as the next one.
+        step_p95_s: 95th percentile.
     """
 
     verdict: Verdict
@@ -103,6 +106,25 @@ class Diagnosis:
     utilization_percent: float | None = None
     gpu_idle_percent: Mapping[str, float] = field(default_factory=dict)
     gpu_idle_residual_percent: float = 0.0
+    waiting_share: float | None = None
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+
+    def summary(self) -> dict[str, str | float | None]:
+        """Return the verdict, the first finding and the speed as a flat dictionary, for tables and loggers.
+
+        ``cause``, ``share`` and ``ceiling`` are those of the first finding, ``None`` without one.
+        """
+        first = self.findings[0] if self.findings else None
+        return {
+            "verdict": self.verdict,
+            "cause": None if first is None else first.cause,
+            "share": None if first is None else first.share,
+            "ceiling": None if first is None else first.ceiling,
+            "waiting_share": self.waiting_share,
+            "step_p50_s": self.step_p50_s,
+            "step_p95_s": self.step_p95_s,
+        }
 
 
 def ceiling(share: float) -> float:

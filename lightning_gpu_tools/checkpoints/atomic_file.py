@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import platform
 import re
 import secrets
 import shutil
 import stat
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.errors import CheckpointNotFoundError
+from lightning_gpu_tools.processes import running_kernel
 from lightning_gpu_tools.units import printable_path
 
 if sys.platform != "win32":
@@ -162,12 +159,12 @@ def sweep(directory: str) -> list[str]:
 
 def _is_ours(name: str) -> bool:
     match = _LEFT_OVER.fullmatch(name)
-    return match is not None and match[1] == _running_kernel()
+    return match is not None and match[1] == running_kernel()
 
 
 def _open_beside(directory: str) -> tuple[str, BinaryIO]:
     while True:
-        name = f".lightning-gpu-tools-{_running_kernel()}-{secrets.token_hex(8)}.part"
+        name = f".lightning-gpu-tools-{running_kernel()}-{secrets.token_hex(8)}.part"
         temporary = os.path.join(directory, name)
         # Not tempfile, which makes files that only their owner can read: the umask is to decide, as for any other save.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -186,15 +183,6 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _running_kernel() -> str:
-    """Return 12 hex digits that tell one boot of one machine from any other, also across containers and NFS."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:  # not Linux: a machine counts as one kernel for good, and a file from before a reboot is swept too
-        boot = f"{platform.node()}-{uuid.getnode()}"
-    return hashlib.sha256(boot.encode()).hexdigest()[:12]
 
 
 def _is_device(path: str) -> bool:

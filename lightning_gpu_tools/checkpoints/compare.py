@@ -14,9 +14,13 @@ from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import check_repetition, choose_weights
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_repetition,
+    choose_weights,
+    weights_in,
+)
 from lightning_gpu_tools.checkpoints.summary import prose, table
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -60,14 +64,21 @@ class Comparison:
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
-def compare(first: str, second: str, progress: Callable[[int], None] = lambda _: None) -> Comparison:
+def compare(
+    first: str, second: str, progress: Callable[[int], None] = lambda _: None, *, entry: str | None = None
+) -> Comparison:
     """Compare the weights of two files, key by key, after taking wrappers and one root off the names of the first.
+
+    Args:
+        first: A local path, or any URL that fsspec knows.
+        second: Likewise.
+        progress: Called with the number of bytes that were compared since the last call.
+        entry: The entry that holds the weights, in each file that has several.
 
     Raises:
         CheckpointError: A file cannot be read or holds no single set of weights.
     """
-    _, one = choose_weights(first, read_checkpoint(first), None)
-    _, two = choose_weights(second, read_checkpoint(second), None)
+    one, two = (_weights(path, entry) for path in (first, second))
     try:
         plan = plan_renaming(dict.fromkeys(one), ModelKeys(shapes=dict.fromkeys(two)), strict=False)
     except CheckpointMismatchError:  # nothing in common
@@ -91,6 +102,13 @@ def compare(first: str, second: str, progress: Callable[[int], None] = lambda _:
     )
 
 
+def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
+    content, _ = read_weights(path)
+    has_one = len(weights_in(content, path)) == 1
+    _, weights = choose_weights(path, content, None if has_one else entry)
+    return weights
+
+
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     if shape_of(one) is None or shape_of(two) is None:
         if not _same(one, two):
@@ -108,7 +126,11 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
     if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):
         return
-    unequal, largest = _unequal_values(one, two)
+    try:
+        unequal, largest = _unequal_values(one, two)
+    except NotImplementedError:  # torch can hold numbers of this type, but not compute with them
+        yield Difference(key=key, what="values", detail="different bits")
+        return
     if unequal:
         share = unequal / one.numel()
         size = f"up to {largest:.3g}" if math.isfinite(largest) else "not finite"

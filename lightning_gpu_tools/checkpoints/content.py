@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_gpu_tools.checkpoints.formats import Fault
+from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.units import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -12,31 +14,39 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint whose keys are the model's: WeightAveraging adds the second.
 MODEL_STATES = ("state_dict", "current_model_state")
+# What a class was called with. Losses and metrics in there have tensors, which are no weights.
+_ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
+# How deep sets of weights are: "callbacks", "StochasticWeightAveraging", "average_model_state".
+_MAX_LEVELS = 3
+# Our default: models that share layers have them in a dozen places. In a file one can stand in a billion.
+_MAX_PLACES = 10
+_MIN_PLACES_LIMIT = 1_000
+_QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
-def find_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights that a checkpoint's content may be loaded for, by the name of their entry."""
-    return likely(all_state_dicts(content, tensor_type))
-
-
-def likely(entries: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the ``state_dict`` entry alone if there is one: it is meant whenever nobody names another."""
-    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else entries
+    return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
     """Return every set of weights in a checkpoint's content, by the name of its entry; ``""`` for the content itself.
 
-    That is every dictionary of tensors except an optimizer's state.
+    That is every dictionary of tensors except an optimizer's state, and every module.
+
+    Raises:
+        Fault: A module in it has more parts than any model.
     """
-    if not isinstance(content, Mapping):
-        return {}
-    if is_state_dict(content, tensor_type):
-        return {"": content}
-    entries = dict(_nested_state_dicts(content, "", 2, tensor_type))
-    if is_lightning_checkpoint(content):  # of a model that may have no weights at all
-        entries["state_dict"] = content["state_dict"]
-    return entries
+    mapping = _as_mapping(content)
+    if is_state_dict(mapping, tensor_type):
+        return {"": mapping}
+    if not is_lightning_checkpoint(content):
+        return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
+    # Callbacks keep averages a level deeper, beside scores and counters. The model may have no weights at all.
+    found = _nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type)
+    return {"state_dict": content["state_dict"]} | {
+        name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
+    }
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -61,21 +71,120 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
+def put_weights(content: Any, entries: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the content with other sets of weights, which go by the names of :func:`all_state_dicts`."""
+    if "" in entries:
+        return entries[""]
+
+    def put(name: str, value: Any, depth: int) -> Any:
+        mapping = _as_mapping(value)
+        if name in entries or depth == 0 or not mapping:
+            return entries.get(name, value)
+        return {
+            key: put(f"{name}.{key}" if name else key, item, depth - 1) if isinstance(key, str) else item
+            for key, item in mapping.items()
+        }
+
+    return put("", content, _MAX_LEVELS)
+
+
 def describe_content(content: Any) -> str:
-    """Say what a file holds that holds no weights."""
+    """Say what this is, with its article: the content of a file, or a part of it."""
     if isinstance(content, Mapping):
+        if "param_groups" in content and "state" in content:
+            return "the state of an optimizer"
         names = [printable(name) for name in content]
-        return f"a dictionary with {', '.join(names[:8])}" if names else "an empty dictionary"
-    return f"a {printable(type(content).__name__)}"
+        more = f" and {len(names) - 8} more" * (len(names) > 8)
+        return f"a dictionary with {', '.join(names[:8])}{more}" if names else "an empty dictionary"
+    if hasattr(content, "shape") and hasattr(content, "dtype"):
+        shape = "x".join(map(str, content.shape or ())) or "scalar"
+        return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
+    if isinstance(content, (list, tuple)):
+        first = (
+            f", first {describe_content(content[0])}" if content and not isinstance(content[0], (list, tuple)) else ""
+        )
+        return f"a list of {len(content)}{first}"
+    if isinstance(content, Opaque):
+        what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
+        return f"{what} of the class {printable(content.kind or 'unknown')}"
+    if isinstance(content, StandIn):
+        return f"the class or function {printable(content)}"
+    if isinstance(content, str):
+        return f'the text "{printable(content)}"'
+    if content is None or isinstance(content, (bool, int, float)):
+        return f"the value {printable(content)}"
+    return f"an object of the class {printable(type(content).__name__)}"
+
+
+def _as_mapping(value: Any) -> Mapping[Any, Any]:
+    """Return a value as a dictionary, a module as its weights; empty for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, Opaque):
+        return _weights_of(value) if _is_module(value) else value.items or {}
+    if hasattr(type(value), "named_parameters"):  # a live module, of a file that was trusted
+        weights: Mapping[Any, Any] = value.state_dict()
+        return weights
+    return {}
+
+
+def _unknown(part: Any) -> TensorInfo:
+    return TensorInfo("?", None, None, kind=part.kind if isinstance(part, Opaque) and part.kind else "unknown")
+
+
+def _is_module(value: Any) -> bool:
+    """Whether this describes a ``torch.nn.Module``, by the attributes that each has."""
+    parts = ("_modules", "_parameters", "_buffers")
+    state = value.state if isinstance(value, Opaque) else None
+    return isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in parts)
+
+
+def _is_optimizer(value: Opaque) -> bool:
+    return isinstance(value.state, Mapping) and {"state", "param_groups"} <= value.state.keys()
+
+
+def _weights_of(module: Opaque) -> dict[str, Any]:
+    """Return the parameters and persistent buffers of a described module, under the names of its ``state_dict()``.
+
+    A part that is none of these, as the packed weights of a quantized module, is a tensor of that kind without numbers.
+    """
+    weights: dict[str, Any] = {}
+    places = 0
+    modules: set[int] = set()
+    stack = [("", module)]
+    while stack:
+        prefix, one = stack.pop()
+        places += 1
+        modules.add(id(one))
+        if places > max(_MIN_PLACES_LIMIT, _MAX_PLACES * len(modules)) or prefix.count(".") > MAX_DEPTH:
+            raise Fault(
+                f"holds a module with parts in more than {MAX_DEPTH} levels, in too many places, or without end",
+                "No model is made so.",
+            )
+        passing = one.state.get("_non_persistent_buffers_set")
+        passing = {name for name in passing if isinstance(name, str)} if isinstance(passing, (list, tuple)) else ()
+        parts = {**one.state["_parameters"], **one.state["_buffers"]}
+        children = {name: part for name, part in one.state["_modules"].items() if _is_module(part)}
+        parts.update((name, part) for name, part in one.state["_modules"].items() if name not in children)
+        if one.kind.startswith(_QUANTIZED_MODULES):
+            parts["weight"] = one
+        for name, part in parts.items():
+            if part is not None and name not in passing:
+                weights[f"{prefix}{name}"] = part if isinstance(part, TensorInfo) else _unknown(part)
+        stack += reversed([(f"{prefix}{name}.", child) for name, child in children.items()])
+    return weights
 
 
 def _nested_state_dicts(
     content: Mapping[str, Any], path: str, depth: int, tensor_type: type
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in content.items():
-        if not isinstance(value, Mapping) or not isinstance(name, str) or "param_groups" in value:  # an optimizer's
+        mapping = _as_mapping(value)
+        if not mapping or not isinstance(name, str) or name in _ARGUMENTS:
             continue
-        if is_state_dict(value, tensor_type):
-            yield path + name, value
+        if "param_groups" in mapping:  # an optimizer's
+            continue
+        if is_state_dict(mapping, tensor_type):
+            yield path + name, mapping
         elif depth > 1:
-            yield from _nested_state_dicts(value, f"{path}{name}.", depth - 1, tensor_type)
+            yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1, tensor_type)

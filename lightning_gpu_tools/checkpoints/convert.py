@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +17,34 @@ from lightning_gpu_tools.checkpoints.content import (
     MANIFEST,
     MODEL_STATES,
     is_lightning_checkpoint,
+    put_weights,
 )
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_repetition,
     choose_weights,
-    is_state_dict,
+    others_of_this_model,
     rename_optimizers,
     same_tensors,
     shapes_of,
+    weights_in,
+    whole_weights,
 )
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
-from lightning_gpu_tools.checkpoints.weights_files import alone, has_rest, write_safetensors, write_weights
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
+from lightning_gpu_tools.checkpoints.weights_files import (
+    alone,
+    has_rest,
+    write_content,
+    write_safetensors,
+    write_weights,
+)
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -45,6 +58,8 @@ class Changes:
     Attributes:
         entry: The entry of the file that holds the weights; ``None`` if there is only one.
         wrappers: Paths of modules whose child ``module`` is a wrapper's; private names such as ``_orig_mod`` always go.
+        keep_prefix: Whether to leave a ``module.`` that all keys begin with. Otherwise only Lightning's files keep it,
+            where no wrapper is left around the model.
         like: A checkpoint whose keys are wanted.
         drop_root: Attribute to take off every key, ``"model."``.
         add_root: Attribute to put before every key.
@@ -54,6 +69,7 @@ class Changes:
 
     entry: str | None = None
     wrappers: tuple[str, ...] = ()
+    keep_prefix: bool = False
     like: str | None = None
     drop_root: str = ""
     add_root: str = ""
@@ -70,72 +86,110 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
         CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
         OSError: ``target`` cannot be written.
     """
-    content = read_checkpoint(source)
-    entry, weights = choose_weights(source, content, changes.entry)
-    shown = printable_path(source)
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
-    plan = _plan(shown, weights, content, changes)
-    _check_written_size(source, weights, plan, changes, as_safetensors)
-    converted = _apply(plan, shown, weights, changes)
-    left_out = f"left out: {list_groups(plan.unused)}" if plan.unused else ""
-    done = ", ".join(filter(None, [f"{len(converted)} weights", plan.describe(), left_out]))
+    leaves_out_rest = as_safetensors or changes.weights_only
+    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
+    entry, _ = choose_weights(source, content, changes.entry)
+    entries = weights_in(content, source)
+    others = others_of_this_model(entry, entries)
+    only_weights = leaves_out_rest or not entry
+    plans: dict[str, RenamePlan] = {}
+    converted: dict[str, OrderedDict[str, Any]] = {}
+    for name in (entry,) if only_weights else (entry, *others):
+        weights = whole_weights(source, entries[name])
+        plans[name] = _plan(source, name, weights, content, changes)
+        _check_numbers(source, weights, plans[name], changes, as_safetensors)
+        converted[name] = _apply(plans[name], source, weights, changes)
+    plan = plans[entry]
     if as_safetensors:
-        write_safetensors(converted, file, _texts(content), progress)
-    elif changes.weights_only or not isinstance(content, Mapping) or not entry:
-        write_weights(converted, file, progress)
+        write_safetensors(converted[entry], file, _texts(content), progress)
+    elif only_weights:
+        write_weights(converted[entry], file, progress)
     else:
-        rest = dict(content)
-        if is_lightning_checkpoint(content) and entry in MODEL_STATES:
-            for name in {*MODEL_STATES} - {entry}:
-                if is_state_dict(content.get(name)):
-                    other = _plan(shown, content[name], content, changes)
-                    _check_written_size(source, content[name], other, changes, as_safetensors)
-                    rest[name] = alone(_apply(other, shown, content[name], changes))
-            if "optimizer_states" in content:
-                rest["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(_put(rest, entry, alone(converted)), file, progress)
+        whole = put_weights(content, {name: alone(state) for name, state in converted.items()})
+        if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
+            whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
+        write_content(whole, file, progress)
+    of_entry = f' of "{printable(entry)}"' if others else ""
+    done = [
+        f"{len(converted[entry])} weights{of_entry}",
+        plan.describe(),
+        f"left out: {list_groups(plan.unused)}" if plan.unused else "",
+        _about_others(others, left_out=only_weights),
+        describe_unread(unread),
+    ]
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
-    return f"{where}: {done}"
+    return f"{where}: {', '.join(filter(None, done))}"
 
 
-def _plan(source: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
+def _about_others(entries: Sequence[str], *, left_out: bool) -> str:
+    named = ", ".join(f'"{printable(name)}"' for name in entries)
+    if left_out and entries:
+        return f"not those of {named}, for which there is --entry"
+    return f"likewise those of {named}" if entries else ""
+
+
+def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
+    source = printable_path(path)
     if changes.like is not None:
-        _, wanted = choose_weights(changes.like, read_checkpoint(changes.like), None)
+        _, wanted = choose_weights(changes.like, read_weights(changes.like)[0], None)
         try:
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
         except CheckpointError as error:
             error.args = (f"{source} does not fit {printable_path(changes.like)}. {error.args[0]}", *error.args[1:])
             raise
+    # Lightning takes off what it has put around the model, and an attribute can be called module.
+    is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
+    around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
+    known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
     try:
-        names = clean_names(weights, {*changes.wrappers, *manifest_of(content).get("wrappers", ())})
+        names = clean_names(weights, known, around_all=around_all)
     except KeyCollisionError as error:
         error.args = (f"{source}: {error.args[0]}",)
         raise
+    for wrapper in changes.wrappers:
+        if clean_names(weights, known) == clean_names(weights, known - {wrapper}):
+            raise CheckpointMismatchError(_no_wrapper(source, wrapper, weights))
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
         raise CheckpointMismatchError(f"{source}: no key begins with {root}, so it cannot be dropped.")
     return RenamePlan(
         renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
-        unused=tuple(key for key in names if key not in kept),
+        unused=tuple(key for key in weights if key not in kept),
     )
 
 
-def _check_written_size(
+def _no_wrapper(source: str, path: str, weights: Mapping[str, Any]) -> str:
+    inside = f"{path}.{WRAPPER_SEGMENT}." if path else f"{WRAPPER_SEGMENT}."
+    paths = {key[: match.start()] for key in weights for match in re.finditer(rf"\.?\b{WRAPPER_SEGMENT}\.", key)}
+    return (
+        f"{source}: {printable(repr(path))} is no wrapper. No key begins with {printable(repr(inside))}, or there are "
+        f"others beside it. That name is at: {list_groups(repr(path) for path in sorted(paths)) or 'no place'}."
+    )
+
+
+def _check_numbers(
     source: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
 ) -> None:
-    """Check those weights that are written out number by number, before any memory is taken for them."""
+    """Check that all weights have numbers, and not too many to write out, before any memory is taken for them."""
+    taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
+    without_numbers = [key for key, value in taken.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if without_numbers:
+        raise CheckpointError(
+            f"{printable_path(source)} has no numbers for {list_groups(without_numbers)}: it was saved from the meta "
+            "device. Save the model after its weights are loaded."
+        )
     all_numbers = as_safetensors or changes.dtype is not None
     is_written_out = _has_numbers if all_numbers else has_rest
-    taken = ((key, weights[key]) for key in (*plan.renames, *plan.tied.values()))
-    check_repetition(source, {key: value for key, value in taken if is_written_out(value)}, changes.dtype)
+    check_repetition(source, {key: value for key, value in taken.items() if is_written_out(value)}, changes.dtype)
 
 
 def _has_numbers(value: Any) -> bool:
     return shape_of(value) is not None and value.layout is torch.strided
 
 
-def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
+def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
     """Return the weights with their new names and precision; those that are tied stay tied."""
     converted = plan.apply(weights)
     if changes.dtype is None:
@@ -146,21 +200,30 @@ def _apply(plan: RenamePlan, source: str, weights: Mapping[str, Any], changes: C
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _to_dtype(value, changes.dtype)
+            made[same] = _to_dtype(key, value, changes.dtype)
             if _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
     if beyond_range:
         raise CheckpointError(
-            f"{source}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} and would become "
-            "infinite. Choose a dtype with a larger range, bfloat16 or float64, or leave --dtype out."
+            f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} "
+            "and would become infinite. Choose a dtype with a larger range, bfloat16 or float64, or leave --dtype out."
         )
     return converted
 
 
-def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    is_rounded = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.detach().to(dtype) if is_rounded else value
+def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is dtype:
+        return value
+    try:
+        if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+            return value.detach().to(dtype)
+        value.new_empty(1).to(dtype)  # refused now, and not in the middle of writing
+    except NotImplementedError:
+        raise CheckpointError(
+            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
+        ) from None
+    return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
 
 
 def _has_overflowed(before: Any, after: Any) -> bool:
@@ -169,11 +232,6 @@ def _has_overflowed(before: Any, after: Any) -> bool:
     if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
         return False
     return bool((before.isfinite() & ~after.isfinite()).any())
-
-
-def _put(content: Mapping[str, Any], entry: str, weights: Any) -> dict[str, Any]:
-    first, _, rest = entry.partition(".")
-    return {**content, first: _put(content[first], rest, weights) if rest else weights}
 
 
 def _texts(content: Any) -> dict[str, str]:

@@ -14,10 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
-from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import (
+    has_own_hooks,
+    is_deepspeeds,
+    is_sharded,
+    loads_itself,
+    part_of,
+    shape_of,
+)
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
+from lightning_gpu_tools.checkpoints.state_dicts import fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
@@ -32,6 +41,7 @@ class Fit(NamedTuple):
         keys: What is known of the model.
         state: The model's ``state_dict()``.
         strict: Whether everything must fit.
+        others: Entries and roots of the file with other weights of the same model, if nobody chose among them.
     """
 
     entry: str
@@ -40,12 +50,20 @@ class Fit(NamedTuple):
     keys: ModelKeys
     state: Mapping[str, Any]
     strict: bool
+    others: tuple[str, ...] = ()
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
         renamed = self.plan.apply(weights, keep=self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
+
+    def choice(self) -> str:
+        """Say which of several sets of weights is taken, and how to get the others."""
+        taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
+        roots = " or ".join(f'root="{printable(name)}"' for name in self.others)
+        what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
+        return f'took "{printable(taken)}"; load_weights with {roots} takes {what}'
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -59,7 +77,10 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     Raises:
         CheckpointMismatchError: There is such a weight. Nothing was changed.
     """
-    refused = {**_parts_of_others(fit.weights), **_different_for_tied(fit)}
+    fault = fault_of_parts(fit.weights)
+    if fault and not _all_have_their_own(fit.weights):
+        raise CheckpointMismatchError(f"{fault} Nothing was changed.")
+    refused = _different_for_tied(fit)
     if fit.plan.left_over(strict=fit.strict) or _takes_part(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
@@ -147,6 +168,13 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+    except KeyError as error:  # of a module that translates its weights, as quantized ones do
+        key = error.args[0] if error.args else None
+        if key in renamed or key not in model.state_dict():
+            raise
+        raise CheckpointMismatchError(
+            f"There is no {printable(key)} in it, without which the model cannot load itself. {outcome}", [key]
+        ) from None
 
 
 Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
@@ -176,19 +204,57 @@ def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
             handle.remove()
 
 
-def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of sharded tensors if any process has a part that another one saved; alike in all processes.
+@contextlib.contextmanager
+def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
+    """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
+
+    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back.
+    All processes must take part.
+    """
+    gathered = contextlib.ExitStack()
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        import deepspeed
+
+        gathered.close()  # takes the module before this one apart again
+        parameters = [*module.parameters(recurse=False)]
+        gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+
+    owners = [module for module in model.modules() if any(map(_is_partitioned, module.parameters(recurse=False)))]
+    handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
+    try:
+        with gathered:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    parameters = [*model.parameters()]
+    optimizers: list[Any] = [engine.optimizer for engine in filter(is_deepspeeds, model.modules())]
+    optimizers += [getattr(parameter, "_z3_optimizer", None) for parameter in parameters]
+    for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
+        if hasattr(optimizer, "refresh_fp32_params"):  # torch's own keep no copies
+            optimizer.refresh_fp32_params()
+    for copies in (getattr(parameter, "_hp_mapping", None) for parameter in parameters):
+        if copies is not None:  # also where the engine itself was not given
+            copies.update_hp()
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
+    """Whether each process has the parts that it saved itself; the answer is the same in all of them.
 
     Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
     """
-    parts = {key: value for key, value in weights.items() if _is_sharded(value)}
-    if not parts or not torch.distributed.is_initialized():
-        return {}
-    mesh = next(iter(parts.values())).device_mesh
+    if not torch.distributed.is_initialized():
+        return False
+    mesh = next(value.device_mesh for value in weights.values() if part_of(value))
     place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
     answers: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
-    return {} if all(answers) else dict.fromkeys(parts, "a part that another process saved; each loads its own file")
+    return all(answers)
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
@@ -206,7 +272,7 @@ def _different_for_tied(fit: Fit) -> dict[str, str]:
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
-    if one.is_quantized or two.is_quantized or _is_sharded(one):
+    if one.is_quantized or two.is_quantized or is_sharded(one):
         return True  # not known, and no pair of such is known that is tied
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
@@ -223,7 +289,6 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         and value.is_nested == target.is_nested
         and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
-        and (not _is_one_part(value) or _is_sharded(target))
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
@@ -238,9 +303,18 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
 
 def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
-    if value.is_meta or value.is_quantized or value.layout is not torch.strided or type(value) is not torch.Tensor:
+    if (
+        value.is_meta
+        or value.is_quantized
+        or value.layout is not torch.strided
+        or type(value)
+        not in (
+            torch.Tensor,
+            LazyTensor,
+        )
+    ):
         return ""
-    numbers = value
+    numbers = value.detach()
     if value.is_complex():
         numbers = torch.view_as_real(value.resolve_conj())
         if not dtype.is_complex:
@@ -264,18 +338,9 @@ def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     return f"{number.item():g} would become {number.to(dtype).item():g} as {_name(dtype)}"
 
 
-def _is_one_part(value: Any) -> bool:
-    """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    return _is_sharded(value) and value.device_mesh.size() > 1 and not torch.distributed.is_initialized()
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
-
-
 def _kind(value: torch.Tensor) -> str:
     layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
-    return f"a {'part of a ' * _is_one_part(value)}{'quantized ' * value.is_quantized}{layout} tensor"
+    return f"a {'quantized ' * value.is_quantized}{layout} tensor"
 
 
 def _name(torchs: torch.dtype | torch.layout) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, all_state_dicts
+from lightning_gpu_tools.checkpoints.formats import Fault, broken
 from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
@@ -31,7 +32,10 @@ def check_contents(content: Any, path: object, tensor_type: type) -> dict[str, M
     Raises:
         BrokenCheckpointError: Nothing can work with these contents.
     """
-    entries = all_state_dicts(content, tensor_type)
+    try:
+        entries = all_state_dicts(content, tensor_type)
+    except Fault as fault:
+        raise broken(str(path), fault) from None
     for entry, weights in entries.items():
         where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
         for key in weights:

@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.atomic_file import local_copy
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-Format = Literal["zip", "legacy", "safetensors"]
+Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 _END_OF_ZIP = b"PK\x05\x06"
@@ -103,25 +103,8 @@ def identify(file: BinaryIO) -> Format:
 
 
 def broken(path: str, fault: Fault) -> BrokenCheckpointError:
-    """Return the error for a fault: what it is, what to do, and another complete checkpoint if there is one."""
-    sentences = [f"{printable_path(path)} {fault.what}."]
-    if fault.advice:
-        sentences.append(fault.advice)
-    other = newest_complete_beside(path)
-    if other is not None:
-        sentences.append(f"A complete checkpoint in the same folder: {printable_path(other)}")
-    return BrokenCheckpointError(" ".join(sentences))
-
-
-def newest_complete_beside(path: str) -> str | None:
-    """Return the newest other file in the folder of ``path`` that looks like a complete checkpoint."""
-    folder = Path(os.path.expanduser(path)).parent
-    try:
-        others = [entry for entry in folder.iterdir() if entry.suffix in SUFFIXES and entry.name != Path(path).name]
-        newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
-        return next((str(other) for other in newest_first if _looks_complete(str(other))), None)
-    except OSError:  # listing neighbours is a courtesy; the error about the file itself must come out
-        return None
+    """Return the error for a fault: what it is, and what to do."""
+    return BrokenCheckpointError(" ".join(filter(None, [f"{printable_path(path)} {fault.what}.", fault.advice])))
 
 
 def comes_from_contents(error: Exception) -> bool:
@@ -145,14 +128,6 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _looks_complete(path: str) -> bool:
-    try:
-        with _open(path) as file:
-            return bool(identify(file))
-    except Fault:
-        return False
-
-
 def _is_tar(head: bytes) -> bool:
     """Whether ``torch.load``, which asks this first, takes a file for a tar archive; one may begin as anything else."""
     try:
@@ -164,9 +139,6 @@ def _is_tar(head: bytes) -> bool:
 
 def _not_found(path: str) -> str:
     message = f"There is no checkpoint at {printable_path(path)}."
-    other = newest_complete_beside(path)
-    if other is not None:
-        return f"{message} The newest one in that folder: {printable_path(other)}"
     return message if Path(os.path.expanduser(path)).parent.is_dir() else f"{message} The folder does not exist either."
 
 
@@ -234,26 +206,25 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
         "is a Python pickle that torch.save did not write",
         "Only files by torch.save or safetensors can be loaded.",
     ),
+    ((b"GGUF",), "is a GGUF file, as llama.cpp reads them", "Get the safetensors files that it was made from."),
+    ((b"\x93NUMPY",), "is a NumPy array (.npy)", "Load it with numpy.load."),
+    (
+        tuple(b"\x08" + bytes([version, tag]) for version in range(3, 16) for tag in (0x12, 0x3A, 0x42)),
+        "is an ONNX model, a graph with its weights",
+        "Get the checkpoint that it was exported from.",
+    ),
+    (
+        tuple(bytes([0x80 + entries, 0xA0 + length]) for entries in range(1, 16) for length in range(1, 32)),
+        "is a msgpack file, as Flax writes them",
+        "Get the safetensors files, or convert it with the library that wrote it.",
+    ),
     ((b"\x89HDF",), "is an HDF5 file, as Keras writes them, not a torch checkpoint", ""),
 )
 
 
 def _directory(path: str) -> Fault:
-    names = set(os.listdir(path))
-    if ".metadata" in names:
-        return Fault(
-            "is a sharded checkpoint (a folder, as FSDP and ModelParallel strategies write it)",
-            "Make one file of it with: python -m lightning.pytorch.utilities.consolidate_checkpoint "
-            f"{printable_path(path)}   or load it with the strategy that saved it.",
-        )
-    if names & {"zero_to_fp32.py", "latest"}:
-        return Fault(
-            "is a DeepSpeed checkpoint (a folder of shards)",
-            "Make one file of it with lightning.pytorch.utilities.deepspeed."
-            "convert_zero_checkpoint_to_fp32_state_dict(folder, file), or with the zero_to_fp32.py inside it.",
-        )
-    inside = sorted(printable(name) for name in names if name.endswith(SUFFIXES))
+    inside = sorted(printable(name) for name in os.listdir(path) if name.endswith(SUFFIXES))
     if inside:
         more = ", …" * (len(inside) > 5)
         return Fault("is a folder", f"It holds {', '.join(inside[:5])}{more}; name the file.")
-    return Fault("is a folder, and no sharded checkpoint either (it has no .metadata and no latest file)")
+    return Fault("is a folder, and none with the shards of a checkpoint")

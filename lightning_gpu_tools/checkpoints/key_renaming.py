@@ -3,14 +3,18 @@
 The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. Nothing is guessed
 about the model: its wrappers are read from its module types and handed in. In the checkpoint a level called ``module``
 is taken for a wrapper only where that makes the model fit. The order is that of least change: names as they are, one
-attribute (``model.``) less, one attribute more.
+attribute (``model.``) less, one attribute more. What else would fit, two levels down or with another attribute in the
+place of one, is only suggested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import dataclasses
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeAlias, TypeVar
 
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_tree import (
@@ -23,14 +27,24 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     Tree,
     build_tree,
     child_modules,
+    inside_wrappers,
     is_wrapper,
-    is_wrapper_name,
     keys_below,
-    unwrap,
+    without_wrappers,
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable
+
+# Words for averages of weights: timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema), StyleGAN (g_ema).
+_AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+# As peft, loralib and diffusers name the two factors.
+_LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
+
+Set = TypeVar("Set")
+# What lies below an attribute of the checkpoint (first of a pair) is what lies below one of the model (second).
+Root: TypeAlias = str | tuple[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +70,7 @@ def plan_renaming(
     checkpoint: Mapping[str, Shape | None],
     model: ModelKeys,
     *,
-    root: str | None = None,
+    root: Root = None,
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
@@ -65,7 +79,8 @@ def plan_renaming(
     Args:
         checkpoint: Shape of every key; ``None`` for what is not a tensor.
         model: The model's side.
-        root: Attribute that only one side has, such as ``"model."``; ``""`` for none; ``None`` searches for it.
+        root: Attribute that only one side has, such as ``"model."``; a pair of the checkpoint's and the model's; ``""``
+            for none; ``None`` searches for it.
         strict: Refuse unless every key of the model gets a weight of its shape and every key of the checkpoint finds
             its place, apart from keys beside a dropped root. If false, take what fits and list the rest.
         same_tensor: Returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
@@ -75,7 +90,17 @@ def plan_renaming(
         KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
         CheckpointMismatchError: Nothing fits.
     """
-    return _Search(checkpoint, model, same_tensor).run(root, strict)
+    return _Search(checkpoint, model, same_tensor, root).run(strict)
+
+
+def is_average(name: str) -> bool:
+    """Whether an entry or attribute of this name holds averages of weights, as ``model_ema`` and ``swa_model`` do."""
+    return any(word.lower() in _AVERAGES for word in _WORD.findall(name))
+
+
+def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
+    """Return those sets of weights of which one is meant if nobody names one: no average, if there is anything else."""
+    return [one for one in sets if not is_average(name_of(one))] or [*sets]
 
 
 @dataclass(frozen=True)
@@ -84,8 +109,7 @@ class _Reading:
 
     overlap: Overlap
     scope: Node
-    dropped_root: str = ""
-    added_root: str = ""
+    roots: tuple[str, str] = ("", "")
 
 
 class _Search:
@@ -96,42 +120,42 @@ class _Search:
         checkpoint: Mapping[str, Shape | None],
         model: ModelKeys,
         same_tensor: Callable[[], Mapping[str, Hashable]],
+        root: Root,
     ) -> None:
         self.shapes = checkpoint
         self.model = model
         self.same_tensor = same_tensor
+        self.root = root
         self.overlay = Overlay(checkpoint, model.shapes)
         self.required = {model.tied.get(key, key) for key in model.shapes.keys() - model.optional}
 
-    def run(self, root: str | None, strict: bool) -> RenamePlan:
+    def run(self, strict: bool) -> RenamePlan:
         unchanged = self._unchanged()
-        if not root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
+        if not self.root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
             return RenamePlan(renames=dict(unchanged.pairs))  # nearly always, and no tree is needed
         self.checkpoint_tree = build_tree(self.shapes)
         self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
         tried: list[_Reading] = []
-        for readings in self._levels(root, unchanged):
+        for readings in self._levels(unchanged):
             fits = [reading for reading in readings if self._covers(reading.overlap)]
             if fits:
-                plan = self._to_plan(self._only(fits))
+                plan = self._only(fits)
                 return self._accept(plan) if strict else plan
             tried += readings
         if not tried:
             raise CheckpointMismatchError(
-                f'There is no "{printable(root)}" in the checkpoint ({_roots(self.checkpoint_tree)}) nor in the model '
+                f"There is no {_shown(self.root)} in the checkpoint ({_roots(self.checkpoint_tree)}) nor in the model "
                 f"({_roots(self.model_tree)})."
             )
-        # max() returns the first of equals: the one with the least change.
-        nearest = max(tried, key=lambda reading: len(reading.overlap.pairs))
-        plan = self._to_plan(nearest)
+        nearest = _most(tried)
+        plan = self._to_plan(nearest[0])
         if strict:
             return self._accept(plan)
-        if not plan.renames and self.shapes and self.model.shapes:
+        if self.shapes and self.model.shapes and not (plan.renames and self._is_meant(plan)):
             raise self._mismatch(plan)
-        if nearest.dropped_root or nearest.added_root:
-            same_kind = (r for r in tried if bool(r.dropped_root) == bool(nearest.dropped_root))
-            self._only([r for r in same_kind if len(r.overlap.pairs) == len(nearest.overlap.pairs)])
-        return plan
+        if not any(nearest[0].roots):
+            return plan
+        return self._only([reading for reading in nearest if bool(reading.roots[0]) == bool(plan.dropped_root)])
 
     def _unchanged(self) -> Overlap:
         """Return what the two have in common under the very same names."""
@@ -141,30 +165,26 @@ class _Search:
                 (same.pairs if self.overlay.fits(key, key) else same.clashes).append((key, key))
         return same
 
-    def _levels(self, root: str | None, unchanged: Overlap) -> Iterable[list[_Reading]]:
+    def _levels(self, unchanged: Overlap) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
-        if root:
-            part = self.checkpoint_tree.find(root)
-            place = self.model_tree.find(root)
-            name = root.rstrip(".") + "."
-            if part is not None:
-                yield [_Reading(self.overlay.largest(part, model), part, dropped_root=name)]
-            elif place is not None:
-                yield [_Reading(self.overlay.largest(checkpoint, place), checkpoint, added_root=name)]
+        if self.root:
+            for dropped, added in [self.root] if isinstance(self.root, tuple) else [(self.root, ""), ("", self.root)]:
+                part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
+                if part is not None and place is not None:
+                    yield [self._reading((_as_root(dropped), part), (_as_root(added), place))]
+                    return
             return
         # What fits is never touched.
         has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
         keeps_names = has_all or self._covers(unchanged)
         yield [_Reading(unchanged if keeps_names else self.overlay.largest(checkpoint, model), checkpoint)]
-        if root is None:
-            yield [
-                _Reading(self.overlay.largest(part, model), part, dropped_root=name)
-                for name, part in child_modules(_inside_wrappers(checkpoint))
-            ]
-            yield [
-                _Reading(self.overlay.largest(checkpoint, place), checkpoint, added_root=name)
-                for name, place in child_modules(model)
-            ]
+        if self.root is None:
+            yield [self._reading(part, ("", model)) for part in child_modules(inside_wrappers(checkpoint))]
+            yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
+
+    def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
+        """Lay what is below an attribute of the checkpoint over what is below one of the model."""
+        return _Reading(self.overlay.largest(part[1], place[1]), part[1], (part[0], place[0]))
 
     def _covers(self, overlap: Overlap) -> bool:
         if len(overlap.pairs) < len(self.required):
@@ -172,20 +192,30 @@ class _Search:
         leader = self.model.tied.get
         return self.required <= {leader(key, key) for _, key in overlap.pairs}
 
-    def _only(self, fits: list[_Reading]) -> _Reading:
+    def _is_meant(self, plan: RenamePlan) -> bool:
+        """Whether the root was asked for, or gives most keys names of the model; a bias fits by chance."""
+        is_guess = self.root is None and (plan.dropped_root or plan.added_root)
+        named = len(plan.renames) + len(plan.clashes)
+        return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
+
+    def _only(self, fits: list[_Reading]) -> RenamePlan:
+        """Return the plan of the one reading that fits; of several, the one that is no average of the weights."""
         different: dict[frozenset[tuple[str, Hashable]], _Reading] = {}
         same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
             weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
             different.setdefault(frozenset(weights), reading)
-        if len(different) > 1:
-            roots = [reading.dropped_root or reading.added_root for reading in different.values()]
-            choices = " or ".join(f'root="{printable(name)}"' for name in roots)
-            found = "checkpoint holds {} sets of weights" if fits[0].dropped_root else "model has {} places"
+        found = list(different.values())
+        chosen = preferred(found, lambda reading: reading.roots[0])
+        if len(chosen) != 1:
+            choices = " or ".join(f"root={_shown(reading.roots)}" for reading in found)
+            places = "checkpoint holds {} sets of weights" if fits[0].roots[0] else "model has {} places"
+            names = _quote(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
-                f"The {found.format(len(roots))} that fit: {_quote(*roots)}. Choose one with {choices}."
+                f"The {places.format(len(found))} that fit: {names}. Choose one with {choices}."
             )
-        return fits[0]
+        others = tuple(reading.roots[0] for reading in found if reading is not chosen[0])
+        return dataclasses.replace(self._to_plan(chosen[0]), others=others)
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
         target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
@@ -201,8 +231,8 @@ class _Search:
         unexpected, unused = self._without_place(target, clashes, reading.scope)
         return RenamePlan(
             renames={key: target[key] for key in self.shapes if key in target},
-            dropped_root=reading.dropped_root,
-            added_root=reading.added_root,
+            dropped_root=reading.roots[0],
+            added_root=reading.roots[1],
             tied=tied,
             kept=tuple(key for key in absent if key in self.model.optional),
             missing=tuple(key for key in absent if key not in self.model.optional),
@@ -239,10 +269,10 @@ class _Search:
         misfits = [key for key in (*plan.missing, *plan.clashes.values()) if key not in inside]
         if not (left_over or misfits):
             return plan
-        bare = {_bare(key): key for key in plan.renames}
+        bare = {without_wrappers(key): key for key in plan.renames}
         for key in left_over:
-            if _bare(key) in bare and not misfits:
-                other = bare[_bare(key)]
+            if without_wrappers(key) in bare and not misfits:
+                other = bare[without_wrappers(key)]
                 raise _collision(other, key, plan.renames[other])
         raise self._mismatch(plan)
 
@@ -261,9 +291,48 @@ class _Search:
             ]
             more = len(plan.clashes) - len(shapes)
             lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more else ""))
-        if covered:
+        if covered and self._is_meant(plan):
             lines.append("strict=False loads what fits and reports the rest.")
+        elif covered:
+            roots = _shown((plan.dropped_root, plan.added_root))
+            lines.append(f"This is too little to guess the root by. To load it, pass root={roots} and strict=False.")
+        lines += self._suggestions(covered)
+        if any(map(_LORA.search, plan.unexpected)):
+            lines.append(
+                "The checkpoint holds LoRA weights, which change those of a base model. Merge them first (peft: "
+                "merge_and_unload()), or load them with peft."
+            )
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
+
+    def _suggestions(self, covered: int) -> Iterable[str]:
+        """Say which roots, at most two levels down, make more keys fit than those that were tried."""
+        parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
+        readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
+        for reading in _most(readings)[:2]:
+            plan = self._to_plan(reading)
+            count = len(plan.renames) + len(plan.tied)
+            if count <= covered:
+                return
+            rest = " and strict=False" if plan.missing or plan.unexpected or plan.clashes else ""
+            options = zip(("--drop-root", "--add-root"), map(printable, reading.roots), strict=True)
+            yield (
+                f"{count} fit with root={_shown(reading.roots)}{rest}. To rename them in the file: lightning-gpu-tools "
+                f"checkpoint convert FILE TARGET {' '.join(f'{option} {name}' for option, name in options if name)}"
+            )
+
+    def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
+        """Yield (name, node) for a node and those at most two levels below, if half of the model may fit there."""
+        level = [("", node)]
+        for _ in range(3):
+            level = [(name, node) for name, node in level if 2 * sum(1 for _ in keys_below(node)) > len(self.required)]
+            yield from level
+            level = [(name + child, below) for name, node in level for child, below in child_modules(node)]
+
+
+def _most(readings: list[_Reading]) -> list[_Reading]:
+    """Return those that cover most, the one with the least change first."""
+    most = max((len(reading.overlap.pairs) for reading in readings), default=0)
+    return [reading for reading in readings if len(reading.overlap.pairs) == most]
 
 
 def _collision(one: str, other: str, place: str) -> KeyCollisionError:
@@ -272,18 +341,18 @@ def _collision(one: str, other: str, place: str) -> KeyCollisionError:
     )
 
 
-def _inside_wrappers(node: Node) -> Node:
-    while is_wrapper(node):
-        node = unwrap(node)
-    return node
-
-
-def _bare(key: str) -> str:
-    return ".".join(segment for segment in key.split(".") if not is_wrapper_name(segment))
-
-
 def _roots(tree: Tree) -> str:
     return list_groups(name for name, _ in child_modules(tree.root)) or "no attributes at all"
+
+
+def _as_root(name: str) -> str:
+    return f"{name.rstrip('.')}." if name else ""
+
+
+def _shown(root: Root) -> str:
+    """Return a root as Python code; a pair only where both sides have one, or it is the model's."""
+    dropped, added = root if isinstance(root, tuple) else (root, "")
+    return f'("{printable(dropped)}", "{printable(added)}")' if added else f'"{printable(dropped)}"'
 
 
 def _quote(*names: str) -> str:

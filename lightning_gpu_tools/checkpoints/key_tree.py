@@ -85,6 +85,11 @@ def is_wrapper_name(segment: str) -> bool:
     return segment == WRAPPER_SEGMENT or segment in PRIVATE_SEGMENTS
 
 
+def without_wrappers(key: str) -> str:
+    """Return a key without any segment that a wrapper may have put into it, for comparisons."""
+    return ".".join(segment for segment in key.split(".") if not is_wrapper_name(segment))
+
+
 def without_private_segments(name: str) -> str:
     """Return a key or module path as it would be without ``torch.compile``, FSDP and the like."""
     return ".".join(segment for segment in name.split(".") if segment not in PRIVATE_SEGMENTS)
@@ -133,6 +138,13 @@ def unwrap(node: Node) -> Node:
     inner = node[_WRAPPER_CHILD]
     assert not isinstance(inner, str)  # a name that ends in a dot is never a tensor's
     return inner
+
+
+def inside_wrappers(node: Node) -> Node:
+    """Return what the wrappers around everything hold."""
+    while is_wrapper(node):
+        node = unwrap(node)
+    return node
 
 
 def _child(node: Node, name: str) -> Node | None:

@@ -21,9 +21,10 @@ from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, wit
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Top-level package and class; all keep what they wrap in the attribute ``module``.
+_DEEPSPEED = ("deepspeed", "DeepSpeedEngine")
 _WRAPPERS_BY_NAME = frozenset(
     {
-        ("deepspeed", "DeepSpeedEngine"),
+        _DEEPSPEED,
         ("apex", "DistributedDataParallel"),
         ("fairscale", "ShardedDataParallel"),
         ("timm", "ModelEmaV2"),
@@ -98,6 +99,23 @@ def shape_of(value: object) -> Shape | None:
     return tuple(getattr(value, "ds_shape", value.shape))
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether this is a tensor whose numbers may be divided among processes."""
+    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
+
+
+def part_of(value: Any) -> str:
+    """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` for all that is whole."""
+    if not is_sharded(value):
+        return ""
+    mesh, placements = value.device_mesh, value.placements
+    if all(mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(placements)):
+        return ""
+    place = mesh.get_coordinate()
+    rank = "a rank" if place is None else f"rank {int(mesh.mesh[tuple(place)])}"
+    return f"{rank} of {mesh.size()}, {', '.join(map(repr, placements))}"
+
+
 def _live_state(model: nn.Module) -> dict[str, Any]:
     """Return ``state_dict()`` with the parameters themselves, also where its override takes no ``keep_vars``."""
     options = inspect.signature(model.state_dict).parameters.values()
@@ -108,9 +126,16 @@ def _live_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, _WRAPPERS) or any(
-        (base.__module__.partition(".")[0], base.__name__) in _WRAPPERS_BY_NAME for base in type(module).__mro__
-    )
+    return isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(_class_names(module))
+
+
+def is_deepspeeds(module: nn.Module) -> bool:
+    """Whether this is DeepSpeed's engine."""
+    return _DEEPSPEED in _class_names(module)
+
+
+def _class_names(module: nn.Module) -> list[tuple[str, str]]:
+    return [(base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__]
 
 
 def _inside(path: str, name: str) -> str:

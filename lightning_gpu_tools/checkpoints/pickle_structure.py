@@ -1,8 +1,9 @@
 """What a pickle describes, read without running any of it.
 
 Every class and function that the pickle names is replaced by an inert stand-in, so nothing is imported and nothing is
-called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`. What torch
-would have to trust (the place of a tensor in its storage, what an item is put into) is checked on the way.
+called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`, which keeps
+what the object would be made of. What torch would have to trust (the place of a tensor in its storage, what an item is
+put into) is checked on the way.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ _MAKERS_OF_VIEWS = {
     "_rebuild_tensor_v3": (7, 8),
     "_rebuild_qtensor": (7,),
 }
-_TENSOR_MAKERS = _MAKERS_OF_VIEWS.keys() | {
-    "_rebuild_meta_tensor_no_storage",
-    "_rebuild_sparse_tensor",
-    "_rebuild_nested_tensor",
-    "_rebuild_wrapper_subclass",
-    "_rebuild_device_tensor_from_numpy",
-    "_rebuild_device_tensor_from_cpu_tensor",
+# Those that make no view, and what they make.
+_MAKERS_OF_OTHERS = {
+    "_rebuild_meta_tensor_no_storage": "meta",
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_nested_tensor": "nested",
+    "_rebuild_wrapper_subclass": "subclassed",
+    "_rebuild_device_tensor_from_numpy": "NumPy",
+    "_rebuild_device_tensor_from_cpu_tensor": "",
 }
+# What torch and its modules make of a view without changing a number.
+_PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 # Legacy storage classes, by the dtype that torch prints.
 DTYPE_OF_STORAGE = {
     "DoubleStorage": "float64",
@@ -109,29 +113,51 @@ class TensorInfo:
         shape: Its size; ``None`` if the pickle does not tell.
         storage: Where its numbers are; ``None`` for tensors that are not one block of numbers.
         attributes: What a program has hung on it, which is saved and copied with it.
+        offset: Where in the storage its first number is.
+        strides: How far apart its numbers are in the storage, by dimension; ``None`` where they are in a row.
+        kind: What it is beside these numbers: ``"sparse"``, ``"quantized"``, the name of a subclass; ``""`` if nothing.
     """
 
     dtype: str
     shape: tuple[int, ...] | None
     storage: StorageInfo | None
     attributes: Any = field(default=None, compare=False)
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
+    kind: str = ""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Opaque:
-    """An object that only running code could build, or the class of one: inert, whatever is done to it."""
+    """An object that only running code could build, or the class of one: inert, whatever is done to it.
 
-    is_plain: bool = False  # whether weights_only=True would build it
+    Attributes:
+        is_plain: Whether ``weights_only=True`` would build it.
+        kind: What it would be built by, ``module.name``; ``""`` if that is not in the pickle either.
+        state: What it would be given then; before that, the arguments of the call that would make it.
+        items: What would be put into it, if it is like a dictionary.
+    """
 
-    def append(self, value: Any) -> None:
-        """Take an element of a list subclass, and forget it."""
+    is_plain: bool = False
+    kind: str = ""
+    state: Any = ()
+    items: dict[Any, Any] | None = None
 
-    def extend(self, values: Sequence[Any]) -> None:
-        """Take elements of a list or set subclass, and forget them."""
+
+class _Set(tuple[Any, ...]):
+    """The elements of a set, or the sizes of a shape: not hashed, and no tuple in the file."""
+
+    __slots__ = ()
 
 
-class _StandIn:
-    """Takes the place of a class or function."""
+class _GrowingSet(list[Any]):
+    """The elements of a set that are still to come."""
+
+    __slots__ = ()
+
+
+class StandIn:
+    """Takes the place of a class, a function or a constant; as text it is their name."""
 
     __slots__ = ("is_plain", "module", "name")
 
@@ -151,8 +177,9 @@ class StructureReader(pickle._Unpickler):
     for its memo. What it builds is in proportion to the pickle.
 
     Attributes:
-        globals: Every class and function that was named, ``module.name``, and as ``module.name(...)`` what
+        globals: Every class and function that was named, ``module.name``; as ``module.name(...)`` what
             ``weights_only=True`` would call, but plain data never needs.
+        filled: The classes of objects into which elements are put, as into a list or dictionary.
         storages: Every storage that was referred to, by its key.
     """
 
@@ -165,8 +192,9 @@ class StructureReader(pickle._Unpickler):
     def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self.globals: set[str] = set()
+        self.filled: set[str] = set()
         self.storages: dict[str, StorageInfo] = {}
-        self._stand_ins: dict[tuple[str, str], _StandIn] = {}
+        self._stand_ins: dict[tuple[str, str], StandIn] = {}
         self._is_legacy = legacy
         self._left_to_copy = size_bytes
 
@@ -190,7 +218,7 @@ class StructureReader(pickle._Unpickler):
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._stand_ins:
             self.globals.add(f"{module}.{name}")
-            self._stand_ins[module, name] = _StandIn(module, name)
+            self._stand_ins[module, name] = StandIn(module, name)
         return self._stand_ins[module, name]
 
     def get_extension(self, code: int) -> None:
@@ -200,8 +228,8 @@ class StructureReader(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Return the description of a storage, ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
-        if self._is_legacy and kind_of_pid in ("module", b"module"):
-            return Opaque()
+        if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
+            return pid[1]  # the class of a module, which comes with its source
         if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
             raise damaged("it describes a storage in a way that no version of torch does")
         _, kind, key, location, numel, *part = pid
@@ -210,7 +238,7 @@ class StructureReader(pickle._Unpickler):
                 "has tensors that share a storage as in files of torch before 0.4, which are not supported",
                 "Load it with torch.load and save it again with torch.save.",
             )
-        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, _StandIn) else "")
+        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
             raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")
         if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
@@ -230,7 +258,8 @@ class StructureReader(pickle._Unpickler):
 
     def _newobj_ex(self) -> None:
         del self.stack[-2:]
-        self.stack[-1] = Opaque()
+        kind = self.stack[-1]
+        self.stack[-1] = Opaque(kind=str(kind) if isinstance(kind, StandIn) else "")
 
     def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
         self.append(self._call(kind, tuple(arguments)))
@@ -245,7 +274,11 @@ class StructureReader(pickle._Unpickler):
             vars(target).update(state)
         elif isinstance(target, TensorInfo) or (isinstance(target, Opaque) and target.is_plain):
             self.globals.add("torch.Tensor.__setstate__(...)")  # a tensor would grow beyond its storage
-        elif not isinstance(target, Opaque):
+            if isinstance(target, TensorInfo):
+                target.kind = "changed"
+        elif isinstance(target, Opaque):
+            target.state = state
+        else:
             raise damaged("it sets attributes of what has none")
 
     def _setitem(self) -> None:
@@ -263,25 +296,38 @@ class StructureReader(pickle._Unpickler):
 
     def _assign(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if isinstance(target, dict):
-            for i in range(0, len(items), 2):
-                key = items[i]
-                if type(key) is not str:
-                    _check_key(key)
-                target[key] = items[i + 1]
-        elif not isinstance(target, Opaque) or target.is_plain:
+        if isinstance(target, Opaque) and not target.is_plain:
+            self.filled.add(target.kind or "unknown")
+            if target.items is None:
+                target.items = {}
+            target = target.items
+        if not isinstance(target, dict):
             raise damaged("it puts items into what is not a dictionary")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str:
+                _check_key(key)
+            target[key] = items[i + 1]
+
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
 
     def _appends(self) -> None:
-        items = self.pop_mark()
-        self.stack[-1].extend(items)
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Opaque):
+            self.filled.add(target.kind or "unknown")
+        else:
+            target.extend(items)
 
     def _empty_set(self) -> None:
-        self.append([])  # as a list: it takes less memory, and what is in it need not be hashed
+        self.append(_GrowingSet())  # it takes less memory, and what is in it need not be hashed
 
     def _frozenset(self) -> None:
         items = self.pop_mark()  # first: it puts another stack in place
-        self.append(tuple(items))
+        self.append(_Set(items))
 
     def _bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
@@ -297,6 +343,7 @@ class StructureReader(pickle._Unpickler):
         pickle.SETITEMS[0]: _setitems,
         pickle.DICT[0]: _dict,
         pickle.EMPTY_SET[0]: _empty_set,
+        pickle.APPEND[0]: _append,
         pickle.APPENDS[0]: _appends,
         pickle.ADDITEMS[0]: _appends,
         pickle.FROZENSET[0]: _frozenset,
@@ -307,19 +354,22 @@ class StructureReader(pickle._Unpickler):
 
     def _call(self, function: Any, arguments: Any) -> Any:
         """Describe a call."""
-        if not isinstance(arguments, tuple) or not isinstance(function, (_StandIn, Opaque)):
+        if not isinstance(arguments, tuple) or not isinstance(function, (StandIn, Opaque)):
             raise damaged("it calls what is not a function")
         if isinstance(function, Opaque):
             return Opaque()
         if function.module == "torch._utils":
-            if function.name in _TENSOR_MAKERS:
+            if function.name in _MAKERS_OF_VIEWS or function.name in _MAKERS_OF_OTHERS:
                 return self._describe_tensor(function, arguments)
             if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
                 return _with_attributes(arguments[0], arguments[3:])
         name = str(function)
         if name == "torch._tensor._rebuild_from_type_v2" and len(arguments) >= 3:
-            build, _, inner, *attributes = arguments
-            return _with_attributes(self._call(build, inner), attributes)
+            build, kind, inner, *attributes = arguments
+            made = self._call(build, inner)
+            if isinstance(made, TensorInfo) and str(kind) not in _PLAIN_TENSORS:
+                made = replace(made, kind=str(kind))
+            return _with_attributes(made, attributes)
         if name == "torch.nn.parameter.Parameter" and arguments:
             return arguments[0]
         if name in ("collections.OrderedDict", "collections.Counter"):
@@ -330,10 +380,10 @@ class StructureReader(pickle._Unpickler):
                 self._copy(elements)
                 for element in elements:
                     _check_key(element)
-                return tuple(elements)
+                return _Set(elements)
         if function.is_plain and not _needs_no_more_memory(name, arguments):
             self.globals.add(f"{name}(...)")
-        return Opaque(function.is_plain)
+        return Opaque(function.is_plain, name, arguments)
 
     def _mapping(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
         mapping: OrderedDict[Any, Any] = OrderedDict()
@@ -351,24 +401,30 @@ class StructureReader(pickle._Unpickler):
         if self._left_to_copy < 0:
             raise damaged("it copies the same values again and again")
 
-    def _describe_tensor(self, maker: _StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
+    def _describe_tensor(self, maker: StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
         first = arguments[0] if arguments else None
         is_view = maker.name in _MAKERS_OF_VIEWS
         counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
         if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
             raise damaged("it describes a tensor in a way that no version of torch does")
-        dtypes = [a.name for a in arguments if isinstance(a, _StandIn) and a.module == "torch" and a.name != "Tensor"]
+        dtypes = [a.name for a in arguments if isinstance(a, StandIn) and a.module == "torch" and a.name != "Tensor"]
         if isinstance(first, StorageInfo):
             # Tensors of an untyped storage bring their own dtype.
             dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
             _check_view(first, *arguments[1:4], dtype=dtype)
+            kind = ""
             if maker.name == "_rebuild_qtensor":
                 _check_channels(arguments[2], arguments[4])
-            return TensorInfo(dtype, tuple(arguments[2]), first)
+                kind = "quantized"
+            elif len(arguments) == max(counts) > 4 and arguments[-1]:
+                kind = "conjugated"
+            _, offset, shape, strides = arguments[:4]
+            return TensorInfo(dtype, tuple(shape), first, offset=offset, strides=tuple(strides), kind=kind)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
-            if dtypes != [first.dtype]:  # a copy, which is large where many elements share one place
-                self.globals.add(f"{maker}(...)")
-            return first
+            if dtypes == [first.dtype]:
+                return first
+            self.globals.add(f"{maker}(...)")  # a copy, which is large where many elements share one place
+            return replace(first, kind="changed")
         if maker.name == "_rebuild_sparse_tensor":
             parts = arguments[1] if len(arguments) == 2 else None
             if not isinstance(parts, tuple) or len(parts) not in (3, 4):
@@ -376,7 +432,10 @@ class StructureReader(pickle._Unpickler):
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
-        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None)
+        kind = _MAKERS_OF_OTHERS[maker.name]
+        if kind == "subclassed" and isinstance(first, StandIn):
+            kind = str(first)
+        return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind=kind)
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:

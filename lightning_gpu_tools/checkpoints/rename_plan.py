@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, build_tree, is_wrapper_name
+from lightning_gpu_tools.checkpoints.key_tree import PRIVATE_SEGMENTS, build_tree, inside_wrappers, is_wrapper_name
 from lightning_gpu_tools.errors import KeyCollisionError
 from lightning_gpu_tools.units import printable
 
@@ -26,6 +26,7 @@ class RenamePlan:
         unexpected: Checkpoint keys that the model has no place for.
         clashes: Checkpoint key -> model key at the same place, of another shape.
         unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
+        others: Other roots whose weights fit as well: averages of those that were taken.
     """
 
     renames: Mapping[str, str]
@@ -37,6 +38,7 @@ class RenamePlan:
     unexpected: tuple[str, ...] = ()
     clashes: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def changes_names(self) -> bool:
@@ -126,12 +128,13 @@ def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
     return old.split(".")[:-1], new.split(".")[:-1]
 
 
-def clean_names(keys: Iterable[str], wrappers: Iterable[str] = ()) -> dict[str, str]:
+def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
     """Return key -> key without private segments and without the ``module`` of the known ``wrappers``.
 
     Args:
         keys: Parameter and buffer names.
         wrappers: Paths of the modules that are wrappers; a child called ``module`` anywhere else stays.
+        around_all: Whether a ``module`` that all keys begin with is a wrapper, too. Its step counter is left out.
 
     Raises:
         KeyCollisionError: Two keys would get the same name.
@@ -141,7 +144,7 @@ def clean_names(keys: Iterable[str], wrappers: Iterable[str] = ()) -> dict[str, 
         pair = f'"{printable(other)}" and "{printable(key)}"'
         raise KeyCollisionError(f"{pair} would both become the same key. Nothing was changed.")
     names: dict[str, str] = {}
-    stack = [("", tree.root)]
+    stack = [("", inside_wrappers(tree.root) if around_all else tree.root)]
     while stack:
         path, node = stack.pop()
         for name, value in node.items():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from lightning_gpu_tools.checkpoints import content as contents
 from lightning_gpu_tools.checkpoints.content import MODEL_STATES, describe_content
 from lightning_gpu_tools.checkpoints.envelope import check_contents
-from lightning_gpu_tools.checkpoints.key_tree import Shape
-from lightning_gpu_tools.checkpoints.model_keys import shape_of
+from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
+from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
+from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -22,11 +24,6 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
 )
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
-
-
-def find_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return the sets of weights that a loaded checkpoint may be loaded for, by the name of their entry."""
-    return contents.find_state_dicts(content, torch.Tensor)
 
 
 def is_state_dict(value: Any) -> bool:
@@ -46,31 +43,68 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     return entries
 
 
+def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the other entries for weights of the same model: averages, and those that have most of its keys."""
+    weights = entries[entry]
+
+    def are_alike(others: Mapping[str, Any]) -> bool:
+        if 2 * len(weights.keys() & others.keys()) > len(weights):  # nearly always, and far faster
+            return True
+        return 2 * len({*map(without_wrappers, weights)} & {*map(without_wrappers, others)}) > len(weights)
+
+    return [name for name in entries if name != entry and (is_average(name) or are_alike(entries[name]))]
+
+
 def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Mapping[str, Any]]:
     """Check the contents of a file, and return the name and the weights of an entry.
 
     Raises:
         BrokenCheckpointError: Nothing can work with these contents, or there are no weights among them.
         CheckpointMismatchError: There is no such entry.
-        AmbiguousCheckpointError: There are several and none was named.
+        CheckpointError: They are one part of a sharded checkpoint.
+        AmbiguousCheckpointError: None was named, and there are several that are no averages.
     """
     check_contents(content, path, torch.Tensor)
     entries = weights_in(content, path)
-    if entry is None:
-        entries = contents.likely(entries)
     names = ", ".join(map(printable, entries))
     shown = printable_path(path)
-    if entry is None and len(entries) > 1:
-        raise AmbiguousCheckpointError(
-            f"{shown} holds several sets of weights: {names}. Choose one with: lightning-gpu-tools checkpoint convert "
-            f"{shown} TARGET --entry NAME"
-        )
-    chosen = next(iter(entries)) if entry is None else entry
+    meant = preferred([*contents.likely(entries)], str)
+    if entry is None and len(meant) > 1:
+        raise AmbiguousCheckpointError(f"{shown} holds several sets of weights: {names}. Choose one with --entry NAME.")
+    chosen = meant[0] if entry is None else entry
     if chosen not in entries:
         raise CheckpointMismatchError(
             f"{shown} has no weights called {printable(repr(chosen))}; it has {names or 'only one set'}."
         )
-    return chosen, entries[chosen]
+    return chosen, whole_weights(path, entries[chosen])
+
+
+def fault_of_parts(weights: Mapping[str, Any]) -> str:
+    """Return the sentences that say that these are one rank's parts, and what to do; ``""`` if they are whole."""
+    for key, value in weights.items():
+        if type(value) is not torch.Tensor and (part := part_of(value)):
+            return (
+                f'It holds one part of a sharded checkpoint: "{printable(key)}" is that of {part}. Save the whole in '
+                "the training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "StateDictOptions(full_state_dict=True), or load each part in the process that saved it."
+            )
+    return ""
+
+
+def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return weights with plain tensors in place of those that are sharded, where these are whole.
+
+    Raises:
+        CheckpointError: One of them is a part.
+    """
+    if fault := fault_of_parts(weights):
+        raise CheckpointError(f"{printable_path(path)}: {fault}")
+    sharded = [key for key, value in weights.items() if type(value) is not torch.Tensor and is_sharded(value)]
+    if not sharded:
+        return weights
+    plain: Any = copy.copy(weights)  # with its _metadata
+    plain.update((key, weights[key].to_local()) for key in sharded)
+    return cast(Mapping[str, Any], plain)
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
@@ -126,7 +160,9 @@ def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype |
     needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
     held: dict[int, int] = {}
     for value in (weights[key] for key in sizes):
-        if value.layout is torch.strided:
+        if isinstance(value, LazyTensor):
+            held[value.data_ptr()] = value.numel() * item_bytes(value)
+        elif value.layout is torch.strided:
             storage = value.untyped_storage()
             bytes_there = storage.nbytes() // value.element_size() * item_bytes(value)
             held[storage.data_ptr()] = max(bytes_there, held.get(storage.data_ptr(), 0))
@@ -179,7 +215,7 @@ def own_all_but_weights(content: Any) -> Any:
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content
-    mapped = {*find_state_dicts(content), *MODEL_STATES}
+    mapped = {*contents.likely(contents.all_state_dicts(content, torch.Tensor)), *MODEL_STATES}
     return {
         name: value if name in mapped and is_state_dict(value) else copy.deepcopy(value)
         for name, value in content.items()

@@ -27,7 +27,6 @@ from lightning_gpu_tools.checkpoints.formats import (
     comes_from_contents,
     damaged,
     identify,
-    opened,
 )
 from lightning_gpu_tools.checkpoints.pickle_structure import (
     BYTES_OF_DTYPE,
@@ -44,7 +43,10 @@ DTYPE_OF_SAFETENSORS = {
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
+# Safetensors counts each of the two numbers, torch the byte that they share.
+TWO_IN_A_BYTE = "float4_e2m1fn_x2"
 # A description longer than this is no description: 10 million keys need about 1 GB.
 _MAX_DESCRIPTION_BYTES = 1 << 30
 # A compressed description may be longer than its file: a tensor takes some 300 bytes in it, and 150 in the zip's index.
@@ -74,7 +76,10 @@ class Structure:
         devices: What its numbers were saved from, ``"cuda:2"``.
         metadata: The text entries of a safetensors file; empty for others.
         records: The records of a zip file, by name; empty for others.
-        places: Where the numbers of each tensor of a safetensors file begin; empty for others.
+        places: Where each block of numbers that is not compressed begins in the file, by the key of its storage.
+        filled: Classes of objects into which elements are put; ``weights_only=True`` does that with plain ones alone.
+        part: What the file is if it is one shard of a checkpoint; ``None`` if it is a whole.
+        assembly: Of which files it is made; ``None`` for a file.
     """
 
     path: str
@@ -86,6 +91,13 @@ class Structure:
     metadata: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
+    filled: frozenset[str] = frozenset()
+    part: Fault | None = None
+    assembly: Assembly | None = None
+
+    def shard(self, name: str) -> Structure:
+        """Return the description of one of its files; its own, if it is a file."""
+        return self if self.assembly is None else self.assembly.shards[name]
 
     @property
     def is_packed(self) -> bool:
@@ -98,38 +110,24 @@ class Structure:
 
         Nor has one that was saved after ``torch.serialization.set_crc32_options(False)``.
         """
+        if self.assembly is not None:
+            return all(shard.has_checksums for shard in self.assembly.shards.values())
         return any(record.crc for record in self.records.values())
 
 
-def read_structure(path: str | os.PathLike[str]) -> Structure:
-    """Read the description of a file's contents and check it against what the file holds.
+@dataclass(frozen=True)
+class Assembly:
+    """How the content of several files becomes one.
 
-    Args:
-        path: A local path, or any URL that fsspec knows.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: The file is damaged or no checkpoint.
-        OSError: It cannot be read.
+    Attributes:
+        shards: What each file holds, by name.
+        loaded: Which of them are checkpoints that are loaded as such; of others only numbers are taken.
+        assemble: Takes the contents of these, by name, described or loaded, and returns the whole.
     """
-    with opened(path) as file:
-        return describe(file, os.fspath(path))
 
-
-def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None) -> Structure:
-    """Do the same, then read the whole of the file and compare it with the checksums in it.
-
-    Args:
-        path: A local path, or any URL that fsspec knows.
-        progress: Called with the number of bytes that were read since the last call.
-
-    Raises:
-        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
-    """
-    with opened(path) as file:
-        structure = describe(file, os.fspath(path))
-        compare_with_checksums(file, structure, progress)
-        return structure
+    shards: Mapping[str, Structure]
+    loaded: tuple[str, ...]
+    assemble: Callable[[Mapping[str, Any]], Any]
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
@@ -140,7 +138,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
     """
     try:
         format_ = identify(file)
-        size_bytes = os.fstat(file.fileno()).st_size
+        size_bytes = file.seek(0, os.SEEK_END)
         try:
             read = {"zip": _read_zip, "legacy": _read_legacy, "safetensors": _read_safetensors}[format_]
             with collector_paused():
@@ -216,7 +214,18 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     for storage in reader.storages.values():
         _check_record(storage, records.get(f"data/{storage.key}"))
     devices = frozenset(storage.location for storage in reader.storages.values())
-    return Structure(path, size_bytes, "zip", content, frozenset(reader.globals), devices, records=records)
+    places = {key: records[f"data/{key}"].start for key in reader.storages if records[f"data/{key}"].is_stored}
+    return Structure(
+        path,
+        size_bytes,
+        "zip",
+        content,
+        frozenset(reader.globals),
+        devices,
+        records=records,
+        places=places,
+        filled=frozenset(reader.filled),
+    )
 
 
 def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
@@ -253,15 +262,18 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise damaged("it does not hold the numbers that it describes")
     place = file.tell()
+    places = {}
     for key in keys:  # each storage comes after its length in 8 bytes
         storage = storages[key]
         file.seek(place)
         length = file.read(8)
+        places[key] = place + 8
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise Fault(_DAMAGE["legacy"], RESTORE)
     devices = frozenset(storage.location for storage in storages.values())
-    return Structure(path, size_bytes, "legacy", content, named, devices)
+    filled = frozenset(readers[3].filled)
+    return Structure(path, size_bytes, "legacy", content, named, devices, places=places, filled=filled)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
@@ -269,7 +281,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     damage = Fault(_DAMAGE["safetensors"], RESTORE)
     file.seek(0)
     length = struct.unpack("<Q", file.read(8))[0]
-    header = json.loads(file.read(length).decode(), object_pairs_hook=_without_repeats)
+    header = json.loads(file.read(length).decode(), object_pairs_hook=without_repeats)
     start = 8 + length
     metadata = header.pop("__metadata__", None) or {}
     if not all(isinstance(text, str) for text in metadata.values()):
@@ -279,10 +291,16 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     ranges = []
     numbers: list[Any] = []
     for name, entry in header.items():
-        dtype = DTYPE_OF_SAFETENSORS[entry["dtype"]]
+        dtype = DTYPE_OF_SAFETENSORS.get(entry["dtype"])
+        if dtype is None:
+            raise Fault(f"has {printable(name)} in the type {printable(entry['dtype'])}, which torch does not have")
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
         numbers += first, last, *shape
+        if dtype == TWO_IN_A_BYTE:
+            if shape[-1] % 2:
+                raise damage
+            shape = (*shape[:-1], shape[-1] // 2)
         if last > size_bytes - start:
             raise Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
         numel = math.prod(shape)
@@ -305,7 +323,12 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     return Structure(path, size_bytes, "safetensors", content, frozenset(), frozenset({"cpu"}), metadata, places=places)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return what JSON has in braces; it may have one name twice, and most readers take the last.
+
+    Raises:
+        ValueError: It does.
+    """
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")

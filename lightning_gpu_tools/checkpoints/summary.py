@@ -12,7 +12,8 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
-    find_state_dicts,
+    all_state_dicts,
+    describe_content,
     is_lightning_checkpoint,
 )
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
@@ -24,7 +25,8 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     child_modules,
     is_wrapper,
 )
-from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
@@ -32,6 +34,11 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 SCHEMA_VERSION = 1
 _MAX_COUNT = 2**63  # as torch counts
 WIDTH = 100
+_MAX_ENTRIES = 20
+# Entries that have a line or a number of their own.
+_SHOWN = frozenset(
+    {"epoch", "global_step", "hyper_parameters", "callbacks", "optimizer_states", LIGHTNING_VERSION, MANIFEST}
+)
 
 
 def summarize(structure: Structure) -> dict[str, Any]:
@@ -39,14 +46,20 @@ def summarize(structure: Structure) -> dict[str, Any]:
     content = structure.content
     lightning = is_lightning_checkpoint(content)
     manifest = _manifest(structure)
-    entries = find_state_dicts(content, TensorInfo)
+    entries = all_state_dicts(content, TensorInfo)
+    has_entries = isinstance(content, Mapping) and "" not in entries
     states = content.get("optimizer_states") if lightning else None
+    parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
+    part = structure.part or next(filter(None, parts), None)
     return {
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
+        "shards": len(structure.assembly.shards) if structure.assembly else None,
+        "part": part and f"{part.what}. {part.advice}",
         "size_bytes": structure.size_bytes,
-        "kind": "lightning" if lightning else "state_dict" if entries.keys() == {""} else "dictionary",
+        "kind": "lightning" if lightning else _kind_of(content, entries),
+        "content": describe_content(content),
         "lightning_version": _text(content, LIGHTNING_VERSION) or manifest.get("lightning"),
         "torch_version": manifest.get("torch"),
         "epoch": _number(content, "epoch"),
@@ -59,6 +72,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "removed_wrappers": manifest.get("wrappers"),
         "wrappers_in_keys": {name: _wrappers_in(weights) for name, weights in entries.items()},
         "beyond_plain_data": beyond_plain_data(structure.globals),
+        "entries": {_text_of(name): describe_content(value) for name, value in content.items()} if has_entries else {},
         "weights": {name: [_describe(key, info) for key, info in w.items()] for name, w in entries.items()},
     }
 
@@ -71,8 +85,13 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         all_keys: Whether to give every key a line, and not only every group of keys that differ in a number.
     """
     kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
+    kind = kinds.get(summary["kind"], summary["content"])
     size = format_bytes(summary["size_bytes"])
-    lines = prose(f"{printable_path(summary['path'])}: {kinds[summary['kind']]}, {size}, {summary['format']}")
+    how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
+    files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
+    lines = prose(f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}")
+    if summary["part"]:
+        lines += prose(f"  This file {summary['part']}")
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],
@@ -89,6 +108,11 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         wrappers = summary["removed_wrappers"].items()
         removed = (f"{printable(kind)} at {printable(path) or 'the root'}" for path, kind in wrappers)
         lines += prose(f"  wrappers removed when it was saved: {', '.join(removed)}")
+    others = [name for name in summary["entries"] if name not in _SHOWN and name not in summary["weights"]]
+    for name in others[:_MAX_ENTRIES]:
+        lines += prose(f"  {printable(name)}: {summary['entries'][name]}")
+    if len(others) > _MAX_ENTRIES:
+        lines.append(f"  and {len(others) - _MAX_ENTRIES} more entries; --json lists all")
     if summary["beyond_plain_data"]:
         lines += prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
     for name, weights in summary["weights"].items():
@@ -147,16 +171,21 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _describe(key: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, TensorInfo):
         return dict.fromkeys(("key", "shape", "dtype", "numel", "bytes", "device")) | {"key": key}
-    numel = None if info.shape is None else math.prod(info.shape)
-    size = BYTES_OF_DTYPE.get(info.dtype)
     return {
         "key": key,
         "shape": None if info.shape is None else list(info.shape),
         "dtype": info.dtype,
-        "numel": numel,
-        "bytes": None if numel is None or size is None else numel * size,
+        "numel": None if info.shape is None else math.prod(info.shape),
+        "bytes": size_of(info),
         "device": info.storage.location if info.storage else None,
     }
+
+
+def size_of(described: Any) -> int | None:
+    """Return the bytes that a described tensor takes; ``None`` if they are not known."""
+    if not isinstance(described, TensorInfo) or described.shape is None or described.dtype not in BYTES_OF_DTYPE:
+        return None
+    return math.prod(described.shape) * BYTES_OF_DTYPE[described.dtype]
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
@@ -197,6 +226,22 @@ def _number(content: Any, name: str) -> int | None:
     return value if isinstance(value, int) and abs(value) < _MAX_COUNT else None
 
 
+def _text_of(name: Any) -> str:
+    return name if isinstance(name, str) else printable(name)
+
+
+def _kind_of(content: Any, entries: Mapping[str, Any]) -> str:
+    if not isinstance(content, Mapping):
+        return "other"
+    if "" in entries:
+        return "state_dict"
+    return "other" if "param_groups" in content and "state" in content else "dictionary"
+
+
 def _names(content: Any, name: str) -> list[str]:
     value = content.get(name) if isinstance(content, Mapping) else None
-    return [str(key) for key in value] if isinstance(value, Mapping) else []
+    if isinstance(value, Opaque):  # OmegaConf's, Lightning's AttributeDict and argparse's
+        value = value.items or value.state
+    if isinstance(value, Mapping) and isinstance(value.get("_content"), Mapping):
+        value = value["_content"]
+    return [_text_of(key) for key in value] if isinstance(value, Mapping) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -10,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,21 +20,37 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents, opened
-from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
+from lightning_gpu_tools.checkpoints.content import put_weights
+from lightning_gpu_tools.checkpoints.distributed_folder import PickledObject, Slice
+from lightning_gpu_tools.checkpoints.envelope import check_contents
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, TensorInfo
+from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
+from lightning_gpu_tools.checkpoints.sources import Files, opened_source
+from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
+from lightning_gpu_tools.checkpoints.structure import (
+    Assembly,
+    Structure,
+    collector_paused,
+    compare_with_checksums,
+    describe,
+)
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
+from lightning_gpu_tools.checkpoints.zip_records import read_chunks
 from lightning_gpu_tools.errors import UnsafeCheckpointError
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 
 def read_checkpoint(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
 ) -> Any:
-    """Return what a checkpoint file holds.
+    """Return what a checkpoint file, or a folder with the shards of one, holds.
 
     The tensors of a local file are mapped, not read: they cost no memory until they are used, and the pages belong to
     the file. Copy what is to outlive a change of that file. A file that an archive tool has compressed is unpacked into
-    memory and always compared with its checksums.
+    memory and always compared with its checksums. A tensor that lies in several parts is put together anew for each
+    operation on it, and takes memory only meanwhile.
 
     What the file declares is checked against what it holds before torch sees it, and torch gets the same open file.
 
@@ -48,13 +66,53 @@ def read_checkpoint(
         UnsafeCheckpointError: It holds more than plain data.
         OSError: It cannot be read.
     """
-    with opened(path) as file:
-        structure = describe(file, os.fspath(path))
-        if verify or structure.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
-            compare_with_checksums(file, structure)
-        if structure.format == "safetensors":
-            return _load_safetensors(file, structure, map_location)
-        return _load(file, structure, map_location, weights_only)
+
+    def load(file: BinaryIO, structure: Structure) -> Any:
+        try:
+            return _load(file, structure, map_location, weights_only)
+        except UnsafeCheckpointError as error:
+            entries = check_contents(structure.content, path, TensorInfo)
+            values = [value for weights in entries.values() for value in weights.values()]
+            if values and all(_is_plain(value) or not _holds_tensors(value) for value in values):
+                command = f"lightning-gpu-tools checkpoint convert {shlex.quote(printable_path(path))} TARGET --weights"
+                error.args = (
+                    f"{error}\n  The weights alone come without opening any of this: lightning_gpu_tools.load_weights, "
+                    f"or {command}",
+                )
+            raise
+
+    return _read(path, load, verify, map_location)
+
+
+def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, tuple[str, ...]]:
+    """Return what a file or a folder with shards holds, as far as it is weights, and what was left unread.
+
+    Plain data is returned as by :func:`read_checkpoint`, and nothing is left unread. In a file that holds more, the
+    weights are put together from their checked description, and nothing of the file is called: each is at its place in
+    the mapped file. The second value are then the classes and functions that the rest of the file names; of the rest,
+    only descriptions are returned.
+
+    Args:
+        path: As for :func:`read_checkpoint`.
+        weights_only: If false, everything is opened, and opening it may run code.
+
+    Raises:
+        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_checkpoint`.
+        UnsafeCheckpointError: A weight among other things than plain data is not a block of plain numbers.
+    """
+    unread: set[str] = set()
+
+    def load(file: BinaryIO, structure: Structure) -> Any:
+        refusal = _refusal(structure) if weights_only else None
+        if refusal is None:
+            try:
+                return _load(file, structure, "cpu", weights_only)
+            except UnsafeCheckpointError as error:
+                refusal = error
+        unread.update(beyond_plain_data(structure.globals))
+        return _described_weights(file, structure, refusal)
+
+    return _read(path, load), tuple(sorted(unread))
 
 
 def write_checkpoint(
@@ -76,14 +134,58 @@ def write_checkpoint(
         torch.save(content, watched_file)
 
 
+def _read(
+    path: str | os.PathLike[str],
+    load: Callable[[BinaryIO, Structure], Any],
+    verify: bool = False,
+    map_location: Any = "cpu",
+) -> Any:
+    with opened_source(path) as (structure, files):
+        if structure.part is not None:
+            raise broken(os.fspath(path), structure.part)
+        for name, file in files.items():
+            shard = structure.shard(name)
+            if verify or shard.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
+                compare_with_checksums(file, shard)
+        if structure.assembly is None:
+            return load(files[""], structure)
+        return _load_shards(files, structure, structure.assembly, load, map_location)
+
+
+def _load_shards(
+    files: Files,
+    structure: Structure,
+    assembly: Assembly,
+    load: Callable[[BinaryIO, Structure], Any],
+    map_location: Any,
+) -> Any:
+    contents = {name: load(files[name], assembly.shards[name]) for name in assembly.loaded}
+    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+    numbers: dict[str, torch.UntypedStorage] = {}
+
+    def made(leaf: Any) -> Any:
+        if isinstance(leaf, SplitTensorInfo):
+            for part in leaf.parts:
+                if part.file not in numbers and 0 not in part.shape:
+                    numbers[part.file] = _numbers(files[part.file]).untyped_storage()
+            return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
+        if isinstance(leaf, PickledObject):
+            file = io.BytesIO(Slice(files[leaf.place.file], leaf.place).read())
+            return load(file, describe(file, os.path.join(structure.path, leaf.place.file)))
+        return leaf
+
+    try:
+        return put_in_place(assembly.assemble(contents), made)
+    except Fault as fault:
+        raise broken(structure.path, fault) from None
+
+
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    if weights_only:
-        calls = [name for name in structure.globals if name.endswith("(...)")]
-        if calls:  # torch lets them pass
-            raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
-        for prefix, module in _REGISTERED_BY.items():
-            if any(name.startswith(prefix) for name in structure.globals):
-                importlib.import_module(module)
+    if structure.format == "safetensors":
+        return _load_safetensors(file, structure, map_location)
+    refusal = _refusal(structure) if weights_only else None
+    if refusal is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
+        raise refusal
     can_be_mapped = structure.format == "zip" and not structure.is_packed and not _guesses_places()
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
@@ -91,8 +193,113 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         with _checking_sparse_tensors(structure):
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
     except Exception as error:  # damaged or hostile bytes make torch raise anything
+        if refusal is not None:
+            raise refusal from None
         _explain(structure, error, weights_only, map_location)
         raise
+
+
+def _described_weights(file: BinaryIO, structure: Structure, refusal: UnsafeCheckpointError) -> Any:
+    """Return the described content with tensors in its sets of weights; no code is needed for that.
+
+    What is no weight is kept if it is plain data, as extra states may be, and left out if not.
+
+    Raises:
+        BrokenCheckpointError: Nothing can work with these contents.
+        UnsafeCheckpointError: One of the weights is more than numbers at a place.
+    """
+    entries = check_contents(structure.content, structure.path, TensorInfo)
+    storage = _storages(file, structure)
+    made: dict[int, Any] = {}  # one that stands in many places is one
+
+    def build(value: Any) -> Any:
+        if isinstance(value, TensorInfo):
+            if not _is_plain(value):
+                raise _NotPlainError(value.kind or value.dtype)
+            empty: Any = torch.empty(0, dtype=getattr(torch, value.dtype))
+            return empty.set_(storage(value.storage), value.offset, value.shape, value.strides)
+        if type(value) in (dict, OrderedDict):
+            return type(value)((built(key), built(item)) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(map(built, value))
+        if value is None or type(value) in (str, int, float, bool, bytes, bytearray):
+            return value
+        raise _NotPlainError(value.kind if isinstance(value, Opaque) else type(value).__name__)
+
+    def built(value: Any) -> Any:
+        if id(value) not in made:
+            made[id(value)] = build(value)
+        return made[id(value)]
+
+    sets: dict[str, OrderedDict[str, Any]] = {}
+    special: dict[str, str] = {}
+    for entry, weights in entries.items():
+        sets[entry] = OrderedDict()
+        for key, value in weights.items():
+            try:
+                sets[entry][key] = built(value)
+            except _NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
+                if _holds_tensors(value) and not key.endswith("_extra_state"):
+                    special[key] = printable(error)
+        if hasattr(weights, "_metadata"):
+            sets[entry]._metadata = weights._metadata  # type: ignore[attr-defined]
+    if special:
+        kinds = ", ".join(sorted({*special.values()}))
+        refusal.args = (
+            f"{refusal}\n  Some of its weights are more than numbers, so they cannot be taken without opening it "
+            f"({kinds}): {list_groups(special)}.",
+        )
+        raise refusal
+    return put_weights(structure.content, sets)
+
+
+class _NotPlainError(Exception):
+    """Only running code could build what is named."""
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a description has a tensor or its numbers in it, however deep."""
+    stack, seen = [value], set[int]()
+    while stack:
+        part = stack.pop()
+        if isinstance(part, (TensorInfo, StorageInfo)):
+            return True
+        if id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, Opaque):
+                stack += part.state, part.items
+            elif isinstance(part, (dict, list, tuple)):
+                stack += part.values() if isinstance(part, dict) else part
+    return False
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor that is numbers at a place in the file, and nothing else."""
+    if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
+        return False
+    return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
+
+
+def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
+    """Return what gives the numbers of each storage: a part of the mapped file, unless they are compressed."""
+    whole = _numbers(file).untyped_storage()
+    order = structure.records.get("byteorder")
+    is_swapped = order is not None and b"".join(read_chunks(file, order)).decode() != sys.byteorder
+
+    @functools.cache
+    def numbers(storage: StorageInfo) -> Any:
+        start = structure.places.get(storage.key)
+        if start is None:
+            data = bytearray(b"".join(read_chunks(file, structure.records[f"data/{storage.key}"])))
+            block: Any = (torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)).untyped_storage()
+        else:
+            block = whole[start : start + storage.size_bytes]
+        if is_swapped:
+            block = block.clone()
+            block.byteswap(getattr(torch, storage.dtype))
+        return block
+
+    return numbers
 
 
 # torch takes these for plain data only once a module is imported, which registers them.
@@ -104,10 +311,22 @@ def _name_of_open_file(file: BinaryIO) -> str | None:
 
     Without one a file is read instead of mapped. An open file cannot be replaced on Windows.
     """
+    if isinstance(file, io.BytesIO):
+        return None
     if sys.platform == "win32":
         return file.name
     name = f"/proc/self/fd/{file.fileno()}"
     return name if os.path.exists(name) else None
+
+
+def _numbers(file: BinaryIO) -> torch.Tensor:
+    """Return the bytes of an open file, mapped where that is possible."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    source = _name_of_open_file(file)
+    if source is not None:
+        return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
+    file.seek(0)
+    return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
 
 
 def _guesses_places() -> bool:
@@ -128,12 +347,10 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
     """Raise the error that says what is the matter with the file; return where torch's own says it best."""
     if weights_only:
         foreign = beyond_plain_data(structure.globals)
-        blocked = [name for name in foreign if name not in _allowed_names()]
-        if blocked:
-            raise UnsafeCheckpointError(explain_blocked(structure.path, blocked)) from None
         if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
-            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, reason[1] if reason else "")) from None
+            why = reason[1] if reason else ""
+            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
@@ -146,21 +363,23 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
     raise broken(structure.path, fault) from None
 
 
-def _allowed_names() -> set[str]:
+def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
+    """Return why ``weights_only=True`` refuses a file, as far as that shows before torch opens it; ``None`` if not."""
+    for prefix, module in _REGISTERED_BY.items():
+        if any(name.startswith(prefix) for name in structure.globals):
+            importlib.import_module(module)
+    foreign = beyond_plain_data(structure.globals)
+    calls = [name for name in foreign if name.endswith("(...)")]
     items = torch.serialization.get_safe_globals()
-    return {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
+    allowed = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
+    blocked = calls or [name for name in foreign if name not in allowed]
+    return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
 
 
 def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
     """Map the tensors to where their description, which has been checked, says that they are."""
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-    size_bytes = os.fstat(file.fileno()).st_size
-    source = _name_of_open_file(file)
-    if source is not None:
-        numbers = torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
-    else:
-        file.seek(0)
-        numbers = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    numbers = _numbers(file)
     weights: OrderedDict[str, Any] = OrderedDict.fromkeys(structure.content)
     with collector_paused():
         in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])

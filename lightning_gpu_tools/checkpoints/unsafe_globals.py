@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -33,18 +35,24 @@ _HARMLESS = re.compile(
     r"|numpy\.(dtype|ndarray)|numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)|numpy\.dtypes\.\w+"
     r"|torch\.nn\.modules\.\w+\.\w+"
     r"|torch\.optim\.(\w+\.)?\w+"
-    r"|torch\.torch_version\.TorchVersion"
+    r"|torch\.torch_version\.TorchVersion|_io\.BytesIO"
     r"|lightning\.fabric\.utilities\.data\.AttributeDict|lightning_fabric\.utilities\.data\.AttributeDict"
     r"|lightning(\.pytorch)?\.utilities\.parsing\.AttributeDict|pytorch_lightning\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
-# What has to be left out for Python to find a name: torch.optim deletes the modules that its classes come from.
-_HIDDEN_MODULE = re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\.")
+# Where this Python finds what a file names: torch.optim deletes the modules that its classes come from, Python 3.13 and
+# NumPy 2 have moved some, and a path of another system can only be held, not followed.
+_FOUND_AT = (
+    (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
+    (re.compile(r"^pathlib\._local\."), "pathlib."),
+    (re.compile(r"^numpy\.core\."), "numpy._core."),
+    (re.compile(rf"^pathlib\.({'Posix' if os.name == 'nt' else 'Windows'}Path)"), r"pathlib.Pure\1"),
+)
+# Of the standard library, only these modules hold values alone.
+_CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}
 _RUNS_CODE = re.compile(
-    r"(os|posix|nt|sys|subprocess|shutil|pty|socket|runpy|importlib|ctypes|code|codeop|pickle|_pickle|marshal|webbrowser"
-    r"|operator|_operator|functools|types|asyncio|multiprocessing|threading|signal|http|urllib|ftplib|smtplib|tempfile"
-    r"|timeit|pdb|bdb|cProfile|profile|trace|pip|venv|zipimport|pkgutil|inspect|builtins|_io|io|nturl2path"
-    r"|distutils|setuptools|requests|aiohttp|torch\.hub|torch\.jit|torch\.utils\.\w+|torch\.serialization)\.\S+"
+    r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
+    r"|torch\.[a-z]\w*"
 )
 
 _MAX_NAMES = 40  # in one line of a message: more than any sound checkpoint has
@@ -58,24 +66,29 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
-def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
+def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
     """Say which names block a file, what each of them is, and which line would allow the harmless ones.
 
     Args:
         path: The file.
         names: The names that were refused.
+        filled: The classes of what is filled like a list or dictionary.
         reason: Why torch refuses it although they were allowed.
     """
     calls = sorted(name for name in names if name.endswith("(...)"))
     blocked = sorted({*names} - {*calls})
     harmless = [name for name in blocked if _HARMLESS.fullmatch(name) and name == printable(name)]
-    dangerous = [name for name in blocked if name not in harmless and _RUNS_CODE.fullmatch(name)]
+    dangerous = [name for name in blocked if name not in harmless and _runs_code(name)]
     unknown = [name for name in blocked if name not in harmless and name not in dangerous]
     reason = printable(reason, 300)
     lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
         lines.append(f"torch refuses it although it was allowed: {reason}.")
         lines.append("Plain lists, dictionaries and numbers load.")
+    if filled:
+        lines.append(
+            f"allowing is not enough: torch fills plain lists and dictionaries only, not {_listed(sorted(filled))}."
+        )
     if calls:
         lines.append(f"calls what plain data never needs: {_listed(calls)}. Only its author can vouch for it.")
     if dangerous:
@@ -84,16 +97,34 @@ def explain_blocked(path: str, names: Iterable[str], reason: str = "") -> str:
         lines.append(f"unknown: {_listed(unknown)}. Look at their source before you allow them.")
     if harmless:
         lines.append(f"only hold values: {_listed(harmless)}.")
-    if harmless and not dangerous and (not reason or "numpy.dtype" in harmless):
-        allowed = [_HIDDEN_MODULE.sub("", name) for name in harmless]
-        if "numpy.dtype" in allowed:  # an array names only this, but torch wants to know the class of its dtype too
-            allowed.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
-        modules = {name.rpartition(".")[0] for name in allowed if re.fullmatch(r"[\w.]+\.\w+", name)} | {"torch"}
-        lines.append(
-            f"To allow what only holds values: import {', '.join(sorted(modules))}; "
-            f"torch.serialization.add_safe_globals([{', '.join(allowed)}])"
-        )
+    can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
+    if can_be_typed and not (dangerous or calls or filled) and (not reason or "numpy.dtype" in harmless):
+        lines.append(f"To allow {'what you trust' if unknown else 'what only holds values'}: {_allowing(blocked)}")
     return "\n  ".join(lines)
+
+
+def _runs_code(name: str) -> bool:
+    return name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name) is not None
+
+
+def _allowing(names: Iterable[str]) -> str:
+    """Return the line of Python that lets ``weights_only=True`` pass these."""
+    modules, items = {"torch"}, []
+    for name in names:
+        place = name
+        for moved, where in _FOUND_AT:
+            place = moved.sub(where, place)
+        modules.update(filter(None, [place.rpartition(".")[0]]))
+        items.append(place if place == name else f'({place}, "{name}")')
+    if "numpy.dtype" in items:  # an array names only this, but torch wants to know the class of its dtype too
+        items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
+    return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(items)}])"
+
+
+def describe_unread(names: Sequence[str]) -> str:
+    """Say what a load has left unread; ``""`` if nothing."""
+    more = f" and {len(names) - 3} more" * (len(names) > 3)
+    return f"left unread, as it takes code to open: {', '.join(map(printable, names[:3]))}{more}" if names else ""
 
 
 def _listed(names: list[str]) -> str:

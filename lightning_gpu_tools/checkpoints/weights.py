@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,16 +17,23 @@ import torch
 from torch import nn
 
 from lightning_gpu_tools.checkpoints.content import likely
-from lightning_gpu_tools.checkpoints.copying import Fit, before_each_copy, check_before_copying, load_state
+from lightning_gpu_tools.checkpoints.copying import (
+    Fit,
+    before_each_copy,
+    check_before_copying,
+    load_state,
+    renewing_deepspeeds_copies,
+)
 from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, Root, is_average, plan_renaming, preferred
 from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape, is_copied_into, without_private_segments
-from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import same_tensors, shapes_of, weights_in
+from lightning_gpu_tools.checkpoints.state_dicts import others_of_this_model, same_tensors, shapes_of, weights_in
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_weights
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -44,12 +52,15 @@ class LoadReport:
         entry: Where in the file the weights were, ``"state_dict"``; ``""`` if they are all it holds.
         loaded: Model keys that got their weight from the file.
         renamed: Checkpoint key -> model key, where the two differ.
-        root: The attribute that was dropped (``"model."``) or added; ``""`` if none.
+        root: The attribute that was dropped (``"model."``) or added; ``""`` if none, and a pair if both.
+        others: Entries and attributes of the file with other weights of the same model, such as averages; each can be
+            the next call's ``root``.
         kept: Counters of wrappers and of batch normalisation that the file does not have; the model's own stay.
         missing: Model keys that kept their own values because the file has none; empty if ``strict``.
         unexpected: Checkpoint keys without a place in the model; empty if ``strict``.
         mismatched: (checkpoint key, its shape, shape in the model); empty if ``strict``.
         unused: Checkpoint keys that lie beside the dropped root.
+        unread: Classes and functions that the rest of the file names; none was imported or called.
         summary: The same in words.
     """
 
@@ -57,12 +68,14 @@ class LoadReport:
     entry: str
     loaded: tuple[str, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)
-    root: str = ""
+    root: str | tuple[str, str] = ""
+    others: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None], ...] = ()
     unused: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     summary: str = ""
 
     def __str__(self) -> str:
@@ -74,14 +87,17 @@ def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    root: str | None = None,
+    root: Root = None,
     strict: bool = True,
     weights_only: bool = True,
 ) -> LoadReport:
     """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
 
-    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, or a safetensors file. It
-    is read on the CPU, from whatever device it was saved, and each weight is copied to where the model has it.
+    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module, or a
+    safetensors file. It is read on the CPU, from whatever device it was saved, and each weight is copied to where the
+    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread. Shards are one
+    checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of ``torch.distributed.checkpoint``,
+    FSDP, ModelParallel and DeepSpeed ZeRO.
 
     Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
     are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
@@ -90,33 +106,39 @@ def load_weights(
     and a local file that another program truncates. With the last two the operating system ends the process (SIGBUS).
 
     Args:
-        model: Any module, wrapped or not.
-        path: A local path, or any URL that fsspec knows.
+        model: Any module, wrapped or not. Of DeepSpeed, the engine: only that knows all copies of the weights. Where it
+            is sharded, every process has to call this.
+        path: A local path, of a folder as well if it holds shards, or any URL of a file that fsspec knows.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
-            ``None`` searches for it; ``""`` takes the names as they are.
+            A pair such as ``("bert.", "encoder.")`` puts the second, which the model has, in the place of the first.
+            ``None`` searches for one; ``""`` takes the names as they are.
         strict: Whether every key of the model must get a weight of its shape, and every key of the checkpoint find its
             place. If false, what fits is loaded and the rest is in the report.
-        weights_only: Whether to refuse files that hold more than plain data. If false, opening the file may run code.
+        weights_only: Whether to take the weights alone. If false, everything in the file is opened, which may run code.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
         AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
         BrokenCheckpointError: The file is no checkpoint, or damaged.
-        UnsafeCheckpointError: It holds more than plain data.
+        UnsafeCheckpointError: Only running code could build one of its weights.
+
+    Warns:
+        UserWarning: The file also holds averages of these weights, or a part of the model is still on the meta device.
 
     Example:
         >>> report = load_weights(net, "last.ckpt")  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
-    content = read_checkpoint(path, weights_only=weights_only)
+    content, unread = read_weights(path, weights_only=weights_only)
     check_contents(content, path, torch.Tensor)
     entries = weights_in(content, path)
     with naming_file(path, type(model)):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
-    return _report(str(path), model, fit, plan, loaded)
+    warn_of_what_is_left(path, model, fit)
+    return _report(str(path), fit, plan, loaded, unread)
 
 
 @contextlib.contextmanager
@@ -131,16 +153,33 @@ def naming_file(path: str | os.PathLike[str], model_class: type) -> Iterator[Non
         raise
 
 
-def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: str | None, strict: bool) -> Fit:
+def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
+    """Warn of averages that were not taken, and of what has no numbers yet: not everybody prints the report."""
+    if any(map(is_average, fit.others)):
+        warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    without_numbers = [name for name, tensor in tensors if tensor.is_meta]
+    if without_numbers:
+        warnings.warn(
+            f"{printable_path(path)}: still on the meta device, without numbers: {list_groups(without_numbers)}. The "
+            "file does not hold them; fill them before you use the model.",
+            stacklevel=4,
+        )
+
+
+def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: Root, strict: bool) -> Fit:
     """Return the one entry of a checkpoint that fits the model.
 
     Raises:
         CheckpointMismatchError, AmbiguousCheckpointError, KeyCollisionError: As for :func:`load_weights`.
     """
-    named = [entry for entry in entries if root and f"{root.rstrip('.')}.".startswith(f"{entry}.")]
-    if root and named:
+    dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
+    named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
+    if named:
         entry = max(named, key=len)
-        return _fit(model, entry, entries[entry], root.rstrip(".").removeprefix(entry).lstrip(".") or None, strict)
+        inside = dropped.removeprefix(entry).lstrip(".")
+        rest = (inside, root[1]) if isinstance(root, tuple) else inside or None
+        return _fit(model, entry, entries[entry], rest, strict)
     fits: list[Fit] = []
     refusals = []
     for entry, weights in likely(dict(entries)).items():
@@ -153,16 +192,27 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
     if not strict:
         most = max(len(fit.plan.renames) for fit in fits)
         fits = [fit for fit in fits if len(fit.plan.renames) == most]
-    if len(fits) > 1:
+    meant = preferred(fits, lambda fit: fit.entry)
+    if len(meant) > 1:
         names = [f'"{printable(fit.entry)}"' for fit in fits]
         raise AmbiguousCheckpointError(
             f"Several entries of the file fit: {' and '.join(names)}. Choose one with lightning_gpu_tools.load_weights "
             f"and {' or '.join(f'root={name}' for name in names)}."
         )
-    return fits[0]
+    fit = meant[0]
+
+    def fits_as_well(entry: str) -> bool:
+        if entries[entry].keys() == fit.weights.keys():
+            return True
+        with contextlib.suppress(CheckpointError):
+            return len(_fit(model, entry, entries[entry], None, strict).plan.renames) >= len(fit.plan.renames)
+        return False
+
+    others = filter(fits_as_well, others_of_this_model(fit.entry, entries)) if root is None else ()
+    return fit._replace(others=(*others, *fit.plan.others))
 
 
-def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: str | None, strict: bool) -> Fit:
+def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, strict: bool) -> Fit:
     keys, state = read_model(model, weights)
     same_tensor = functools.partial(same_tensors, weights)
     plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensor)
@@ -193,7 +243,7 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
             setattr(module, name, made[id(target)])
 
     made: dict[int, torch.Tensor] = {}
-    with before_each_copy(model, prepare):
+    with renewing_deepspeeds_copies(model), before_each_copy(model, prepare):
         found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Build it anew.")
     if fit.strict:
         return fit.plan, tuple(key for key in fit.state if key not in fit.plan.kept)
@@ -219,13 +269,14 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
 def _sharded_like(value: Any, target: Any) -> torch.Tensor:
     if type(value) is torch.Tensor and type(target) in (torch.Tensor, nn.Parameter):
         return value  # nearly always; the questions below take longer than the copying
-    is_sharded, wants_sharded = hasattr(value, "device_mesh"), hasattr(target, "device_mesh")
-    if wants_sharded and not is_sharded:
+    if is_sharded(value) and not part_of(value):  # each process has all of it
+        value = value.to_local()
+    if is_sharded(target) and not is_sharded(value):
         from torch.distributed.tensor import distribute_tensor
 
         # Every process has read the file, so each takes its part without asking the others.
         return distribute_tensor(value.detach(), target.device_mesh, target.placements, src_data_rank=None)
-    return value.full_tensor() if is_sharded and not wants_sharded else value  # type: ignore[no-any-return]
+    return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
 
 
 def _materialized(target: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -261,7 +312,7 @@ def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -
     return outcome, tuple(name for name in names if bare(name) not in without)
 
 
-def _report(path: str, model: nn.Module, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...]) -> LoadReport:
+def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
     mismatched: dict[str, tuple[Shape | None, Shape | None]] = {}
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -279,19 +330,23 @@ def _report(path: str, model: nn.Module, fit: Fit, plan: RenamePlan, loaded: tup
         "unexpected": unexpected,
         "not used": plan.unused,
         "other shape": [*mismatched],
-        "still on the meta device": [name for name, buffer in model.named_buffers() if buffer.is_meta],
     }
     words += [f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys]
+    words += filter(None, [describe_unread(unread), fit.choice() if fit.others else ""])
     return LoadReport(
         path=path,
         entry=fit.entry,
         loaded=loaded,
         renamed={old: new for old, new in plan.renames.items() if old != new},
-        root=plan.dropped_root or plan.added_root,
+        root=(plan.dropped_root, plan.added_root)
+        if plan.dropped_root and plan.added_root
+        else plan.dropped_root or plan.added_root,
+        others=fit.others,
         kept=plan.kept,
         missing=missing,
         unexpected=unexpected,
         mismatched=tuple((key, *shapes) for key, shapes in mismatched.items()),
         unused=plan.unused,
+        unread=unread,
         summary="; ".join(words),
     )

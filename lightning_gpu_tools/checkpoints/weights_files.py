@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
 import json
 import math
@@ -11,7 +13,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -19,8 +21,9 @@ from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.pickle_structure import DTYPE_OF_STORAGE
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import same_tensors
-from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS
+from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
 from lightning_gpu_tools.checkpoints.torch_files import watched, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -58,13 +61,78 @@ def write_weights(weights: OrderedDict[str, Any], path: str, progress: Progress 
     # Tensors at one place are the same tensor, or another shape of it.
     blocks = {_block(value): value for value in weights.values()}
     keys = {block: _text(str(number)) for number, block in enumerate(blocks)}
-    description = b"".join(_pickled(weights, keys))
+    _write_archive(path, b"".join(_pickled(weights, keys)), blocks.values(), progress)
+
+
+def write_content(content: Any, path: str, progress: Progress = lambda _: None) -> None:
+    """Write anything that ``torch.save`` takes; what is made of several parts is put together one tensor at a time.
+
+    Args:
+        content: What to write.
+        path: A local path, or any URL that fsspec knows.
+        progress: Called with the number of bytes that were written since the last call.
+
+    Raises:
+        OSError: The file system refuses; ``filename`` is the path.
+    """
+    description = io.BytesIO()
+    pickler = _Pickler(description, protocol=2)
+    with contextlib.suppress(_NotPlainError):
+        pickler.dump(content)
+        if _ARCHIVE is not None and any(type(value) is LazyTensor for value in pickler.blocks.values()):
+            _write_archive(path, description.getvalue(), pickler.blocks.values(), progress)
+            return
+    write_checkpoint(content, path, progress)
+
+
+class _NotPlainError(Exception):
+    """A tensor is more than numbers in a row."""
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what ``torch.save`` writes, but only refers to the numbers of tensors.
+
+    Attributes:
+        blocks: The tensors, in the order of their storages.
+    """
+
+    def __init__(self, file: IO[bytes], protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.blocks: dict[Any, torch.Tensor] = {}
+        self._numbers: dict[Any, _Storage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Describe a tensor by its storage, shape and strides."""
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if not _is_plain(value) or has_rest(value):
+            raise _NotPlainError
+        block = _block(value)
+        self.blocks.setdefault(block, value)
+        storage = self._numbers.setdefault(block, _Storage(str(len(self._numbers)), value))
+        shape = tuple(value.shape), value.stride()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, *shape, False, OrderedDict())
+
+    def persistent_id(self, value: Any) -> Any:
+        """Refer to a storage as ``torch.load`` wants it."""
+        return value.reference if type(value) is _Storage else None
+
+
+class _Storage:
+    """The storage of a tensor, to be written later."""
+
+    def __init__(self, key: str, value: torch.Tensor) -> None:
+        kind = _STORAGE_OF_DTYPE[value.dtype].split()[1].decode()
+        self.reference = ("storage", getattr(torch, kind), key, "cpu", value.numel())
+
+
+def _write_archive(path: str, description: bytes, blocks: Iterable[torch.Tensor], progress: Progress) -> None:
     with writing(path) as file, watched(file, progress) as watched_file:
-        archive = _ARCHIVE(watched_file)
+        archive = _ARCHIVE(watched_file)  # type: ignore[misc]
         try:
             archive.write_record("data.pkl", description, len(description))
             archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-            for number, numbers in enumerate(_numbers(blocks.values())):
+            for number, numbers in enumerate(_numbers(blocks)):
                 archive.write_record(f"data/{number}", bytes(numbers), len(numbers))
         finally:
             archive.write_end_of_file()
@@ -105,8 +173,10 @@ def write_safetensors(
     end = 0
     for key, value in order:
         start, end = end, end + value.nbytes
-        dtype = _SAFETENSORS_DTYPES[value.dtype]
-        header[key] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
+        dtype, shape = _SAFETENSORS_DTYPES[value.dtype], list(value.shape)
+        if value.dtype is getattr(torch, TWO_IN_A_BYTE):
+            shape[-1] *= 2
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with writing(path) as file, torch.no_grad():
@@ -141,11 +211,12 @@ def has_rest(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether shape, type and numbers in a row are all that there is to a tensor."""
     return (
-        type(value) is torch.Tensor
+        type(value) in (torch.Tensor, LazyTensor)
         and value.dtype in _STORAGE_OF_DTYPE
         and value.layout is torch.strided
         and value.is_cpu
-        and not (value.is_nested or value.requires_grad or value.is_conj() or value.is_neg() or value.__dict__)
+        and not (value.is_nested or value.requires_grad or value.is_conj() or value.is_neg())
+        and (type(value) is LazyTensor or not value.__dict__)
         and value.is_contiguous()
     )
 

@@ -12,9 +12,11 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
 from lightning_gpu_tools.units import printable, printable_lines
 
@@ -26,6 +28,9 @@ COMMANDS = {
     "demo": "train with a slow loader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
+
+
+EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: no command's answer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,7 +58,11 @@ class _PrintableStream:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver."""
+    """Run one subcommand and return its exit code.
+
+    0 is done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver, 70 an unexpected error. Where 1 is an answer, as
+    of ``diff``, 3 says that there is none.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
@@ -97,3 +106,12 @@ def _run(args: argparse.Namespace) -> int:
     except LightningGpuToolsError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 1
+    except Exception as error:  # noqa: BLE001 - the line below has what a report of any error needs
+        calls = traceback.extract_tb(error.__traceback__)
+        way = " > ".join(f"{os.path.basename(call.filename)}:{call.lineno}" for call in calls)
+        print(
+            f"lightning-gpu-tools {VERSION} stopped on an unexpected error. Please report this line with the command: "
+            f"{type(error).__name__}: {printable(error, 300)} ({printable(way, 300)})",
+            file=sys.stderr,
+        )
+        return EXIT_UNEXPECTED

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from lightning_gpu_tools.checkpoints.formats import SUFFIXES
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.errors import CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 # Our default: a smaller file is read before a progress bar is missed.
@@ -22,8 +23,9 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this command takes and what its help says."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. No code in a "
-        "file is ever run."
+        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. A folder of "
+        "shards, or the index that lists them, is one checkpoint (Hugging Face, torch.distributed.checkpoint, FSDP, "
+        "DeepSpeed ZeRO). No code in a file is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_inspect(actions)
@@ -63,14 +65,15 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = actions.add_parser(
         "convert",
         help="write it with clean keys, another root, another dtype, or as safetensors",
-        description="Write TARGET from SOURCE: on the CPU, without the names that torch.compile, FSDP, activation "
-        "checkpointing and Fabric leave in keys. What else is in SOURCE (optimizer, epoch, ...) stays unless --weights "
-        "is given or TARGET ends in .safetensors.",
+        description="Write one file, TARGET, on the CPU, without the names that torch.compile, FSDP, activation "
+        "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
+        "What else is in SOURCE (optimizer, epoch, ...) stays unless --weights is given or TARGET ends in "
+        ".safetensors; averages of the weights are converted likewise.",
         epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
         "bfloat16. Exit code: 0 done; 1 failed, and TARGET is as it was; 2 wrong usage.",
     )
     parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("target", metavar="TARGET", type=_target)
     parser.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
     names = parser.add_mutually_exclusive_group()
     names.add_argument(
@@ -78,8 +81,9 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="PATH",
         action="append",
         default=[],
-        help="path of a DataParallel, DDP or AveragedModel whose `module.` is to go ('' is the root); can be repeated",
+        help="path of a DataParallel, DDP or AveragedModel inside the model whose `module.` is to go; can be repeated",
     )
+    names.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
     names.add_argument("--like", metavar="FILE", help="give the keys the names that they have in this checkpoint")
     parser.add_argument("--drop-root", metavar="NAME.", default="", help="take this off the keys; others are left out")
     parser.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
@@ -102,6 +106,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
+    parser.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_diff)
 
@@ -110,7 +115,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _inspect(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import read_structure
+    from lightning_gpu_tools.checkpoints.sources import read_structure
     from lightning_gpu_tools.checkpoints.summary import render, summarize
 
     with _errors_reported():
@@ -125,7 +130,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.envelope import check_contents
     from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
-    from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
+    from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 
     start = time.monotonic()
     with _errors_reported(), _progress("verifying", _size(args.file)) as advance:
@@ -156,13 +161,15 @@ def _convert(args: argparse.Namespace) -> int:
     changes = Changes(
         entry=args.entry,
         wrappers=tuple(args.wrapper),
+        keep_prefix=args.keep_prefix,
         like=args.like,
         drop_root=_as_root(args.drop_root),
         add_root=_as_root(args.add_root),
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    with _errors_reported(), _progress("converting", _size(args.source)) as advance:
+    size_bytes = _size(args.source, of_weights=args.weights or args.target.endswith(".safetensors"))
+    with _errors_reported(), _progress("converting", size_bytes) as advance:
         said = convert(args.source, args.target, changes, advance)
     _print(said)
     return 0
@@ -172,9 +179,10 @@ def _convert(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 
+    sizes = (_size(path, of_weights=True) for path in (args.first, args.second))
     try:
-        with _errors_reported(), _progress("comparing", _size(args.first) + _size(args.second)) as advance:
-            found = compare(args.first, args.second, advance)
+        with _errors_reported(), _progress("comparing", sum(sizes)) as advance:
+            found = compare(args.first, args.second, advance, entry=args.entry)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
@@ -185,13 +193,33 @@ def _diff(args: argparse.Namespace) -> int:
     return 0 if found.is_same else 1
 
 
+def _target(path: str) -> str:
+    if not path.endswith(SUFFIXES):
+        raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {', '.join(SUFFIXES)}")
+    return path
+
+
 def _as_root(name: str) -> str:
     return name.rstrip(".") + "." if name else ""
 
 
-def _size(path: str) -> int:
-    """The size of a local file; 0 for a URL or a file that is not there, which the reader will say better."""
-    return os.path.getsize(path) if os.path.isfile(path) else 0
+def _size(path: str, *, of_weights: bool = False) -> int:
+    """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
+    from lightning_gpu_tools.checkpoints.sources import read_structure
+    from lightning_gpu_tools.checkpoints.summary import size_of
+
+    if not os.path.exists(path):
+        return 0
+    try:
+        structure = read_structure(path)
+        entries = check_contents(structure.content, path, TensorInfo)
+    except (CheckpointError, OSError):
+        return 0
+    if not of_weights and structure.format != "deepspeed":
+        return structure.size_bytes
+    return sum(size_of(value) or 0 for weights in entries.values() for value in weights.values())
 
 
 def _print(what: object) -> None:
@@ -208,14 +236,6 @@ def _errors_reported() -> Iterator[None]:
     """Report what the file system refuses as this command's own error."""
     try:
         yield
-    except UnsafeCheckpointError as error:
-        if "add_safe_globals" in str(error):
-            error.args = (
-                f"{error}\n  This command has no way to allow them. In Python, after that line, convert() in "
-                "lightning_gpu_tools.checkpoints.convert and compare() in lightning_gpu_tools.checkpoints.compare do "
-                "what convert and diff do here.",
-            )
-        raise
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

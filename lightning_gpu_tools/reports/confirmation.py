@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import change_of_speed, compare
-from lightning_gpu_tools.reports.report import FILE_NAME, Report, load_report
+from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import cause_phase, phase_label
 from lightning_gpu_tools.training.phases import PAUSES
 from lightning_gpu_tools.units import format_duration, printable
@@ -55,15 +56,19 @@ def is_of_one_run(folder: Path) -> bool:
 
 
 def earlier_report(folder: str | Path) -> Report | None:
-    """Return the report of the previous run: in the same folder, or in the newest other version of the logger."""
+    """Return the report of the previous run that was finished: in the same folder, or of the logger's other versions.
+
+    Of these it is the newest one.
+    """
     here = Path(folder)
-    others = list(here.parent.glob(f"version_*/{FILE_NAME}")) if is_of_one_run(here) else []
-    newest = max((file for file in others if file.exists()), key=os.path.getmtime, default=None)
-    file = here / FILE_NAME if (here / FILE_NAME).exists() else newest
-    try:
-        return None if file is None else load_report(file)
-    except ReportError:  # of a newer version, or not ours: nothing to compare with
-        return None
+    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if file.exists()]
+    others = sorted(others, key=os.path.getmtime, reverse=True) if is_of_one_run(here) else []
+    for file in (here / FILE_NAME, here / PREVIOUS_NAME, *others):
+        with contextlib.suppress(ReportError):  # none there, of a newer version, or not ours: nothing to compare with
+            report = load_report(file)
+            if report.is_finished:
+                return report
+    return None
 
 
 def confirm(new: Report, old: Report) -> Confirmation | None:

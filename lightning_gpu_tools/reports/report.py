@@ -8,6 +8,8 @@ import json
 import math
 import os
 import stat
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from lightning_gpu_tools.advice.loader_trials import LoaderResult, trial_of
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RankStep
@@ -30,6 +33,12 @@ PREVIOUS_NAME = "gpu_report.previous.json"
 # The largest possible report has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
+RUNNING = "running"
+_CUT_OFF = "cut off"
+# How often the report of a run is written while it runs, at least.
+WRITE_EVERY_S = 60.0
+# Our default: a writer that cannot be seen from here runs no more when it has left out its last two writes.
+_MAX_SILENCE_S = 3 * WRITE_EVERY_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +89,9 @@ class Report:
     """The report of one fit.
 
     Attributes:
-        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``.
+        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``; ``"running"`` in a file that was
+            written meanwhile. Of that, ``load_report`` makes ``"running: step 812 so far"`` or, if the process has
+            gone, ``"cut off after step 812"``.
         started_at: ISO 8601, UTC.
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
@@ -108,6 +119,7 @@ class Report:
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
             and dataset show whether they are runs of the same program.
+        process: Who wrote the report; ``None`` if that is unknown.
     """
 
     outcome: str
@@ -133,11 +145,18 @@ class Report:
     memory_growth: tuple[MemoryGrowth, ...] = ()
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    process: ProcessId | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to an end that it could report, be it an error."""
+        return not self.outcome.startswith((RUNNING, _CUT_OFF))
 
 
 def to_json(report: Report) -> str:
     """Return the report as ASCII JSON with ``schema_version``; infinity and NaN become ``null``."""
-    return as_json({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)}) + "\n"
+    summary = report.diagnosis.summary()
+    return as_json({"schema_version": SCHEMA_VERSION, "summary": summary, **dataclasses.asdict(report)}) + "\n"
 
 
 def as_json(data: Any) -> str:
@@ -222,21 +241,69 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
         raise ReportError(f"Cannot read a report from {printable(repr(str(file)), 300)}: {reason}.") from None
-    return from_json(text, str(file))
+    report = from_json(text, str(file))
+    return dataclasses.replace(report, outcome=_outcome_now(report, time.time() - status.st_mtime))
 
 
-def save_report(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Write ``gpu_report.json`` into ``folder``, completely or not at all, and return its path.
+def _outcome_now(report: Report, age_s: float) -> str:
+    """Return the outcome of a run whose report was written so many seconds ago."""
+    if report.outcome != RUNNING:
+        return report.outcome
+    runs = None if report.process is None else report.process.is_running
+    if runs is None:  # it may be on another machine
+        runs = age_s < _MAX_SILENCE_S
+    return f"{RUNNING}: step {report.steps} so far" if runs else f"{_CUT_OFF} after step {report.steps}"
 
-    A former report there is kept as ``gpu_report.previous.json``.
 
-    Raises:
-        OSError: The folder is not writable.
+class ReportFile:
+    """The ``gpu_report.json`` of one run in a folder, which may be written again and again.
+
+    What another run has left there is kept as ``gpu_report.previous.json``. But the report of a run that was cut off
+    never takes the place of one that is finished.
+
+    Args:
+        folder: Where it is to be.
+
+    Attributes:
+        path: The file.
     """
-    target = Path(folder) / FILE_NAME
-    with replacing(str(target)) as file:
-        file.write(to_json(report).encode())
-        file.flush()  # a full disk shows here, before the former report has another name
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self._written: os.stat_result | None = None
+        self._writing = threading.Lock()
+
+    def save(self, report: Report) -> Path:
+        """Write the report, completely or not at all, and return its path.
+
+        Raises:
+            OSError: The folder is not writable, or another thread is still writing, because the disk does not answer.
+        """
+        if not self._writing.acquire(blocking=False):
+            raise TimeoutError("the disk does not answer")
+        try:
+            with replacing(str(self.path)) as file:
+                file.write(to_json(report).encode())
+                file.flush()  # a full disk shows here, before the former report takes the place of the one before it
+                self._keep_former()
+            self._written = self.path.stat()
+        finally:
+            self._writing.release()
+        return self.path
+
+    def _keep_former(self) -> None:
+        previous = self.path.with_name(PREVIOUS_NAME)
         with contextlib.suppress(FileNotFoundError):
-            os.replace(target, target.with_name(PREVIOUS_NAME))
-    return target
+            found, own = self.path.stat(), self._written
+            if own is not None and (found.st_ino, found.st_mtime_ns) == (own.st_ino, own.st_mtime_ns):
+                return
+            if _is_finished(self.path) or not previous.exists() or not _is_finished(previous):
+                with replacing(str(previous)) as file:  # a copy, so that there is a report at every moment
+                    file.write(self.path.read_bytes())
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        return load_report(path).is_finished
+    except ReportError:  # of a newer version, or not ours: not to be lost
+        return True

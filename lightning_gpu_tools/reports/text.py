@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.report import FILE_NAME, LoaderSummary, Report
+from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -27,10 +27,11 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report) -> str:
-    """Return the report as lines of at most 100 columns: verdict, why, next; the GPUs; where the wall time went."""
+    """Return the report as lines of at most 100 columns: run, verdict, why, next; GPUs; where the wall time went."""
     diagnosis = report.diagnosis
     gpus = sorted(report.gpus, key=lambda gpu: not gpu.errors)
     details = [
+        *_unfinished_lines(report),
         *map(_gpu_line, gpus[:_MAX_GPUS]),
         *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
         *([report.gpu_note] if report.gpu_note else []),
@@ -42,6 +43,7 @@ def render_text(report: Report) -> str:
     ]
     return "\n".join(
         [
+            _paragraph("Run", _header(report)),
             _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
@@ -63,6 +65,7 @@ def render_markdown(report: Report) -> str:
         [
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
+            f"- **Run:** {escape_markdown(_header(report))}",
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",
@@ -103,6 +106,29 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
+def _header(report: Report) -> str:
+    """Return what ran, how long, where and with which versions, as far as it is known."""
+    settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
+    gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
+    device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
+    ranks = settings.get("world_size", "1")
+    place = [f"{ranks} rank{'s' * (ranks != '1')} on {device}"] if device else []
+    names = ("torch", "lightning", "lightning_gpu_tools")
+    versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
+    known = [settings.get("model"), steps, *place, settings.get("precision"), versions]
+    return "; ".join(filter(None, known))
+
+
+def _unfinished_lines(report: Report) -> list[str]:
+    if report.is_finished:
+        return []
+    known = f"This is what was known {format_duration(report.wall_s)} into the run."
+    if report.outcome.startswith(RUNNING):
+        return [f"The run goes on. {known}"]
+    return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
+
+
 def _rank_lines(report: Report) -> list[str]:
     slowest = slowest_rank(report.ranks)
     if slowest is None:
@@ -110,9 +136,11 @@ def _rank_lines(report: Report) -> list[str]:
     rank, behind_s = slowest
     wait_s = mean_wait_s(report.ranks)
     waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
+    apart = [part for part in ("forward", "backward", "optimizer") if part not in rank.phase_s]
+    outside = f" outside {' and '.join(apart)}" if apart else ""  # where ranks wait for each other as well
     return [
-        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step, "
-        f"{format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
+        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step"
+        f"{outside}, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     ]
 
 
@@ -169,7 +197,7 @@ def _measuring_lines(report: Report) -> list[str]:
 
 
 def _run_line(report: Report) -> str:
-    parts = [printable(report.outcome), f"{report.steps} steps in {format_duration(report.wall_s)}"]
+    parts = [printable(report.outcome)]
     if report.step_s_median:
         times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
         known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds is not None]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter
+from lightning_gpu_tools.processes import pid_namespace, process_stat
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
 if sys.platform == "linux":
@@ -225,7 +226,8 @@ class _ProcessIdentity(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> _ProcessIdentity:
-        return cls(_pid_namespace(), _parent_and_start(pid)[1])
+        stat = process_stat(pid)
+        return cls(pid_namespace(), None if stat is None else stat.started_ticks)
 
     def is_here(self, pid: int) -> bool:
         """Return whether the process of that number, as this process counts them, is the one that is meant."""
@@ -321,31 +323,14 @@ def _text(record: Any, name: str, max_length: int) -> str:
     return value
 
 
-def _pid_namespace() -> str | None:
-    """Return a name of the numbering of processes, which differs between containers."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:  # /proc is not mounted
-        return None
-
-
 def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
     """Return which processes are among the holders of a claim or come from one of them."""
     found = set()
     for pid in process_ids:
         ancestor: int | None = pid
         while ancestor and ancestor not in holders:
-            ancestor = _parent_and_start(ancestor)[0]
+            stat = process_stat(ancestor)
+            ancestor = None if stat is None else stat.parent
         if ancestor:
             found.add(pid)
     return frozenset(found)
-
-
-def _parent_and_start(pid: int) -> tuple[int | None, int | None]:
-    """Return a process's parent and when it started, in clock ticks since boot; ``None`` if it ended or is hidden."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name before that may hold anything
-    except OSError:
-        return None, None
-    return int(fields[1]), int(fields[19])  # fields 4 and 22 of proc_pid_stat(5)

@@ -21,11 +21,12 @@ from lightning_gpu_tools.checkpoints.content import MANIFEST, MODEL_STATES, is_l
 from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.envelope import WITH_WEIGHTS, check_contents, check_entries
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_renaming import is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
-from lightning_gpu_tools.checkpoints.structure import verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
@@ -217,6 +218,8 @@ class PortableCheckpointIO(CheckpointIO):
         plan = fit.plan
         if plan.changes_names:
             rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
+        if any(map(is_average, fit.others)):
+            rank_zero_info(f"{printable_path(path)}: {fit.choice()}.")
         if plan.dropped_root and plan.unused:
             root = printable(plan.dropped_root)
             rank_zero_warn(

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import math
+import os
 import shlex
 import sys
 import tempfile
@@ -17,32 +19,64 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
-from lightning_gpu_tools.host import processor_name, read_host_budget
+from lightning_gpu_tools.host import processor_name
+from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report, save_report, summarize
+from lightning_gpu_tools.reports.report import (
+    PREVIOUS_NAME,
+    RUNNING,
+    WRITE_EVERY_S,
+    Report,
+    ReportFile,
+    summarize,
+)
 from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
+from lightning_gpu_tools.trainer.run_recorder import HostReading
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
+# Our default: the report is first written so soon, and then whenever the run has become twice as long, at least once a
+# minute. So a run that is killed loses half of itself at most, or a minute.
+FIRST_WRITE_S = 2.0
+# Our default: how long a step may take until what is known without its end is written.
+_MAX_WAIT_S = 5.0
 
-def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
-    """Return the report of a fit that has ended, with what the other ranks published last."""
-    diagnosis = session.diagnosis()
+
+def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading | None = None) -> Report:
+    """Return the report of a fit, with what the other ranks published last. For the training thread.
+
+    Of a fit that still runs it lacks what takes long, the GPUs' timelines and the cost of measuring, and
+    ``memory_growth``, which is the business of another thread then.
+
+    Args:
+        session: Of the fit.
+        trainer: Whose fit.
+        outcome: How it ended.
+        host: What another thread has just read of the host; by default it is read again.
+    """
+    ended = outcome != RUNNING
+    measured = session.begin().measurements(host)
+    diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
     clock, watch = session.clock, session.gpus
-    times = clock.times.facts()
-    settings = _settings(trainer)
-    recorder = session.begin()
+    times = measured.step_times
+    settings = _settings(trainer, measured.host.cores)
     gpus = session.gpu_summaries()
+    if not ended:
+        gpus = tuple(dataclasses.replace(gpu, timelines={}) for gpu in gpus)
     device = trainer.strategy.root_device.type
+    thread_s = session.background.cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
     no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
-    idle = clock.gpu_idle()
+    idle = measured.gpu_idle
 
     def us_per_step(seconds: float) -> float | None:
         return seconds / clock.steps * 1e6 if clock.steps else None
@@ -51,8 +85,8 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
         outcome=outcome,
         started_at=datetime.fromtimestamp(session.started_s, timezone.utc).isoformat(timespec="seconds"),
         steps=clock.steps,
-        wall_s=clock.wall_s,
-        phase_s=clock.seconds,
+        wall_s=measured.wall_s,
+        phase_s=measured.phase_s,
         step_s_median=None if times is None else times.p50_s,
         diagnosis=diagnosis,
         gpus=gpus + session.gpus_of_other_nodes(),
@@ -60,25 +94,26 @@ def describe(session: Session, trainer: Trainer, outcome: str) -> Report:
         step_s_p95=None if times is None else times.p95_s,
         step_s_max=None if times is None else times.max_s,
         samples_per_s=batch_size * trainer.world_size * times.count / times.seconds if batch_size and times else None,
-        step_s_blocks=tuple(block.step_s for block in clock.blocks),
-        monitor_us_per_step=us_per_step(clock.cost_s() + clock.seconds.get(MONITORING, 0.0)),
-        monitor_thread_us_per_step=None if watch is None else us_per_step(watch.thread_cpu_s),
+        step_s_blocks=tuple(block.step_s for block in measured.blocks),
+        monitor_us_per_step=us_per_step(clock.cost_s() + measured.phase_s.get(MONITORING, 0.0)) if ended else None,
+        monitor_thread_us_per_step=us_per_step(thread_s),
         unseen=tuple(session.unseen),
         spans=tuple(clock.timeline.spans()),
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
-        ranks=recorder.ranks(),
-        memory_growth=session.memory.growth(),
+        ranks=measured.ranks,
+        memory_growth=session.memory.growth() if ended else (),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
+        process=ProcessId.of(os.getpid()),
     )
 
 
-def _settings(trainer: Trainer) -> dict[str, Any]:
+def _settings(trainer: Trainer, cores: float) -> dict[str, Any]:
     loader, settings = train_loader(trainer), train_loader_settings(trainer)
     return {
         "model": type(trainer.lightning_module).__qualname__,
         "dataset": None if loader is None else type(loader.dataset).__qualname__,
-        "cpu": f"{processor_name()}, {read_host_budget().cores:g} cores",
+        "cpu": f"{processor_name()}, {cores:g} cores",
         "accelerator": type(trainer.accelerator).__name__,
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
@@ -91,8 +126,71 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def publish(report: Report, folder: str) -> None:
-    """Write the report into the folder, then print it. Whatever fails costs only itself and is printed, too."""
+class RunningReport:
+    """Writes the report of a fit while it runs, so that a run that is killed leaves one.
+
+    That begins in a background thread, which asks for it when it is time. The training thread measures after its next
+    step, and the background thread writes. If that step takes too long, it writes what it has, with the clock's times.
+
+    Args:
+        session: Of the fit.
+        trainer: Whose fit.
+        file: Where the report is written.
+    """
+
+    def __init__(self, session: Session, trainer: Trainer, file: ReportFile) -> None:
+        self.file = file
+        self._session = session
+        self._recorder = session.begin()
+        self._trainer = trainer
+        self._host: HostReading | None = None
+        self._measured = describe(session, trainer, RUNNING)
+        self._is_fresh = self._asked = self._saved = False
+        session.background.add("Writing the report while training runs", self._write, after_s=FIRST_WRITE_S)
+
+    def measure(self) -> None:
+        """Measure, and have it written at once; for the training thread, after a step."""
+        self._session.report_wanted = False
+        self._measured = describe(self._session, self._trainer, RUNNING, self._host)
+        self._is_fresh = True
+        self._session.background.run_now()
+
+    def _write(self) -> float:
+        session = self._session
+        if not self._is_fresh and not self._asked:
+            self._host = self._recorder.read_host()  # which takes longer than all that the training thread has to do
+            self._asked = session.report_wanted = True
+            return _MAX_WAIT_S
+        self._is_fresh = self._asked = False
+        phase_s = session.clock.so_far()
+        report = dataclasses.replace(
+            self._measured,
+            steps=session.clock.steps,
+            wall_s=sum(phase_s.values()),
+            phase_s=phase_s,
+            memory_growth=session.memory.growth(),
+        )
+        self.file.save(report)
+        self._saved = True
+        return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
+
+    def give_up(self) -> None:
+        """Say in the file that nothing more is measured, though the fit may go on."""
+        self._session.background.close()
+        if self._saved:
+            outcome = f"measured only up to step {self._measured.steps}"
+            self.file.save(dataclasses.replace(self._measured, outcome=outcome))
+
+
+def publish(report: Report, file: ReportFile, trainer: Trainer | None = None) -> None:
+    """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
+
+    Args:
+        report: Of a fit that has ended.
+        file: Where it is written, and the plot beside it.
+        trainer: Whose loggers get the summary.
+    """
+    folder = file.path.parent
     paths: list[Path] = []
     lines = [""]
     with _failure_added_to(lines, "The previous report could not be compared with"):
@@ -101,12 +199,16 @@ def publish(report: Report, folder: str) -> None:
         if confirmation is not None:
             report = dataclasses.replace(report, confirmation=str(confirmation))
     with _failure_added_to(lines, f"The report could not be written to {printable_path(folder)}"):
-        paths.append(save_report(report, folder))
+        paths.append(file.save(report))
         with _failure_added_to(lines, "The report could not be drawn"):
             if importlib.util.find_spec("matplotlib") is not None:
                 from lightning_gpu_tools.reports.plot import save_plot
 
                 paths.append(save_plot(report, folder))
+    if trainer is not None:
+        for logger in trainer.loggers:
+            with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
+                log_summary(report.diagnosis, logger, compat.logged_step(trainer) - 1)
     with _failure_added_to(lines, "The report could not be shown"):
         lines.insert(1, render_text(report))
     if paths:
@@ -114,6 +216,30 @@ def publish(report: Report, folder: str) -> None:
         if report.diagnosis.verdict == "low":
             lines.append(_how_to_verify(paths[0]))
     say("\n".join(lines))
+
+
+def log_summary(diagnosis: Diagnosis, logger: Logger, step: int) -> None:
+    """Send a diagnosis to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them."""
+    named = {f"gpu_tools{logger.group_separator}{name}": value for name, value in diagnosis.summary().items()}
+    numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
+    if numbers:
+        logger.log_metrics(numbers, step=step)
+    for name, value in named.items():
+        if isinstance(value, str):
+            _log_text(logger, name, value, step)
+
+
+def _log_text(logger: Any, name: str, text: str, step: int) -> None:
+    """Log a text for which Lightning has no method that all loggers share. CSV files have no place for it."""
+    experiment = logger.experiment
+    if hasattr(experiment, "add_text"):  # TensorBoard
+        experiment.add_text(name, text, step)
+    elif hasattr(experiment, "set_tag"):  # MLflow
+        experiment.set_tag(logger.run_id, name, text)
+    elif hasattr(experiment, "log_other"):  # Comet
+        experiment.log_other(name, text)
+    elif hasattr(experiment, "summary"):  # Weights & Biases
+        experiment.summary[name] = text
 
 
 @contextlib.contextmanager

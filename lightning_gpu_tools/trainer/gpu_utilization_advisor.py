@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
@@ -134,7 +133,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         self._next_judgment *= 2
         if diagnosis.verdict == "low":
             self._warned = True
-            rank_zero_warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)
+            session.warn(f"{diagnosis.why} {diagnosis.next_step}", LowGPUUtilizationWarning)
 
     @override
     def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.trainer.fit_report import describe, publish, say, warn_if_not_writable
+from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.trainer.fit_report import RunningReport, describe, publish, say, warn_if_not_writable
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -85,11 +86,12 @@ class GPUUtilizationMonitor(MeasuringCallback):
         self.gpm = gpm
         self.prog_bar = prog_bar
         self._folder = ""
+        self._running: RunningReport | None = None
         self._wrappers = Wrappers()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_wrappers": Wrappers()}
+        return {**super().__getstate__(), "_running": None, "_wrappers": Wrappers()}
 
     @override
     def _opened(self, trainer: Trainer, session: Session) -> None:
@@ -104,12 +106,16 @@ class GPUUtilizationMonitor(MeasuringCallback):
     def _began(self, trainer: Trainer, session: Session) -> None:
         if session.gpu_note:
             rank_zero_info(session.gpu_note)
+        if self.report and trainer.is_global_zero and session.clock.ran:
+            self._running = RunningReport(session, trainer, ReportFile(self._folder))
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
             self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(session.gpus))
 
     @override
     def _stepped(self, trainer: Trainer, session: Session) -> None:
         session.log_if_due()
+        if session.report_wanted and self._running is not None:
+            session.clock.as_own_work(self._running.measure)
 
     @override
     def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
@@ -119,12 +125,18 @@ class GPUUtilizationMonitor(MeasuringCallback):
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
             say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
             return
-        publish(describe(session, trainer, outcome), self._folder)
+        report = describe(session, trainer, outcome)
+        running, self._running = self._running, None
+        assert running is not None
+        publish(report, running.file, trainer)
 
     @override
     def _give_up(self) -> None:
+        running, self._running = self._running, None
         self._wrappers.undo()
         super()._give_up()
+        if running is not None:
+            running.give_up()
 
 
 def _with_utilization(gpus: GpuWatch) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import inspect
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.__version__ import version as lightning_version
@@ -20,9 +22,10 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.envelope import HYPERPARAMETERS_FORM, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.key_renaming import Root
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
-from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -144,11 +147,60 @@ def _read_hparams(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")
 
 
+def _is_lightnings(model_class: type[LightningModule]) -> bool:
+    """Whether the class has Lightning's own ``load_from_checkpoint``, of either of its two packages."""
+    owner = next(base for base in model_class.__mro__ if "load_from_checkpoint" in vars(base))
+    return owner.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
+def _built_by_its_class(
+    model_class: type[Module],
+    path: str | os.PathLike[str],
+    root: Root,
+    device: Any,
+    hparams_file: str | os.PathLike[str] | None,
+    strict: bool | None,
+    arguments: Mapping[str, Any],
+) -> Module:
+    """Let the class build itself from a file that is trusted; fit the weights to it if they do not fit as they are."""
+    own: Any = model_class.load_from_checkpoint
+    if "weights_only" in inspect.signature(own).parameters:
+        own = functools.partial(own, weights_only=False)
+    build = functools.partial(own, path, map_location=device, hparams_file=hparams_file, **arguments)
+    with _trusting_files():
+        if root is None:
+            with contextlib.suppress(RuntimeError):  # of load_state_dict; any other comes again
+                return cast(Module, build(strict=strict))
+        model: Module = build(strict=False)
+    content, _ = read_weights(path, weights_only=False)
+    with naming_file(path, model_class):
+        fit = fit_weights(model, weights_in(content, path), root, model.strict_loading if strict is None else strict)
+        copy_weights(model, fit)
+    warn_of_what_is_left(path, model, fit)
+    return model
+
+
+@contextlib.contextmanager
+def _trusting_files() -> Iterator[None]:
+    """Let ``torch.load`` open any file where nothing else is said, as before torch 2.6: not every class says it."""
+    name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f".*{name}")
+            yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],
     *,
-    root: str | None = None,
+    root: Root = None,
     map_location: Any = None,
     hparams_file: str | os.PathLike[str] | None = None,
     strict: bool | None = None,
@@ -159,7 +211,8 @@ def load_from_checkpoint(
 
     The same as ``model_class.load_from_checkpoint``, which no plugin and no callback can reach, with three differences:
     keys are fitted to the model as in :func:`load_weights`, the model is on the CPU unless ``map_location`` says
-    otherwise, and files that hold more than plain data are refused, also those from a URL.
+    otherwise, and files that hold more than plain data are refused, also those from a URL. A class with a
+    ``load_from_checkpoint`` of its own, which opens files in its own way, is asked only if ``weights_only`` is false.
 
     Args:
         model_class: The LightningModule's class.
@@ -173,11 +226,21 @@ def load_from_checkpoint(
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
+        UnsafeCheckpointError: It holds more than plain data, as hyperparameters of other classes are.
         BrokenCheckpointError: An entry is not what Lightning writes there, or the file is damaged.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
     """
     device = "cpu" if map_location is None else map_location
-    content = read_checkpoint(path, map_location=device, weights_only=weights_only)
+    if not weights_only and not _is_lightnings(model_class):
+        return _built_by_its_class(model_class, path, root, device, hparams_file, strict, kwargs)
+    try:
+        content = read_checkpoint(path, map_location=device, weights_only=weights_only)
+    except UnsafeCheckpointError as error:
+        error.args = (
+            f"{error}\n  Building a {model_class.__name__} takes the rest, too. If you trust who wrote the file: "
+            f"load_from_checkpoint({model_class.__name__}, {os.fspath(path)!r}, weights_only=False)",
+        )
+        raise
     check_contents(content, path, torch.Tensor)
     checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path)
     model = build_module(model_class, checkpoint, path, hparams_file, kwargs)
@@ -185,13 +248,15 @@ def load_from_checkpoint(
     model.configure_model()
     # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
+    chosen = None
     with naming_file(path, model_class), contextlib.suppress(*may_wait):
-        fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
-        checkpoint["state_dict"], root = fit.renamed(fit.weights), None
+        chosen = fit_weights(model, weights_in(checkpoint, path), root, strict)
+        checkpoint["state_dict"], root = chosen.renamed(chosen.weights), None
     model.on_load_checkpoint(checkpoint)
     with naming_file(path, model_class):
         fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
         copy_weights(model, fit)
+    warn_of_what_is_left(path, model, chosen or fit)
     if map_location is None:
         return model
     first = next((value for value in fit.weights.values() if isinstance(value, torch.Tensor)), torch.empty(0))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -16,16 +16,19 @@ from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.host import children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
+from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import is_plain_ddp, local_ranks, train_loader_settings, trains_on_gpu
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.phases import (
+    BACKWARD,
     CALLBACK,
     CHECKPOINT,
     EPOCH_START,
+    FORWARD,
     LOGGING,
+    OPTIMIZER,
     SELF_LOG,
     VALIDATION,
     base_phase,
@@ -38,6 +41,8 @@ from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
 _NOT_IN_EVERY_STEP = (CALLBACK, LOGGING, CHECKPOINT, VALIDATION, EPOCH_START)
+# Our default: from this many samples of a GPU's steps on, their medians are compared between ranks.
+_MIN_GPU_SAMPLES = 5
 # What GpuFacts has of the windows of the GPUs that the model trains on.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -46,6 +51,24 @@ _GPU_MEANS = (
     "power_capped_percent",
     "held_clock_percent",
 )
+
+
+class HostReading(NamedTuple):
+    """What the host said at a moment.
+
+    Attributes:
+        at_s: When, by ``time.perf_counter``.
+        budget: What it grants the process.
+        own_cpu_s: CPU seconds that the process has used.
+        children_cpu_s: CPU seconds that its children have used.
+        idle_cpu_s: CPU seconds for which its cores were idle.
+    """
+
+    at_s: float
+    budget: HostBudget
+    own_cpu_s: float
+    children_cpu_s: float
+    idle_cpu_s: float
 
 
 class RunRecorder:
@@ -78,13 +101,12 @@ class RunRecorder:
         self._exchange = exchange
         self._rank_waits = rank_waits
         self._gpus = gpus
-        self._began_s = time.perf_counter()
-        self._own_cpu_s, self._children_cpu_s, self._idle_cpu_s = time.process_time(), children_cpu_s(), idle_cpu_s()
         self._local_ranks = local_ranks(trainer)
+        self._began = self.read_host()
         self._on_gpu, self._is_plain_ddp = trains_on_gpu(trainer), is_plain_ddp(trainer)
         self._batch_bytes: int | None = None
         self._loader = train_loader_settings(trainer)
-        self._loader_since = self._children_cpu_s, 0
+        self._loader_since = self._began.children_cpu_s, 0
         if self._loader is not None:
             ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
@@ -123,22 +145,33 @@ class RunRecorder:
         if not clock.blocks:
             return None
         parts = ["data_loading", "host_to_device_copy"]
-        if self._is_plain_ddp:
-            parts.append("forward")
-            # On a GPU the host waits in some optimizers for all that was computed, also by the other ranks.
-            parts += [] if self._on_gpu else ["optimizer"]
-            parts += [] if self._on_gpu or self._rank_waits.unseen else ["backward"]
+        wait_s = None
+        if not self._on_gpu:
+            wait_s = sum(block.rank_wait_s for block in clock.blocks) / sum(block.steps for block in clock.blocks)
+            if self._is_plain_ddp:
+                parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
+        times_s = {part: [getattr(block, f"{part}_s") / block.steps for block in clock.blocks] for part in parts}
         phase_s, phase_iqr_s = {}, {}
-        for part in parts:
-            steady = [getattr(block, f"{part}_s") / block.steps for block in clock.blocks]
-            low_s, phase_s[part], high_s = quantiles(steady * 2, method="inclusive")  # which one block is too few for
+        for part, each_s in (times_s | self._own_gpu_s()).items():
+            low_s, phase_s[part], high_s = quantiles(each_s * 2, method="inclusive")  # which one is too few for
             phase_iqr_s[part] = high_s - low_s
         for phase, seconds in clock.seconds.items():
             if base_phase(phase) in _NOT_IN_EVERY_STEP and phase != f"{LOGGING}/{SELF_LOG}":  # which may gather
                 phase_s[phase] = seconds / max(1, clock.steps)
-        steps = sum(block.steps for block in clock.blocks)
-        wait_s = None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps
         return {"own_step_s": sum(phase_s.values()), "phase_s": phase_s, "phase_iqr_s": phase_iqr_s, "wait_s": wait_s}
+
+    def _own_gpu_s(self) -> dict[str, list[float]]:
+        """Return the GPU's own times for the parts of sampled steps; empty if it waits for other ranks within them.
+
+        A GPU that waits for others in forward, as for the statistics of SyncBatchNorm, does so in backward, too.
+        """
+        idle, waits = self._clock.gpu_idle(), self._rank_waits
+        if not self._is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
+            return {}
+        if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
+            return {}
+        own = (FORWARD, BACKWARD, OPTIMIZER)
+        return {phase.partition("/")[2]: [step.get(phase, 0.0) for step in idle.last_steps] for phase in own}
 
     def ranks(self) -> tuple[RankStep, ...]:
         """Return how fast the ranks are, as far as they could be heard; empty with one rank."""
@@ -149,21 +182,35 @@ class RunRecorder:
         ]
         return tuple(found) if len(found) > 1 else ()
 
-    def measurements(self) -> RunMeasurements:
-        """Return everything measured so far."""
-        clock, trainer, gpus = self._clock, self._trainer, self._gpus
-        children_s = children_cpu_s()
-        used_s = time.process_time() - self._own_cpu_s + children_s - self._children_cpu_s
-        elapsed_s = time.perf_counter() - self._began_s
-        host = read_host_budget(local_ranks=self._local_ranks)
-        used_or_idle = (self._local_ranks * used_s + idle_cpu_s() - self._idle_cpu_s) / elapsed_s
+    def read_host(self) -> HostReading:
+        """Ask the host; any thread may do so, for some milliseconds."""
+        return HostReading(
+            time.perf_counter(),
+            read_host_budget(local_ranks=self._local_ranks),
+            time.process_time(),
+            children_cpu_s(),
+            idle_cpu_s(),
+        )
+
+    def measurements(self, now: HostReading | None = None) -> RunMeasurements:
+        """Return everything measured so far. For the training thread.
+
+        Args:
+            now: What another thread has just read of the host; by default it is read again.
+        """
+        clock, trainer, gpus, began = self._clock, self._trainer, self._gpus, self._began
+        now = now or self.read_host()
+        host, children_s = now.budget, now.children_cpu_s
+        used_s = now.own_cpu_s - began.own_cpu_s + children_s - began.children_cpu_s
+        used_or_idle = (self._local_ranks * used_s + now.idle_cpu_s - began.idle_cpu_s) / (now.at_s - began.at_s)
         workers = self._loader is not None and self._loader.num_workers > 0
         children_s_before, steps_before = self._loader_since
+        phase_s = clock.so_far()
         return RunMeasurements(
-            wall_s=clock.wall_s,
+            wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
             epochs=max(1, clock.epochs),
-            phase_s=dict(clock.seconds),
+            phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
             host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),

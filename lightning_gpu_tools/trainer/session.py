@@ -25,13 +25,15 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import trainer_gpus
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.run_recorder import RunRecorder
+from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, RankExchange
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 # Names the board of each fit with several ranks, which all of them train in the same order.
 _fits = itertools.count()
+_WARM_UP_POLL_S = 0.4
 
 
 class Session:
@@ -46,6 +48,8 @@ class Session:
         gpus: Samples the GPUs, in the first process of each node; ``None`` without any.
         gpu_note: Why GPUs are not measured; ``None`` if all is well.
         memory: How much memory this process used over the fit.
+        background: A thread for what is done beside the fit, now and then.
+        report_wanted: Whether the report is to be written after the next step.
         started_s: When training began, seconds since the epoch.
         thresholds: Those of the diagnosis that are not its defaults; an advisor sets them.
         loader_result: What ``NumWorkersFinder`` has found, as soon as it sets it.
@@ -56,6 +60,8 @@ class Session:
         self.recorder: RunRecorder | None = None
         self.gpus: GpuWatch | None = None
         self.gpu_note: str | None = None
+        self.background = BackgroundJobs()
+        self.report_wanted = False
         self.started_s = 0.0
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
@@ -92,6 +98,7 @@ class Session:
             self._close()
 
     def _close(self) -> None:
+        self.background.close()
         self._timer.stop()
         if self.gpus is not None:
             self.gpus.close()
@@ -110,6 +117,8 @@ class Session:
             trainer = self._trainer
             self.started_s = time.time()
             self.memory = MemoryHistory(trainer.strategy.root_device)
+            if self._monitored is not None and trainer.is_global_zero:
+                self.background.add("Sampling the memory", self._poll_memory, after_s=0.0)
             self._exchange = self.board("measured")
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
             if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
@@ -168,8 +177,12 @@ class Session:
             self._last_step = self.clock.steps
             self.recorder.after_step(batch)
 
+    def _poll_memory(self) -> float:
+        # What the first steps fill does not count: caches, workers, the allocator, what torch.compile keeps.
+        return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
+
     def log_if_due(self) -> None:
-        """Log the GPUs at the steps at which the Trainer logs, and sample the memory."""
+        """Log the GPUs at the steps at which the Trainer logs."""
         every = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
         step = compat.logged_step(self._trainer)
         if every and (step + 1) % every == 0 and step != self._logged_step:
@@ -177,8 +190,8 @@ class Session:
             self.clock.as_own_work(self._log, step)
 
     def _log(self, step: int) -> None:
-        self.memory.poll()
-        self._warn_once([str(growth) for growth in self.memory.alarms()])
+        self.memory.note_allocated()
+        self._warn_once([*map(str, self.memory.alarms), *self.background.faults])
         if self.gpus is not None and self._trainer.is_global_zero:
             metrics, troubles = self.gpus.take()
             self._warn_once(troubles)
@@ -193,7 +206,12 @@ class Session:
         for trouble in troubles:
             if trouble not in self._warned:
                 self._warned.add(trouble)
-                rank_zero_warn(trouble)
+                self.warn(trouble)
+
+    def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
+        """Warn on rank zero, and have the report written: whoever is warned may want to read more."""
+        self.report_wanted = True
+        rank_zero_warn(message, category=category)
 
     def end_epoch(self) -> None:
         """Publish for the other ranks how this epoch went; on rank 0, log the GPUs of the other nodes."""
@@ -241,6 +259,8 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        self.background.close()
+        self._warn_once(self.background.faults)
         self._timer.stop()
         if self.recorder is not None and self._exchange is not None and self.clock.ran:
             self.publish(next_turn=True, at_end=True)
@@ -248,11 +268,12 @@ class Session:
                 self._wait_for_ranks(self._exchange, timeout_s)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
-        """Return each GPU of this node over the whole fit, polled once more."""
+        """Return each GPU of this node over the whole fit so far; at its end they are polled once more."""
         if self.gpus is None:
             return ()
-        summaries = self.gpus.summaries(at_end=True)
-        self._warn_once(self.gpus.take()[1])
+        summaries = self.gpus.summaries(at_end=self._finished)
+        if self._finished:
+            self._warn_once(self.gpus.take()[1])
         return summaries
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:

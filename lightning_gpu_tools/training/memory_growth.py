@@ -40,7 +40,8 @@ class MemoryGrowth:
     def __str__(self) -> str:
         pace = f"{self.what} grows steadily, by {format_bytes(self.bytes_per_s * 60)} a minute"
         end = "" if self.left_s is None else f"; at this pace it is full in {format_duration(self.left_s)}"
-        return f"{pace}{end}. Something is kept from step to step, often a tensor with its graph: .detach() it."
+        keeps = "often a tensor with its graph (.detach() it), or what a dataset caches"
+        return f"{pace}{end}. Something is kept from step to step: {keeps}."
 
 
 def steady_growth(what: str, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:

@@ -5,73 +5,88 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 
-from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.host import read_host_budget, resident_memory_bytes
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth, steady_growth
 from lightning_gpu_tools.training.timeline import Timeline
 
 _MAX_POINTS = 500
 _INTERVAL_S = 1.0
-# Our default: what will be full within a day is reported while there is time to act; judging takes about a millisecond.
+# Our default: twice as often as growth needs to be judged after 12 s, because a thread is late on a busy machine, and
+# until once a second is enough.
+_EARLY_INTERVAL_S = 0.25
+_EARLY_S = 60.0
+# Our default: what will be full within a day is reported while there is time to act, once it was seen for five minutes.
+# What was seen for a shorter time is believed in proportion: after 12 s, what will be full within an hour.
 _ALARM_S = 24 * 3600.0
 _ALARM_EVERY_S = 300.0
+_FIRST_ALARM_S = 12.0
 
 
 class MemoryHistory:
-    """Samples the memory when asked to, but at most once a second.
+    """Samples the memory, and judges now and then whether it grows.
+
+    A thread of its own calls :meth:`poll`; the training thread only :meth:`note_allocated`.
 
     Args:
         device: Where the model is.
         clock: Returns the time in seconds.
-        resident_bytes: Returns how much memory of the host the process uses; by default its RSS.
+        resident_bytes: Returns how much memory of the host the process uses.
+
+    Attributes:
+        alarms: What grows steadily and will be full within a day, each once.
     """
 
     def __init__(
         self,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
-        resident_bytes: Callable[[], int] | None = None,
+        resident_bytes: Callable[[], int] = resident_memory_bytes,
     ) -> None:
-        process = psutil.Process()
+        self.alarms: list[MemoryGrowth] = []
         self._device = device
         self._clock = clock
-        self._resident_bytes = resident_bytes or (lambda: process.memory_info().rss)
-        self._due_s = 0.0
-        self._alarm_due_s = clock() + _ALARM_EVERY_S
-        self._alarmed: set[str] = set()
-        self._resident = Timeline(_MAX_POINTS, _INTERVAL_S)
-        self._allocated = Timeline(_MAX_POINTS, _INTERVAL_S)
+        self._resident_bytes = resident_bytes
+        self._began_s: float | None = None
+        self._alarm_due_s = _FIRST_ALARM_S
+        self._resident = Timeline(_MAX_POINTS, _EARLY_INTERVAL_S)
+        self._allocated = Timeline(_MAX_POINTS, _EARLY_INTERVAL_S)
+        self._allocated_bytes: int | None = None
+        self._total_bytes = 0
 
-    def poll(self) -> None:
-        """Sample how much is used; costs some 50 microseconds if it is due, else nearly nothing."""
-        now_s = self._clock()
-        if now_s < self._due_s:
-            return
-        self._due_s = now_s + _INTERVAL_S
-        self._resident.add(now_s, self._resident_bytes())
+    def note_allocated(self) -> None:
+        """Note what torch has allocated on the GPU, by its own count: it asks no driver and waits for no kernel."""
         if self._device.type == "cuda":
-            # The allocator's own count: it asks no driver and waits for no kernel.
-            self._allocated.add(now_s, torch.cuda.max_memory_allocated(self._device))
+            self._total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+            self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
 
-    def alarms(self) -> list[MemoryGrowth]:
-        """Return what grows steadily and will be full within a day, each once; checks only every five minutes."""
+    def poll(self) -> float:
+        """Sample how much is used, and return after how many seconds to do so again."""
         now_s = self._clock()
-        if now_s < self._alarm_due_s:
-            return []
-        self._alarm_due_s = now_s + _ALARM_EVERY_S
-        full_soon = [growth for growth in self.growth() if growth.left_s is not None and growth.left_s < _ALARM_S]
-        new = [growth for growth in full_soon if growth.what not in self._alarmed]
-        self._alarmed.update(growth.what for growth in new)
-        return new
+        if self._began_s is None:
+            self._began_s = now_s
+        self._resident.add(now_s, self._resident_bytes())
+        if self._allocated_bytes is not None:
+            self._allocated.add(now_s, self._allocated_bytes)
+        seen_s = now_s - self._began_s
+        if seen_s >= self._alarm_due_s:
+            self._alarm_due_s = seen_s + min(seen_s, _ALARM_EVERY_S)
+            self._judge(seen_s)
+        return _EARLY_INTERVAL_S if seen_s < _EARLY_S else _INTERVAL_S
+
+    def _judge(self, seen_s: float) -> None:
+        horizon_s = _ALARM_S * min(1.0, seen_s / _ALARM_EVERY_S)
+        known = {growth.what for growth in self.alarms}
+        for growth in self.growth():
+            if growth.what not in known and growth.left_s is not None and growth.left_s < horizon_s:
+                self.alarms.append(growth)
 
     def growth(self) -> tuple[MemoryGrowth, ...]:
         """Return what grew steadily up to now."""
         room_bytes = read_host_budget().memory_available_bytes
-        found = [steady_growth("The memory of the process (RSS)", self._resident.points(), room_bytes)]
-        if self._device.type == "cuda":
-            total_bytes = torch.cuda.get_device_properties(self._device).total_memory
-            free_bytes = total_bytes - torch.cuda.max_memory_allocated(self._device)
+        found = [steady_growth("The memory of the process", self._resident.points(), room_bytes)]
+        if self._allocated_bytes is not None:
+            free_bytes = self._total_bytes - self._allocated_bytes
             found.append(steady_growth("The GPU memory (the allocator's peak)", self._allocated.points(), free_bytes))
         return tuple(growth for growth in found if growth is not None)

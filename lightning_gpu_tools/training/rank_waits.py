@@ -1,6 +1,6 @@
-"""Books the time for which this rank waits for others, where the host waits: in collectives on the CPU.
+"""Books the time for which this rank waits for others, where the host waits: in collectives on the CPU, and barriers.
 
-On a GPU the host only queues a collective and goes on; there nothing of this takes any time.
+Other collectives on a GPU the host only queues. There, the end of backward is marked in the GPU's own time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.phases import rank_wait_in
+from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
+from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP, rank_wait_in
 from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.stopwatch import Account
 
 _Function = Callable[..., Any]
 
@@ -22,22 +22,27 @@ class RankWaits:
     """Takes the waiting for other ranks out of the phases of a clock, on the thread that makes this.
 
     In backward, DistributedDataParallel waits for the other ranks when the graph has been computed: in a callback that
-    it gives to autograd. Callbacks run in the order in which autograd gets them, so one that the loss's own hook gives
-    it, the first hook of all, marks the end of this rank's computing. No hook is put on a parameter, so it does not
-    matter which of them take part, nor when they change.
+    it gives to autograd. Autograd calls such callbacks in the order in which it got them, so the one that it gets at
+    the loss, before all others, marks the end of this rank's computing. Nothing is put on a parameter, so it does not
+    matter which of them take part, nor when that changes.
 
     Args:
         clock: Whose phases.
 
     Attributes:
-        unseen: Whether something could not be told apart: then the phases hold waiting, too.
+        gpu: Where the same is marked in the GPU's own time; ``None`` without a GPU.
+        unseen: Whether a backward could not be told apart: its phase may hold waiting, too.
     """
 
     def __init__(self, clock: StepClock) -> None:
+        self.gpu: GpuTimeline | None = None
         self.unseen = False
         self._clock = clock
         self._thread = threading.get_ident()
-        self._ended = False
+        self._accounts: dict[Account, Account] = {}
+        self._around = clock.current
+        self._has_computed = False
+        self._queue = compat.queue_in_backward()
 
     def timed(self, function: _Function) -> _Function:
         """Return what waits for other ranks, such as ``Work.wait``, with its time booked as such on this thread."""
@@ -46,7 +51,7 @@ class RankWaits:
             clock = self._clock
             if not clock.running or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
-            around = clock.switch(clock.account(rank_wait_in(clock.current.phase)))
+            around = clock.switch(self._wait_within(clock.current))
             try:
                 return function(*args, **kwargs)
             finally:
@@ -58,31 +63,50 @@ class RankWaits:
         """Return ``Strategy.backward`` with the wait at its end, if there is one, booked as such."""
 
         def timed(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            self._ended = False
-            hook = None if self.unseen or not self._clock.running else self._hooked(loss)
+            if self.unseen or not self._clock.running:
+                return backward(loss, *args, **kwargs)
+            self._has_computed = False
+            node = getattr(loss, "grad_fn", None)
+            hook = None if node is None else node.register_prehook(self._begins)
             try:
                 return backward(loss, *args, **kwargs)
             finally:
                 if hook is not None:
                     hook.remove()
-                    self.unseen = self.unseen or not self._ended
+                self.unseen = not self._has_computed
 
         return timed
 
-    def _hooked(self, loss: Any) -> Any:
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            return None
-        return loss.register_hook(self._begins)  # type: ignore[no-untyped-call]
+    def waited_within(self, phase: str) -> bool:
+        """Return whether collectives were waited for in this phase, which on a GPU takes no time of the host."""
+        return any(account.phase == phase for account in self._accounts)
 
-    def _begins(self, gradient: torch.Tensor) -> None:
-        """Autograd begins; an error here would be one of the user's backward."""
-        queue = compat.queue_in_backward()
-        if queue is None:
-            return
+    def _wait_within(self, account: Account) -> Account:
+        if account not in self._accounts:
+            self._accounts[account] = self._clock.account(rank_wait_in(account.phase))
+        return self._accounts[account]
 
-        def computed() -> None:
-            self._ended = True
-            around = self._clock.switch(self._clock.account(rank_wait_in(self._clock.current.phase)))
-            queue(lambda: self._clock.switch(around))  # comes after DistributedDataParallel's
+    # Autograd calls these three.
 
-        queue(computed)
+    def _begins(self, gradients: object) -> None:
+        self._call_later(self._computed)
+
+    def _computed(self) -> None:
+        self._around = self._clock.current
+        if self._call_later(self._waited):  # comes after DistributedDataParallel's
+            self._has_computed = True
+            self._clock.switch(self._wait_within(self._around))
+            if self.gpu is not None:
+                self.gpu.enter(RANK_WAIT_IN_STEP)
+
+    def _waited(self) -> None:
+        if self.gpu is not None:
+            self.gpu.enter(self._around.phase)
+        self._clock.switch(self._around)
+
+    def _call_later(self, function: Callable[[], None]) -> bool:
+        try:
+            self._queue(function)
+        except Exception:  # noqa: BLE001 - whatever a release of torch has against it would end the user's backward
+            return False
+        return True

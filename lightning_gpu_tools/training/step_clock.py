@@ -135,6 +135,18 @@ class StepClock(Stopwatch):
         """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
         return (self._clock() if self.running else self._stopped_s) - self._started_s
 
+    def so_far(self) -> dict[str, float]:
+        """Return the time by phase up to now, from any thread, without a trace on the clock.
+
+        The phases add up to the wall time, because the present one gets what is not booked yet. What another thread
+        sees of the others may be as old as it takes to read them.
+        """
+        seconds = self.seconds
+        if self.running:
+            phase = self.current.phase
+            seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self.wall_s - sum(seconds.values()))
+        return seconds
+
     def timed(self, phase: str, function: _Function, except_in: str = "") -> _Function:
         """Return the function with its time booked on a phase; validation and checkpoints also get spans of their own.
 

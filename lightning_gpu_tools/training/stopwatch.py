@@ -63,7 +63,8 @@ class Stopwatch:
     @property
     def seconds(self) -> dict[str, float]:
         """Time by phase, up to the last change of phase; without the phases that have taken none."""
-        return {account.phase: account.seconds for account in self._accounts.values() if account.seconds}
+        accounts = list(self._accounts.values())  # another thread may ask while a phase is added
+        return {account.phase: account.seconds for account in accounts if account.seconds}
 
     def account(self, phase: str) -> Account:
         """Return the account of a phase."""

@@ -1,11 +1,13 @@
 """Broken, foreign and hostile files: each gets an error in words, and nothing in them runs."""
 
 import collections
+import dataclasses
 import enum
 import functools
 import io
 import os
 import pickle
+import re
 import struct
 import tarfile
 from collections import OrderedDict
@@ -16,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import described_by, records_of, safetensors, saved, zipped
+from checkpoint_files import described_by, records_of, safetensors, saved, text, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
@@ -81,6 +83,14 @@ FAULTS = {
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
     "cut legacy file": (LEGACY[: len(LEGACY) // 2], "damaged or cut file in torch's old format"),
     "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', "safetensors file cut short"),
+    "safetensors of another type": (
+        safetensors(b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}') + bytes(3),
+        "has a in the type F6_E2M3, which torch does not have",
+    ),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "GGUF file, as llama.cpp"),
+    "onnx": (b"\x08\x07\x12\x07pytorch\x1a\x052.0.1:" + bytes(100), "ONNX model"),
+    "npy": (b"\x93NUMPY\x01\x00" + bytes(100), r"NumPy array \(\.npy\)"),
+    "msgpack": (b"\x81\xa6params\x81\xa5Dense" + bytes(100), "msgpack file, as Flax"),
     "safetensors of nonsense": (safetensors(b'{"a": 1}'), "damaged safetensors file"),
     "safetensors cut in its weights": (
         safetensors(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}') + bytes(8),
@@ -94,28 +104,44 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
     content, message = FAULTS[fault]
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    write_checkpoint({"a": torch.ones(2)}, tmp_path / "epoch=2.ckpt")
+    write_checkpoint(CONTENT, tmp_path / "epoch=2.ckpt")
     with pytest.raises(BrokenCheckpointError, match=message) as caught:
         read_checkpoint(path)
     text = str(caught.value)
     assert text.startswith(str(path))
-    assert text.endswith(f"A complete checkpoint in the same folder: {tmp_path / 'epoch=2.ckpt'}")
+    of_model = " of the same model" * fault.startswith(("cut in", "cut by", "zeros at", "damaged zip", "missing"))
+    assert text.endswith(f" The newest complete checkpoint{of_model} in that folder: {tmp_path / 'epoch=2.ckpt'}")
     assert "weights_only" not in text
     # The same without torch.
     with pytest.raises(BrokenCheckpointError, match=message):
         read_structure(str(path))
 
 
-def test_the_newest_complete_neighbour_is_named_and_no_broken_one(tmp_path: Path) -> None:
-    for age, name in enumerate(("old.ckpt", "newer.ckpt", "broken.ckpt")):
-        path = tmp_path / name
-        path.write_bytes(GOOD[:-50] if name.startswith("broken") else GOOD)
-        os.utime(path, (1000 + age, 1000 + age))
-    (tmp_path / "notes.txt").write_bytes(GOOD)
-    with pytest.raises(BrokenCheckpointError, match=r"same folder: .*/newer\.ckpt$"):
+def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
+    other_model = saved({"state_dict": {"a": torch.ones(7)}})
+    files = {
+        "old.ckpt": GOOD,
+        "newer.ckpt": GOOD,
+        "broken.ckpt": GOOD[:-50],
+        "other.ckpt": other_model,
+        "rng_state.pth": saved({"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}),
+        "optimizer.pt": saved(torch.optim.Adam([torch.ones(2)]).state_dict()),
+        "module.bin": saved({"state_dict": torch.nn.Linear(600, 30).state_dict(), "where": Path()}),
+        "model-00001-of-00002.bin": GOOD,
+        "mp_rank_00_model_states.pt": GOOD,
+        "notes.txt": GOOD,
+    }
+    for age, (name, data) in enumerate(files.items()):
+        (tmp_path / name).write_bytes(data)
+        os.utime(tmp_path / name, (1000 + age, 1000 + age))
+    with pytest.raises(BrokenCheckpointError, match=r"checkpoint of the same model in that folder: .*/newer\.ckpt$"):
         read_checkpoint(tmp_path / "broken.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint at .*gone\.ckpt.*newest one.*newer\.ckpt"):
+    with pytest.raises(CheckpointNotFoundError, match=r"The newest complete checkpoint in that folder: .*module\.bin$"):
         read_checkpoint(tmp_path / "gone.ckpt")
+    (tmp_path / "old.ckpt").unlink()
+    (tmp_path / "newer.ckpt").unlink()
+    with pytest.raises(BrokenCheckpointError, match=r"use an earlier checkpoint\.$"):
+        read_checkpoint(tmp_path / "broken.ckpt")
 
 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
@@ -128,14 +154,13 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inside", "message"),
     [
-        (".metadata", "sharded checkpoint.*python -m lightning.pytorch.utilities.consolidate_checkpoint"),
-        ("latest", "DeepSpeed checkpoint.*zero_to_fp32"),
-        ("zero_to_fp32.py", "DeepSpeed checkpoint"),
+        (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
+        ("__0_0.distcp", "without its .metadata, which is written last.*save was interrupted"),
+        ("latest", "is a folder, and none with the shards of a checkpoint"),
         ("epoch=1.ckpt", "is a folder.*It holds epoch=1.ckpt; name the file"),
-        ("notes.txt", "is a folder, and no sharded checkpoint"),
     ],
 )
-def test_a_folder_says_which_tool_makes_a_file_of_it(inside: str, message: str, tmp_path: Path) -> None:
+def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, tmp_path: Path) -> None:
     folder = tmp_path / "last.ckpt"
     folder.mkdir()
     (folder / inside).touch()
@@ -183,7 +208,21 @@ def test_harmless_classes_are_named_with_the_line_that_allows_them(tmp_path: Pat
     assert "test_broken_and_hostile_files.Exploit" in text
 
 
+class Speed(enum.Enum):
+    FAST = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    speed: Speed = Speed.FAST
+
+
 VALUES = {
+    "enum": Speed.FAST,
+    "dataclass": Settings(),
+    "lazy parameter": torch.nn.LazyLinear(2).weight,
+    "module": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()),
+    "bytes": io.BytesIO(b"abc"),
     "path": Path("a"),
     "loss": torch.nn.MSELoss(),
     "number": np.float64(0.1),
@@ -195,20 +234,52 @@ VALUES = {
 }
 
 
+def shown(value: object) -> str:
+    return repr(value.getvalue() if isinstance(value, io.BytesIO) else value)
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"hyper_parameters": VALUES[name]}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
-    line = str(caught.value).rpartition("To allow what only holds values: ")[2]
+    line = re.search(r"To allow what (?:only holds values|you trust): (.*)", str(caught.value))[1]  # type: ignore[index]
     before = torch.serialization.get_safe_globals()
     try:
         exec(line, {})  # as a user would paste it
-        assert repr(read_checkpoint(path)["hyper_parameters"]) == repr(VALUES[name])
+        assert shown(read_checkpoint(path)["hyper_parameters"]) == shown(VALUES[name])
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [(b"pathlib\nWindowsPath", "PureWindowsPath('a')"), (b"pathlib._local\nPosixPath", "PosixPath('a')")],
+)
+def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp_path: Path) -> None:
+    program = b"c" + written + b"\n(" + text("a") + b"tR"
+    (tmp_path / "a.pt").write_bytes(described_by(program))
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    before = torch.serialization.get_safe_globals()
+    try:
+        exec(str(caught.value).rpartition("values: ")[2], {})
+        assert repr(read_checkpoint(tmp_path / "a.pt")) == value
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize("value", [collections.defaultdict(list, a=[1]), collections.deque([1])])
+def test_no_line_is_suggested_for_what_torch_never_fills(value: object, tmp_path: Path) -> None:
+    torch.save({"hyper_parameters": value}, tmp_path / "a.pt")
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"fills plain lists and dictionaries only, not collections\.de"
+    ) as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    assert "add_safe_globals" not in str(caught.value)
 
 
 def test_what_torch_refuses_though_allowed_is_not_called_damaged(tmp_path: Path) -> None:
@@ -267,8 +338,8 @@ def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, mo
 
 def open_in_every_way(path: Path) -> None:
     """Either it opens, or it is refused in words; nothing else may come out, and never torch's dangerous advice."""
-    for act in (lambda: read_checkpoint(path), lambda: read_structure(str(path)), lambda: verify_checkpoint(str(path))):
-        message = refusal(act)
+    for read in (read_checkpoint, read_weights, read_structure, verify_checkpoint):
+        message = refusal(functools.partial(read, path))  # type: ignore[arg-type]
         assert not message or str(path) in message
         assert "weights_only" not in message
 

@@ -18,10 +18,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import described_by, records_of, refuse_everywhere, safetensors, zipped
+from checkpoint_files import (
+    HOOKS,
+    call,
+    described_by,
+    number,
+    records_of,
+    refuse_everywhere,
+    safetensors,
+    sizes,
+    storage,
+    tensor,
+    text,
+    zipped,
+)
 
 from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.structure import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, restore_metadata
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
@@ -163,34 +176,6 @@ def test_a_newer_pickle_protocol_is_not_called_damage(tmp_path: Path) -> None:
 
 
 # -- pickles that declare something else -------------------------------------------------------------------------------
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<L", len(value)) + value.encode()
-
-
-def number(value: int) -> bytes:
-    return pickle.dumps(value, 2)[2:-1]
-
-
-def call(name: str, *arguments: bytes) -> bytes:
-    module, _, function = name.rpartition(".")
-    return f"c{module}\n{function}\n".encode() + b"(" + b"".join(arguments) + b"tR"
-
-
-def sizes(*numbers: int) -> bytes:
-    return b"(" + b"".join(map(number, numbers)) + b"t"
-
-
-def storage(numel: int = 4, key: bytes = text("0"), kind: str = "FloatStorage", view: bytes = b"") -> bytes:
-    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + key + text("cpu") + number(numel) + view + b"tQ"
-
-
-HOOKS = b"\x89" + b"ccollections\nOrderedDict\n)R"
-
-
-def tensor(block: bytes, offset: int = 0, shape: bytes = sizes(4), strides: bytes = sizes(1)) -> bytes:
-    return call("torch._utils._rebuild_tensor_v2", block, number(offset), shape, strides, HOOKS)
 
 
 def write(path: Path, program: bytes) -> Path:
@@ -336,7 +321,7 @@ def test_sparse_indices_outside_of_the_tensor_are_refused(tmp_path: Path) -> Non
 
 PEAK = """
 import resource, sys
-from lightning_gpu_tools.checkpoints.structure import read_structure
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.errors import CheckpointError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:
@@ -432,7 +417,8 @@ HEADERS = {
     "a shape that does not fit": safetensors({"a": entry(0, 4, [2])}, bytes(4)),
     "a negative size": safetensors({"a": entry(0, 4, [-1, -1])}, bytes(4)),
     "a broken size": safetensors({"a": entry(0, 4, [1.0])}, bytes(4)),
-    "a dtype that is none": safetensors({"a": entry(0, 4, [1], "F33")}, bytes(4)),
+    "a dtype that is no text": safetensors({"a": entry(0, 4, [1], ["F32"])}, bytes(4)),  # type: ignore[arg-type]
+    "half of a byte": safetensors({"a": entry(0, 1, [1], "F4")}, bytes(1)),
     "a name twice": safetensors(b'{"a":%s,"a":%s}' % (ONE, ONE), bytes(4)),
     "metadata that is no text": safetensors({"__metadata__": {"a": 1}, "b": entry(0, 4, [1])}, bytes(4)),
     "a header nested deep": safetensors(b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}"),

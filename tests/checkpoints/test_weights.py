@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,17 +162,17 @@ def test_the_report_of_a_partial_load_is_true(
 
 def test_any_set_of_weights_can_be_chosen_by_root(tmp_path: Path) -> None:
     one, two, target = (nn.Linear(2, 2) for _ in range(3))
-    sets = {"model": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}}
-    torch.save(sets, tmp_path / "a.pt")
-    with pytest.raises(AmbiguousCheckpointError, match=r'"model" and "ema".*root="model" or root="ema"'):
+    sets = {"teacher": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}}
+    torch.save({**sets, "student": one.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r'"teacher" and "ema" and "student".*root="teacher" or'):
         load_weights(target, tmp_path / "a.pt")
     # A "state_dict" is meant where nobody names another.
-    torch.save({"state_dict": one.state_dict(), "ema": two.state_dict()}, tmp_path / "b.pt")
+    torch.save({"state_dict": one.state_dict(), "teacher": two.state_dict()}, tmp_path / "b.pt")
     torch.save({"state": {"model": {f"net.{k}": v for k, v in one.state_dict().items()}}}, tmp_path / "c.pt")
     for name, root, entry, expected in (
         ("a.pt", "ema", "ema", two),
         ("b.pt", None, "state_dict", one),
-        ("b.pt", "ema", "ema", two),
+        ("b.pt", "teacher", "teacher", two),
         ("b.pt", "state_dict", "state_dict", one),
         ("c.pt", None, "state.model", one),
         ("c.pt", "state.model.net.", "state.model", one),
@@ -183,7 +184,11 @@ def test_any_set_of_weights_can_be_chosen_by_root(tmp_path: Path) -> None:
 
 
 def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:
-    for content, words in (([1, 2], "a list"), ({"epoch": 1, "lr": 2}, "a dictionary with epoch, lr"), (7, "a int")):
+    for content, words in (
+        ([1, 2], "a list"),
+        ({"epoch": 1, "lr": 2}, "a dictionary with epoch, lr"),
+        (7, "the value 7"),
+    ):
         torch.save(content, tmp_path / "a.pt")
         with pytest.raises(BrokenCheckpointError, match=f"a.pt holds no weights but {words}"):
             load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
@@ -194,10 +199,17 @@ def test_wrappers_of_missing_packages_are_known_by_name(tmp_path: Path) -> None:
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
             self.module = module
+            self.optimizer = SimpleNamespace(refresh_fp32_params=self.copy)
+
+        def copy(self) -> None:
+            """Copy what the next step will put in the place of the weights."""
+            self.copies = [parameter.detach().double() for parameter in self.module.parameters()]
 
     DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
     source, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     torch.save(source.state_dict(), tmp_path / "a.pt")
-    report = load_weights(DeepSpeedEngine(target), tmp_path / "a.pt")
+    engine = DeepSpeedEngine(target)
+    report = load_weights(engine, tmp_path / "a.pt")
     assert report.renamed == {"0.weight": "module.0.weight", "0.bias": "module.0.bias"}
     assert torch.equal(source[0].weight, target[0].weight)
+    assert torch.equal(engine.copies[0], source[0].weight.double())

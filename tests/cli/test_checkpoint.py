@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -60,15 +62,6 @@ def net() -> Tied:
 def last(net: Tied, tmp_path: Path) -> str:
     write_checkpoint(lightning_checkpoint(wrapped(net)), tmp_path / "last.ckpt")
     return str(tmp_path / "last.ckpt")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = main(["checkpoint", *arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -270,7 +263,8 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
     for arguments in (("convert", two, str(tmp_path / "c.pt")), ("diff", last, two)):
         err = run(*arguments)[2]
         assert "holds several sets of weights: a, b" in err
-        assert f"lightning-gpu-tools checkpoint convert {two} TARGET --entry NAME" in err
+        assert "Choose one with --entry NAME" in err
+    assert run("diff", two, two, "--entry", "b")[0] == 0
     torch.save(OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "extra.pt")
     code, _, err = run("convert", str(tmp_path / "extra.pt"), str(tmp_path / "c.safetensors"))
     assert "safetensors holds plain tensors only, not _extra_state" in err
@@ -377,12 +371,18 @@ def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Pat
     assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
 
 
-def test_an_unsafe_file_names_the_way_in_python(tmp_path: Path, run: Run) -> None:
-    path = str(tmp_path / "a.pt")
-    torch.save({"model": {"w": torch.ones(2)}, "hparams": {"data": tmp_path}}, path)
-    for action, target in (("convert", str(tmp_path / "b.pt")), ("diff", path)):
-        err = run(action, path, target)[2]
-        assert "This command has no way to allow them. In Python, after that line, convert() in" in err
+def test_weights_beside_classes_are_converted_and_compared(net: Tied, tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "b c.pt")
+    torch.save({"model": net.state_dict(), "hparams": {"data": tmp_path}}, path)
+    code, _, err = run("convert", path, target)
+    assert (code, os.path.exists(target)) == (1, False)
+    command = err.rpartition("or lightning-gpu-tools checkpoint ")[2].replace("TARGET", f"'{target}'")
+    assert run(*shlex.split(command))[1:] == (
+        f"{target}: 13 weights, left unread, as it takes code to open: pathlib.PosixPath\n",
+        "",
+    )
+    assert torch.load(target).keys() == net.state_dict().keys()
+    assert run("diff", path, target)[:2] == (0, f"{path} and {target}: 13 weights are the same\n")
 
 
 @given(data=st.data())
@@ -451,6 +451,24 @@ def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path:
     assert seen["norm.weight", "dtype"]["detail"] == "float32 and float16"
     assert len(seen) == 4
     assert found["same"] == 8
+
+
+def test_an_unexpected_error_is_one_line_and_no_answer(
+    last: str, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('a broken\\x1b installation')")
+    path = f"{tmp_path}{os.pathsep}{os.getcwd()}"
+    for action in ("diff", "convert"):
+        answer = run_python(
+            *("-m", "lightning_gpu_tools", "checkpoint", action, last, str(tmp_path / "b.pt")), env={"PYTHONPATH": path}
+        )
+        assert (answer.returncode, answer.stdout) == (70, "")
+        assert re.fullmatch(
+            r"lightning-gpu-tools \S+ stopped on an unexpected error. Please report this line with the command: "
+            r"RuntimeError: a broken\\x1b installation \(.*checkpoint.py:\d+ .*> __init__.py:1\)\n",
+            answer.stderr,
+        )
 
 
 def test_diff_exits_3_where_there_is_nothing_to_compare(last: str, tmp_path: Path, run: Run) -> None:

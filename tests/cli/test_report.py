@@ -10,14 +10,14 @@ import pytest
 from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import save_report
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.reports.text import render_text
 
 RunCli = Callable[..., "CompletedProcess[str]"]
 
 
 def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_report(REPORT, tmp_path)
+    ReportFile(tmp_path).save(REPORT)
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == render_text(REPORT) + "\n"
     assert main(["report", str(tmp_path / "gpu_report.json"), "--format", "json"]) == 0
@@ -25,7 +25,8 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["report", str(tmp_path), "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("**GPU utilization: LOW** (stopped by KeyError")
-    assert lines[2].startswith("- **Why:** Waiting for data")
+    assert lines[2].startswith("- **Run:** LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; ")
+    assert lines[3].startswith("- **Why:** Waiting for data")
     assert lines.count("```text") == lines.count("```") == 1
 
 
@@ -39,9 +40,9 @@ def test_a_missing_report_is_an_error_with_its_path(run_cli: RunCli, tmp_path: P
 def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = tuple(0.05 + 0.0001 * (i % 7) for i in range(40))
     old = replace(REPORT, step_s_blocks=blocks)
-    save_report(old, tmp_path / "old")
-    save_report(replace(old, step_s_blocks=tuple(1.1 * block for block in blocks)), tmp_path / "slow")
-    save_report(replace(old, settings={**old.settings, "batch_size": 32}), tmp_path / "other")
+    ReportFile(tmp_path / "old").save(old)
+    ReportFile(tmp_path / "slow").save(replace(old, step_s_blocks=tuple(1.1 * block for block in blocks)))
+    ReportFile(tmp_path / "other").save(replace(old, settings={**old.settings, "batch_size": 32}))
 
     def against_old(name: str, *options: str) -> tuple[int, str]:
         code = main(["report", str(tmp_path / name), "--against", str(tmp_path / "old"), *options])
@@ -67,7 +68,7 @@ def test_wrong_options_are_wrong_usage(options: list[str]) -> None:
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path: Path) -> None:
-    save_report(REPORT, tmp_path)
+    ReportFile(tmp_path).save(REPORT)
     code = (
         "import subprocess, sys\n"
         "command = [sys.executable, '-m', 'lightning_gpu_tools', 'report', sys.argv[1], '--format', 'json']\n"
@@ -79,7 +80,7 @@ def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path:
 
 
 def test_a_terminal_without_unicode_gets_the_rest(run_cli: RunCli, tmp_path: Path) -> None:
-    save_report(REPORT, tmp_path)
+    ReportFile(tmp_path).save(REPORT)
     result = run_cli("report", str(tmp_path), env={"PYTHONIOENCODING": "ascii"})
     assert (result.returncode, result.stderr) == (0, "")
     assert "LOW" in result.stdout

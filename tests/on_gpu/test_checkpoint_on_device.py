@@ -11,7 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints.structure import read_structure
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 
 pytestmark = [

@@ -16,7 +16,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
-from lightning_gpu_tools.reports.report import Report, load_report, save_report
+from lightning_gpu_tools.reports.report import Report, ReportFile, load_report
 
 SETTINGS: dict[str, Any] = {"num_workers": 0, "pin_memory": False, "batch_size": 8, "accelerator": "CPUAccelerator"}
 
@@ -105,10 +105,10 @@ def test_fewer_checkpoints_speed_up_the_whole_run() -> None:
 
 def test_the_previous_run_is_in_the_folder_or_newest_version(tmp_path: Path) -> None:
     assert earlier_report(tmp_path) is None
-    save_report(report(10), tmp_path)
+    ReportFile(tmp_path).save(report(10))
     assert earlier_report(tmp_path) is not None
     for version, step_ms in enumerate((20, 30)):
-        file = save_report(report(step_ms), tmp_path / f"version_{version}")
+        file = ReportFile(tmp_path / f"version_{version}").save(report(step_ms))
         os.utime(file, (version, version))
     found = earlier_report(tmp_path / "version_2")
     assert found is not None

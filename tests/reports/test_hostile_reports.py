@@ -20,8 +20,9 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.confirmation import earlier_report
-from lightning_gpu_tools.reports.report import LoaderSummary, from_json, load_report, save_report, to_json
+from lightning_gpu_tools.reports.report import LoaderSummary, ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
@@ -50,6 +51,7 @@ FULL = replace(
     unseen=("Loop.run",),
     gpu_note="GPU 1 is not measured.",
     confirmation="num_workers 0 -> 4: +31 %, measured.",
+    process=ProcessId(kernel="0123456789ab", namespace="pid:[4026531836]", pid=812, started_ticks=123456),
 )
 
 
@@ -122,7 +124,10 @@ def put(data: Any, change: tuple[tuple[Any, ...], Any]) -> Any:
 
 def test_a_full_report_is_read_back_unchanged() -> None:
     assert from_json(to_json(FULL)) == FULL
-    assert json.loads(to_json(FULL)) == json.loads(json.dumps({"schema_version": 1, **asdict(FULL)}))
+    summary = FULL.diagnosis.summary()
+    assert json.loads(to_json(FULL)) == json.loads(
+        json.dumps({"schema_version": 1, "summary": summary, **asdict(FULL)})
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,7 @@ def test_what_is_not_a_report_is_refused_at_once(tmp_path: Path, capsys: pytest.
     assert printable_path(path) in str(caught.value)
     assert str(caught.value).isprintable()
     assert earlier_report(folder) is None
-    sound = str(save_report(FULL, tmp_path))
+    sound = str(ReportFile(tmp_path).save(FULL))
     for arguments in ([sound, "--against", str(path)], [str(path), "--against", sound]):
         assert main(["report", *arguments]) == 3
         shown = capsys.readouterr()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
-from lightning_gpu_tools.reports.report import from_json, load_report, save_report, summarize, to_json
+from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
@@ -31,9 +31,11 @@ def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    verdict = "Verdict: LOW (stopped by KeyError at step 812; 812 steps in 41.4 s; steps: median 50 ms, p95 62 ms,"
-    assert lines[:2] == [verdict, f"         longest 510 ms; {64 * 2 / 0.051:.4g} samples/s)"]  # of both ranks
-    lines.pop(0)
+    verdict = "Verdict: LOW (stopped by KeyError at step 812; steps: median 50 ms, p95 62 ms, longest 510 ms; 2510"
+    run = "Run:     LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning"
+    samples = "         samples/s)"  # of both ranks
+    assert lines[:4] == [run, "         2.6.6", verdict, samples]
+    del lines[:3]
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
     assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
@@ -51,10 +53,17 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 
 def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
-    ranks = [RankStep(rank=rank, node=rank // 2, own_step_s=own) for rank, own in enumerate((0.01, 0.03, 0.011, 0.01))]
-    assert "rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
-    line = next(line for line in render_text(replace(REPORT, ranks=tuple(ranks))).splitlines() if "rank" in line)
-    assert line == "Slowest rank: 1 (node 0), 30 ms of its own work per step, 20 ms more than the median of 4 ranks."
+    own_s = (0.01, 0.03, 0.011, 0.01)
+    ranks = [RankStep(rank=i, node=i // 2, own_step_s=own, phase_s={"forward": own}) for i, own in enumerate(own_s)]
+    assert "Slowest rank" not in render_text(replace(REPORT, ranks=tuple(ranks[:1])))
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(ranks))).split())
+    assert (
+        "Slowest rank: 1 (node 0), 30 ms of its own work per step outside backward and optimizer, 20 ms more than the "
+        "median of 4 ranks. Where" in text
+    )
+    waiting = [replace(rank, wait_s=0.03 - rank.own_step_s) for rank in ranks]
+    text = " ".join(render_text(replace(REPORT, ranks=tuple(waiting))).split())
+    assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
@@ -67,7 +76,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         power_watts_mean=300.0,
         throttled_percent=12.0,
     )
-    growth = MemoryGrowth(what="The memory of the process (RSS)", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
+    growth = MemoryGrowth(what="The memory of the process", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
     text = " ".join(
         render_text(replace(REPORT, gpus=(gpu,), memory_growth=(growth,), monitor_us_per_step=14.2)).split()
     )
@@ -77,7 +86,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         "300 W, 200.0 Wh",
         "throttled 12 % of the time",
         "ERRORS: Xid 31 (memory page fault)",
-        "RSS) grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
+        "process grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
         "Measuring added at least 14 us per step.",
     ):
         assert words in text
@@ -165,21 +174,21 @@ def test_a_part_of_the_step_is_a_line_from_two_percent_on() -> None:
 
 
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
-    path = save_report(REPORT, tmp_path / "new" / "folder")
+    path = ReportFile(tmp_path / "new" / "folder").save(REPORT)
     assert path == tmp_path / "new" / "folder" / "gpu_report.json"
     assert load_report(path) == load_report(path.parent) == REPORT
     assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
 
 
 def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
-    save_report(REPORT, tmp_path)
+    ReportFile(tmp_path).save(REPORT)
     code = (
         "import resource, sys\n"
-        "from lightning_gpu_tools.reports.report import load_report, save_report\n"
+        "from lightning_gpu_tools.reports.report import ReportFile, load_report\n"
         "report = load_report(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "save_report(report, sys.argv[1])\n"
+        "ReportFile(sys.argv[1]).save(report)\n"
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "OSError" in result.stderr

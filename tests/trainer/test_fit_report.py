@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger
 from sample_report import REPORT
-from trainings import Model, Samples, loader, quiet_trainer
+from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports import plot
+from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.trainer import fit_report, session
 from lightning_gpu_tools.trainer.fit_report import publish
 
@@ -71,7 +73,7 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
     [
         (fit_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
         (fit_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
-        (fit_report, "save_report", "The report could not be written to", []),
+        (ReportFile, "save", "The report could not be written to", []),
         (plot, "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
     ],
 )
@@ -90,6 +92,46 @@ def test_a_fault_in_the_report_costs_only_itself_and_is_printed(
     assert says in printed
     assert ("Verdict: " in printed) is (name != "render_text")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"gpu_report.{kind}" for kind in files]
+
+
+class Texts(Logger):
+    """A logger with a place for texts, as TensorBoard's has."""
+
+    name = version = "texts"
+
+    def __init__(self) -> None:
+        self.experiment, self.texts = self, {}
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self.texts[name] = text, step
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert all(isinstance(value, (int, float)) for value in metrics.values())
+
+    def log_hyperparams(self, *args: Any) -> None:
+        raise AssertionError("those are not ours")
+
+
+class Broken(CSVLogger):
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if any(name.startswith("gpu_tools/") for name in metrics):
+            raise ConnectionError("the server is away")
+
+
+def test_every_logger_gets_the_summary_as_far_as_it_can_show_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, csv, texts = Broken(tmp_path / "broken"), CSVLogger(tmp_path / "csv"), Texts()
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=[broken, csv, texts])
+    trainer.fit(Model(), loader(Samples(90)))
+    report = load_report(broken.log_dir)
+    summary = report.diagnosis.summary()
+    numbers = {f"gpu_tools/{name}": value for name, value in summary.items() if isinstance(value, float)}
+    assert {"gpu_tools/waiting_share", "gpu_tools/step_p50_s", "gpu_tools/step_p95_s"} <= numbers.keys()
+    metrics = logged(Path(csv.log_dir))
+    assert {name: values[89] for name, values in metrics.items() if name.startswith("gpu_tools/")} == numbers
+    assert texts.texts["gpu_tools/verdict"] == (report.diagnosis.verdict, 89)
+    assert "The summary could not be sent to Broken: ConnectionError: the server is away" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["ignore", "error"])
@@ -125,7 +167,7 @@ def test_a_warning_that_is_an_error_costs_only_the_picture(tmp_path: Path, capsy
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        publish(unknown_letter, str(tmp_path))
+        publish(unknown_letter, ReportFile(tmp_path))
     assert "The report could not be drawn: UserWarning: Glyph" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_report.json"]
 
@@ -137,8 +179,8 @@ def test_the_advised_command_compares_the_next_run_with_this_one(
     commands = []
     for folder, step_s in zip(folders, (0.1, 0.05), strict=True):
         blocks = tuple(step_s + i / 1e4 for i in range(8))
-        publish(replace(REPORT, step_s_blocks=blocks), str(tmp_path / folder))
+        publish(replace(REPORT, step_s_blocks=blocks), ReportFile(tmp_path / folder))
         commands += re.findall("lightning-gpu-tools (report .*)", capsys.readouterr().out)
     advised = commands[0].replace("NEW", str(tmp_path / folders[1]))
     assert main(shlex.split(advised)) == 0
-    assert capsys.readouterr().out.startswith("FASTER: 100 ms per step before, 50.4 ms now")
+    assert capsys.readouterr().out.startswith("FASTER: 100 ms per mean step before, 50.4 ms now")

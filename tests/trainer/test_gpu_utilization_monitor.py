@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
-from trainings import Boom, Model, Raise, Samples, loader, logged, quiet_trainer, sampler_threads
+from trainings import Boom, Model, Raise, Samples, background_threads, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
@@ -64,7 +64,7 @@ def test_every_gpu_of_the_node_is_logged_in_its_units(driver: Driver, tmp_path: 
     assert 0 < first < second
     assert "gpu/2/memory_used_bytes" in metrics
     assert not [name for name in metrics if name.startswith(("gpu/2/utilization", "gpu/2/power"))]  # not reported
-    assert sampler_threads() == []
+    assert background_threads() == []
 
 
 def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,17 +84,15 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
 
 def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of the run is a millisecond here."""
-    monkeypatch.setattr(memory_history, "_INTERVAL_S", 0.001)
-    monkeypatch.setattr(memory_history, "_ALARM_EVERY_S", 0.3)
+    for name, seconds in {"_EARLY_INTERVAL_S": 0.00025, "_FIRST_ALARM_S": 0.012, "_ALARM_EVERY_S": 0.3}.items():
+        monkeypatch.setattr(memory_history, name, seconds)
     kept = []
 
     class Leak(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             kept.append(bytearray(b"x") * 2**21)
 
-    with pytest.warns(
-        UserWarning, match=r"The memory of the process \(RSS\) grows steadily, by .* GiB a minute"
-    ) as warned:
+    with pytest.warns(UserWarning, match=r"The memory of the process grows steadily, by .* GiB a minute") as warned:
         train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=100)
     assert sum("grows steadily" in str(warning.message) for warning in warned) == 1
 
@@ -133,7 +131,7 @@ def test_a_gpu_lost_in_mid_run_does_not_stop_training(driver: Driver, tmp_path: 
     folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all"), Lose())
     assert load_report(folder).steps == 40
     assert logged(folder)["gpu/0/memory_used_bytes"].keys() == {19}
-    assert sampler_threads() == []
+    assert background_threads() == []
 
 
 def test_a_failed_run_has_its_report_and_leaves_no_thread(driver: Driver, tmp_path: Path) -> None:
@@ -145,7 +143,7 @@ def test_a_failed_run_has_its_report_and_leaves_no_thread(driver: Driver, tmp_pa
     report = load_report(tmp_path)
     assert report.outcome == "stopped by Boom at step 12"
     assert report.gpus[0].utilization_percent_mean == 50.0
-    assert sampler_threads() == []
+    assert background_threads() == []
 
 
 @pytest.mark.parametrize("advisor_first", [True, False])
@@ -216,7 +214,7 @@ def test_a_fault_of_ours_does_not_end_training(
     with pytest.warns(UserWarning, match="because of an error in it: PermissionError"):
         trainer.fit(Model(), loader(Samples(40)))
     assert trainer.global_step == 120
-    assert sampler_threads() == []
+    assert background_threads() == []
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
 
 
@@ -231,8 +229,8 @@ def test_a_removed_monitor_still_reports_at_the_end(
     driver.gpus = [gpu()]
     monitor = GPUUtilizationMonitor(devices="all")
     train(tmp_path, monitor, TakeOut())
-    assert "completed; 40 steps" in capfd.readouterr().out
-    assert sampler_threads() == []
+    assert "; 40 steps in " in capfd.readouterr().out
+    assert background_threads() == []
 
 
 class Collating(LightningDataModule):
@@ -375,7 +373,7 @@ def test_trial_runs_of_tuners_are_not_reported(driver: Driver, tmp_path: Path) -
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     assert report.phase_s["training_step/forward"] > 0
     assert set(logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"]) <= set(range(5))
-    assert sampler_threads() == []
+    assert background_threads() == []
 
 
 def test_the_progress_bar_shows_utilization_on_request(driver: Driver, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def two_nodes(folder: Path, failing_rank: int | None = None) -> list[subprocess.
 
 
 def test_rank_zero_reports_for_all_ranks(tmp_path: Path) -> None:
-    results = train_ranks(tmp_path, sample_s=(0.004, 0.004), min_seconds=(0.1, 1e9))
+    results = train_ranks(tmp_path, sample_s=(0.02, 0.02), min_seconds=(0.1, 1e9))
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
     assert [result.stderr.count("Waiting for data takes") for result in results] == [1, 0]
@@ -86,6 +86,18 @@ def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path, ranks: int) -> N
     slow_ranks = {"healthy": None, "checkpoint": 0, **{phase: i % ranks for i, phase in enumerate(phases)}}
     results = run_ranks(tmp_path, train_slow_ranks, ranks=ranks, options={"slow_ranks": slow_ranks})
     assert [result.returncode for result in results] == [0] * ranks, results[0].stderr
+    blamed = json.loads((tmp_path / "blamed.json").read_text())
+    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
+
+
+def test_gpus_are_compared_by_their_own_clock(tmp_path: Path) -> None:
+    (tmp_path / "machine").mkdir()
+    machine = Driver(tmp_path / "machine")
+    machine.gpus = [gpu(utilization=0), gpu(utilization=0)]
+    slow_ranks = {"healthy": None, "backward": 0, "optimizer": 1}
+    options = {"slow_ranks": slow_ranks, "on_gpu": True, "steps": 120}
+    results = run_ranks(tmp_path, train_slow_ranks, machines=[machine, machine], options=options)
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr
     blamed = json.loads((tmp_path / "blamed.json").read_text())
     assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
 

@@ -1,5 +1,6 @@
 """Memory that grows over a run, by numbers and a clock that the test sets."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,42 +9,43 @@ from trainings import HandClock
 
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.training import memory_history
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 
 GIB, MIB = 2**30, 2**20
 
 
-def history(resident_bytes: list[int]) -> tuple[MemoryHistory, list[MemoryGrowth]]:
-    """Return what has been sampled, once a minute, and the alarms."""
-    clock, sizes = HandClock(), iter(resident_bytes)
-    memory = MemoryHistory(torch.device("cpu"), clock, lambda: next(sizes))
-    alarms = []
-    for _ in resident_bytes:
-        clock.spend(60.0)
-        memory.poll()
-        memory.poll()  # nothing: not due
-        alarms += memory.alarms()
-    return memory, alarms
-
-
-def leak(minutes: int) -> list[int]:
-    return [GIB + 4 * MIB * minute for minute in range(minutes)]
-
-
-@pytest.mark.parametrize(("hours_left", "alarms"), [(10, 1), (24 * 7, 0)])
-def test_a_leak_full_within_a_day_alarms_once(monkeypatch: pytest.MonkeyPatch, hours_left: int, alarms: int) -> None:
-    budget = replace(read_host_budget(), memory_available_bytes=4 * MIB * 60 * hours_left)
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = replace(read_host_budget(), memory_available_bytes=64 * GIB)
     monkeypatch.setattr(memory_history, "read_host_budget", lambda: budget)
-    memory, raised = history(leak(60))
-    assert len(raised) == alarms
+
+
+def sampled(resident_bytes: Callable[[float], float], seconds: float) -> tuple[MemoryHistory, dict[str, float]]:
+    """Return what has been sampled as often as asked for, and when each alarm was raised."""
+    clock = HandClock()
+    began_s = clock()
+    memory = MemoryHistory(torch.device("cpu"), clock, lambda: int(resident_bytes(clock() - began_s)))
+    raised: dict[str, float] = {}
+    while clock() - began_s < seconds:
+        clock.spend(memory.poll())
+        for growth in memory.alarms:
+            raised.setdefault(growth.what, clock() - began_s)
+    return memory, raised
+
+
+def test_fast_growth_is_seen_after_twelve_seconds() -> None:
+    """2.3 GiB a minute, by steps of 20 ms that keep 0.8 MiB each."""
+    memory, raised = sampled(lambda s: GIB + 2.3 * GIB / 60 * (s // 0.02 * 0.02), 33)
     (growth,) = memory.growth()
-    assert growth.what == "The memory of the process (RSS)"
-    assert growth.bytes_per_s == pytest.approx(4 * MIB / 60)
-    assert growth.left_s == pytest.approx(hours_left * 3600)
+    assert growth.what == "The memory of the process"
+    assert growth.bytes_per_s * 60 == pytest.approx(2.3 * GIB, rel=0.02)
+    assert raised[growth.what] < 13
 
 
-def test_memory_that_is_kept_once_is_no_leak() -> None:
-    memory, alarms = history([GIB, *[GIB + 100 * MIB] * 47])
-    assert memory.growth() == ()
-    assert alarms == []
+@pytest.mark.parametrize(("hours_left", "minutes"), [(10, 60), (0.9, 1), (10, 1), (24 * 7, 60)])
+def test_an_alarm_looks_as_far_ahead_as_growth_was_seen(hours_left: float, minutes: float) -> None:
+    memory, raised = sampled(lambda s: GIB + 64 * GIB * s / (3600 * hours_left), 60 * minutes)
+    assert len(raised) == (hours_left < 24 * min(1, minutes / 5))
+    assert len(memory.alarms) == len(raised)  # each once
+    (growth,) = memory.growth()
+    assert growth.left_s == pytest.approx(hours_left * 3600, rel=0.02)

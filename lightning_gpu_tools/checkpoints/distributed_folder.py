@@ -1,0 +1,251 @@
+"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them, read without running what is in them.
+
+``.metadata`` is a pickle: which block of which tensor is at which place of which file. Each such place holds a file of
+its own by ``torch.save``. Lightning adds what is not sharded in ``meta.pt``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, damaged
+from lightning_gpu_tools.checkpoints.pickle_structure import (
+    BYTES_OF_DTYPE,
+    MAX_DEPTH,
+    Opaque,
+    StructureReader,
+    TensorInfo,
+    are_sizes,
+)
+from lightning_gpu_tools.checkpoints.shards import (
+    Folder,
+    Part,
+    SplitTensorInfo,
+    check_byte_order,
+    check_cover,
+    describing,
+)
+from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
+from lightning_gpu_tools.checkpoints.zip_records import Record
+from lightning_gpu_tools.units import printable
+
+_METADATA = ".metadata"
+_EXTRA = "meta.pt"
+_DAMAGE = "its .metadata does not describe a checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in which file ``torch.save`` has written a tensor or another object."""
+
+    file: str
+    start: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickledObject:
+    """Something in the folder that is no tensor; it is read when it is loaded."""
+
+    place: Place
+
+
+class Slice(io.RawIOBase):
+    """A range of an open file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, place: Place) -> None:
+        self._file = file
+        self._start = place.start
+        self._size_bytes = place.size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return that it can be read in any order."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place, counted from the beginning of the range."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read no further than the range goes."""
+        self._file.seek(self._start + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._size_bytes - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def is_piece(name: str) -> bool:
+    """Whether torch.distributed.checkpoint gives this name to a file in its folders."""
+    return re.fullmatch(r"__\d+_\d+\.distcp|(__\d+)?\.metadata", name) is not None
+
+
+def is_distributed(names: set[str]) -> bool:
+    """Whether a folder with files of these names is one by torch.distributed.checkpoint."""
+    return any(map(is_piece, names))
+
+
+def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+    """Read what a folder holds.
+
+    Args:
+        folder: The folder.
+        names: The files in it.
+        to_load: Whether to look into each place as well, and not only whether the files are as long as they must be.
+
+    Raises:
+        Fault: It is not complete, or contradicts itself.
+    """
+    if _METADATA not in names:
+        raise Fault(
+            "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last",
+            "Most likely the save was interrupted. Use an earlier checkpoint.",
+        )
+    with describing(_DAMAGE):
+        objects, paths = _read_metadata(folder.open(_METADATA))
+        del folder.files[_METADATA]  # it holds no numbers
+        places = [place for _, found in objects.values() for _, _, place in found]
+        _check_places(folder, places)
+        shards = {name: _file_of_places(folder, name) for name in dict.fromkeys(place.file for place in places)}
+        tree: dict[str, Any] = {}
+        for key, (info, found) in objects.items():
+            if isinstance(info, SplitTensorInfo) and to_load:
+                info = replace(info, parts=tuple(_part(folder, shards, key, info, *block) for block in found))
+            _put(tree, paths.get(key, (key,)), PickledObject(found[0][2]) if info is None else info)
+        content = _with_lists(tree)
+    loaded = (_EXTRA,) if _EXTRA in names else ()
+    shards.update((name, folder.describe(name)) for name in loaded)
+    return Assembly(shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
+
+
+Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
+
+
+def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | None, Blocks]], Mapping[str, Any]]:
+    """Return every tensor (``None``: another object) with the blocks it is in, and the path of each in the content."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    metadata = _state(StructureReader(file, size_bytes).load(), "Metadata")
+    place_of: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for index, info in metadata["storage_data"].items():
+        where = _state(info, "_StorageInfo")
+        if where.get("transform_descriptors"):
+            raise Fault("is compressed by an extension", "Load it with torch.distributed.checkpoint and save it again.")
+        of = _state(index, "MetadataIndex")
+        place_of[of["fqn"], of.get("offset")] = Place(where["relative_path"], where["offset"], where["length"])
+    objects: dict[str, tuple[SplitTensorInfo | None, Blocks]] = {}
+    for key, described in metadata["state_dict_metadata"].items():
+        if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
+            objects[key] = None, [((), (), place_of[key, None])]
+            continue
+        of = _state(described, "TensorStorageMetadata")
+        shape = of["size"]
+        dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
+        chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
+        blocks = [(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
+        numbers = [shape, *(part for offsets, sizes, _ in blocks for part in (offsets, sizes))]
+        if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
+            raise damaged(f"its .metadata describes an impossible tensor: {printable(key)}")
+        check_cover(key, shape, [block[:2] for block in blocks])
+        filled = [block for block in blocks if 0 not in block[1]] or blocks[:1]
+        objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled
+    paths = metadata.get("planner_data")
+    return objects, paths if isinstance(paths, Mapping) else {}
+
+
+def _state(described: Any, kind: str) -> Any:
+    """Return the attributes of an object of one of the classes that are in ``.metadata``."""
+    if not isinstance(described, Opaque) or not described.kind.endswith(f".{kind}"):
+        raise damaged(_DAMAGE)
+    return described.state
+
+
+def _check_places(folder: Folder, places: list[Place]) -> None:
+    """Check that the files are there and hold as much as they are said to, without two things at one place."""
+    folder.check_names(place.file for place in places)
+    end: dict[str, int] = {}
+    for place in sorted(places, key=lambda place: (place.file, place.start)):
+        if not are_sizes((place.start, place.size_bytes)) or place.start < end.get(place.file, 0):
+            raise damaged(f"its .metadata has two things at one place of {printable(place.file)}")
+        end[place.file] = place.start + place.size_bytes
+    for name, needed in end.items():
+        if folder.open(name).seek(0, os.SEEK_END) < needed:
+            raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
+
+
+def _file_of_places(folder: Folder, name: str) -> Structure:
+    size_bytes = folder.open(name).seek(0, os.SEEK_END)
+    return Structure(os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset(), records={})
+
+
+def _part(
+    folder: Folder,
+    shards: Mapping[str, Structure],
+    key: str,
+    info: TensorInfo,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    place: Place,
+) -> Part:
+    """Look up where in the file the numbers of a block are."""
+    shard = shards[place.file]
+    file: Any = Slice(folder.open(place.file), place)
+    found = describe(file, shard.path)
+    check_byte_order(file, found)
+    block = found.content
+    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
+    if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
+        raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
+    records: dict[str, Record] = shard.records  # type: ignore[assignment]
+    for name, record in found.records.items():
+        records[f"{place.start}/{name}"] = replace(record, start=place.start + record.start)
+    start = place.start + found.places[block.storage.key] + block.offset * BYTES_OF_DTYPE[block.dtype]
+    return Part(place.file, start, offsets, sizes, block.strides)
+
+
+def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
+    *way, last = path
+    if len(path) > MAX_DEPTH or not all(type(name) in (str, int) for name in path):
+        raise damaged(_DAMAGE)
+    for name in way:
+        tree = tree.setdefault(name, {})
+    if last in tree:
+        raise damaged(f"its .metadata has two things called {printable(last)}")
+    tree[last] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return the tree with lists where the names are numbers; they were lists when they were saved."""
+    if not isinstance(tree, dict):
+        return tree
+    branches = {name: _with_lists(branch) for name, branch in tree.items()}
+    if tree and all(type(name) is int for name in tree):
+        return [branches[name] for name in sorted(branches)]
+    return branches
+
+
+def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
+    """Return the content with what Lightning has put beside it, in the form of a file by Lightning."""
+    if not isinstance(extra, Mapping) or content.keys() & extra.keys():
+        raise damaged(f"its {_EXTRA} does not fit the rest")
+    whole = {**content, **extra}
+    if LIGHTNING_VERSION not in extra:
+        return whole
+    if "state_dict" not in whole and "model" in whole:  # as FSDPStrategy calls it
+        whole = {"state_dict": whole.pop("model"), **whole}
+    names = sorted((name for name in whole if re.fullmatch(r"optimizer_\d+", str(name))), key=lambda n: int(n[10:]))
+    if names:
+        whole["optimizer_states"] = [whole.pop(name) for name in names]
+    return whole

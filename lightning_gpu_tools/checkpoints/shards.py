@@ -1,0 +1,263 @@
+"""Checkpoints of several files: the parts of a tensor, the index that lists the shards, and what a shard is alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, damaged, opened
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
+from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
+from lightning_gpu_tools.checkpoints.zip_records import read_chunks
+from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.units import printable, printable_path
+
+# As Hugging Face's tools name an index: model.safetensors.index.json, and model.safetensors.index.fp16.json.
+_INDEX = re.compile(r".+\.index(\.\w+)?\.json")
+# And the shards that it lists: huggingface_hub.split_torch_state_dict_into_shards.
+_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
+# Ten million keys with the names of their files.
+_MAX_INDEX_BYTES = 1 << 30
+_INTERRUPTED = "Most likely a save, a copy or a download was interrupted. Copy the whole folder again."
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor, in one of the files.
+
+    Attributes:
+        file: The name of the file.
+        start: Offset of its first number in the file, in bytes.
+        offsets: Where the block is in the tensor.
+        shape: Its size.
+        strides: How far apart its numbers are in the file, in elements.
+    """
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class SplitTensorInfo(TensorInfo):
+    """A tensor whose numbers are in several places.
+
+    Attributes:
+        laid_out: The shape in which the parts have their places: its own, or that of its numbers in a row.
+        parts: They cover it exactly. Empty before they are looked up.
+    """
+
+    laid_out: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+
+class Folder:
+    """The files of a folder, each of them opened once for all that is to be done with it."""
+
+    def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
+        self.path = path
+        self.files: dict[str, BinaryIO] = {}
+        self._stack = stack
+
+    def check_names(self, names: Iterable[Any]) -> list[str]:
+        """Return the names, each of them once, if they are those of files in this folder.
+
+        A link in the folder counts as the file that it names: the cache of Hugging Face Hub is made of links.
+
+        Raises:
+            Fault: One leads out of the folder, or is not there.
+        """
+        unique = list(dict.fromkeys(names))
+        for name in unique:
+            if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+                raise Fault(f"names a file outside of its own folder: {printable(name)}", "Nothing of it was opened.")
+        missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
+        if missing:
+            raise Fault(
+                f"is not complete: {len(missing)} of {len(unique)} files are missing, {_listed(missing)}", _INTERRUPTED
+            )
+        return unique
+
+    def open(self, name: str) -> BinaryIO:
+        """Return a file of the folder, open until the folder is closed."""
+        if name not in self.files:
+            self.files[name] = self._stack.enter_context(opened(os.path.join(self.path, name)))
+        return self.files[name]
+
+    def describe(self, name: str) -> Structure:
+        """Read the description of a file that is a checkpoint of its own."""
+        return describe(self.open(name), os.path.join(self.path, name))
+
+
+def is_index(name: str) -> bool:
+    """Whether a file of this name is the index of a sharded checkpoint."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def describe_index(folder: Folder, name: str) -> Assembly:
+    """Read an index and the shards that it lists.
+
+    Raises:
+        Fault: It is no index, or it disagrees with the shards.
+    """
+    file_of = _read_index(folder.open(name))
+    names = folder.check_names(file_of.values())
+    del folder.files[name]  # it holds no numbers
+    numbered = [match for match in map(_SHARD.fullmatch, names) if match]
+    if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
+        raise Fault(f"lists {len(numbered)} shards that have themselves numbered to {int(numbered[0][2])}", RESTORE)
+    shards = {shard: folder.describe(shard) for shard in names}
+
+    def assemble(contents: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        return _merged(file_of, contents)
+
+    return Assembly(shards, tuple(names), assemble)
+
+
+def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
+    """Return what a single file is if it is one shard of a checkpoint, and what to open instead; ``None`` if not."""
+    name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
+    if "DCP_SHARDING_INFO" in structure.metadata:
+        return Fault(
+            "is one rank's part of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
+            "Join the parts with consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
+            "torch.distributed.checkpoint._consolidate_hf_safetensors.",
+        )
+    numbers = _SHARD.fullmatch(name)
+    if numbers is not None and int(numbers[2]) > 1:
+        what = f"is shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint"
+        index = next((index for index, names in _indexes_in(folder) if name in names), None)
+        if index is not None:
+            return Fault(what, f"Name its index instead: {printable_path(index)}")
+        return Fault(f"{what} by its name, and the index of that checkpoint is not beside it", "Get all of its files.")
+    for index, names in _indexes_in(folder):
+        if name in names and len(names) > 1:
+            return Fault(
+                f"is one of the {len(names)} shards of a checkpoint", f"Name its index: {printable_path(index)}"
+            )
+    return None
+
+
+def part_of_dtensor(described: Any) -> Fault | None:
+    """Return what a DTensor is that one rank has saved; ``None`` for all that is whole."""
+    if not isinstance(described, TensorInfo) or not described.kind.endswith(".DTensor"):
+        return None
+    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of a version with other attributes
+        state = described.attributes[0]
+        spec = (state[1] if isinstance(state, tuple) else state)["_spec"].state
+        mesh = spec["mesh"].state
+        ranks = math.prod(mesh.get("_rank_map", mesh.get("mesh")).shape)
+        ways = [(way.kind.rpartition(".")[2], (way.state or {}).get("dim")) for way in spec["placements"]]
+        if ranks > 1 and any(way != "Replicate" for way, _ in ways):
+            how = ", ".join(way if dim is None else f"{way}(dim={int(dim)})" for way, dim in ways)
+            return Fault(
+                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {how}",
+                "Save one file of all ranks with torch.distributed.checkpoint.state_dict.get_model_state_dict and "
+                "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
+            )
+    return None
+
+
+@contextlib.contextmanager
+def describing(what: str) -> Iterator[None]:
+    """Turn whatever damaged or hostile contents raise into a fault; nothing of theirs runs meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
+            raise
+        raise damaged(what) from None
+
+
+def check_byte_order(file: BinaryIO, structure: Structure) -> None:
+    """Check that numbers can be taken from a file as they are.
+
+    Raises:
+        Fault: A machine with the bytes of a number in the other order has written them.
+    """
+    record = structure.records.get("byteorder")
+    if record is not None and b"".join(read_chunks(file, record)) != sys.byteorder.encode():
+        raise Fault(
+            "was written on a machine with another byte order",
+            "Load it with the tool that wrote it, and save it as safetensors.",
+        )
+
+
+def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Check that blocks, each given by offsets and sizes, fill a shape without gaps and overlaps.
+
+    Raises:
+        Fault: They do not, or not as a grid, which is how torch divides a tensor.
+    """
+    if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
+        raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
+
+
+def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) -> bool:
+    if 0 in shape or not shape:
+        return len(blocks) == (0 not in shape)
+    rows: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
+    for (offset, size), *rest in blocks:
+        rows.setdefault((offset, size), []).append(tuple(rest))
+    end = 0
+    for offset, size in sorted(rows):
+        if offset != end:
+            return False
+        end += size
+    return end == shape[0] and all(_is_filled(shape[1:], below) for below in rows.values())
+
+
+def _read_index(file: BinaryIO) -> dict[str, str]:
+    """Return the names of weights, and of the file that each is in."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    with describing("it is no index of shards"):
+        weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
+        if size_bytes <= _MAX_INDEX_BYTES and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+            return dict(weight_map)
+    raise damaged("it is no index of shards")
+
+
+def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return the weights of all shards, in the order of the index."""
+    for name, content in contents.items():
+        held = content.keys() if isinstance(content, Mapping) else set()
+        listed = {key for key, file in file_of.items() if file == name}
+        for keys, what in ((listed - held, "does not hold"), (held - listed, "also holds")):
+            if keys:
+                twice = sorted({file_of[key] for key in keys & file_of.keys()} - {name})
+                where = f", which {_listed(twice)} holds, too" if twice else ""
+                raise Fault(
+                    f"disagrees with its shards: {printable(name)} {what} {list_groups(sorted(map(str, keys)))}{where}",
+                    RESTORE,
+                )
+    whole = OrderedDict((key, contents[file][key]) for key, file in file_of.items())
+    versions = [getattr(content, "_metadata", None) for content in contents.values()]
+    if all(isinstance(version, Mapping) for version in versions):
+        whole._metadata = OrderedDict(item for version in versions for item in version.items())  # type: ignore[attr-defined, union-attr]
+    return whole
+
+
+def _indexes_in(folder: Path) -> Iterator[tuple[str, set[str]]]:
+    """Yield every index in a folder, and the names of the shards that it lists."""
+    with contextlib.suppress(OSError):  # of a folder that cannot be listed, or is none: a URL
+        for entry in sorted(folder.iterdir()):
+            if is_index(entry.name):
+                with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
+                    yield str(entry), set(_read_index(file).values())
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(printable, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)

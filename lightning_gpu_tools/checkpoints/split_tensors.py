@@ -1,0 +1,108 @@
+"""Tensors whose numbers are in several places of files, mapped there and put together one at a time."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lightning_gpu_tools.checkpoints.shards import Part, SplitTensorInfo
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor that is made anew for each operation, so that it takes no memory in between.
+
+    The results of operations are ordinary tensors, and so are its copies and what is saved of it.
+    """
+
+    _make: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> LazyTensor:
+        """Take the shape and the type of what ``make`` returns."""
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        lazy._make = make
+        return lazy
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run an operation on what the tensor is put together to."""
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.put_together, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def put_together(self) -> torch.Tensor:
+        """Return its numbers as an ordinary tensor."""
+        return self._make()
+
+    def data_ptr(self) -> int:
+        """Return a number that no other tensor has: this one is nowhere in memory."""
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), self._make())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def put_in_place(content: Any, made: Callable[[Any], Any]) -> Any:
+    """Return content with what ``made`` returns for each leaf of its dictionaries and lists; these are copied."""
+    copies: dict[int, Any] = {}
+
+    def put(value: Any) -> Any:
+        if id(value) not in copies:
+            if type(value) in (dict, OrderedDict, list):
+                copies[id(value)] = container = copy.copy(value)  # with the _metadata of a state_dict
+                for key, item in enumerate(value) if isinstance(value, list) else value.items():
+                    container[key] = put(item)
+            else:
+                copies[id(value)] = made(value)
+        return copies[id(value)]
+
+    return put(content)
+
+
+def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    """Return a tensor that is mapped to where its numbers are, or made of these whenever it is needed.
+
+    Args:
+        info: Where its numbers are.
+        numbers: The bytes of each file.
+    """
+    dtype, shape = getattr(torch, info.dtype), info.shape or ()
+    if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
+        return _block(info.parts[0], dtype, numbers).reshape(shape)
+    return LazyTensor(shape, dtype, functools.partial(_join, info, dtype, numbers))
+
+
+def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    whole = torch.empty(info.laid_out, dtype=dtype)
+    for part in info.parts:
+        place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
+        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # without a copy in between
+            block = numbers[part.file][part.start : part.start + place.nbytes]
+            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8).set_(block))
+        else:
+            place.copy_(_block(part, dtype, numbers))
+    return whole.view(info.shape or ())
+
+
+def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    if 0 in part.shape:
+        return torch.empty(part.shape, dtype=dtype)
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
+    block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
+    if part.start % dtype.itemsize:  # torch reads no number across the boundaries of its size
+        block = block.clone()
+    return torch.empty(0, dtype=dtype).set_(block, 0, part.shape, part.strides)

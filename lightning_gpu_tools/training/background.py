@@ -1,0 +1,103 @@
+"""One thread that does small jobs beside a training, now and then. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_gpu_tools.units import printable
+
+# Our default: a disk that was full may have room again a minute later.
+_RETRY_S = 60.0
+# Our default: how long the end of a training waits for a job that hangs, as one does that writes to a dead file server.
+_TIMEOUT_S = 10.0
+
+_Job = Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Entry:
+    what: str
+    job: _Job
+    due_s: float
+
+
+class BackgroundJobs:
+    """Calls functions from one thread, each when it is due, until it is closed.
+
+    What the training thread does meanwhile is unknown: it may hang in a collective, hold torch's locks, or fork a
+    worker. So no job calls ``torch.cuda`` or a collective, asks the store of ``torch.distributed``, imports, warns or
+    prints. A job that fails is called again a minute later; the training never hears of it.
+
+    Attributes:
+        faults: The first error of each job that failed, in words.
+        cpu_s: CPU time of the thread so far.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.cpu_s = 0.0
+        self._entries: list[_Entry] = []
+        self._failed: set[str] = set()
+        self._changed = threading.Condition()  # guards the entries and what follows
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, what: str, job: _Job, after_s: float) -> None:
+        """Add a job.
+
+        Args:
+            what: What it does, for the words of a fault: ``"Writing the report"``.
+            job: Returns after how many seconds it is to be called again.
+            after_s: When it is called first.
+        """
+        with self._changed:
+            self._entries.append(_Entry(what, job, time.monotonic() + after_s))
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-background", daemon=True)
+            self._thread.start()
+
+    def run_now(self) -> None:
+        """Have every job called at once."""
+        with self._changed:
+            for entry in self._entries:
+                entry.due_s = 0.0
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread; a job that hangs is left behind. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (entry := self._next()) is not None:
+            try:
+                again_s = entry.job()
+            # The top of a thread is the one place for this: whatever it was, the training goes on.
+            except Exception as error:  # noqa: BLE001
+                again_s = _RETRY_S
+                if entry.what not in self._failed:
+                    self._failed.add(entry.what)
+                    self.faults.append(f"{entry.what} failed: {type(error).__name__}: {printable(error, 200)}.")
+            self.cpu_s = time.thread_time()
+            with self._changed:
+                entry.due_s = min(entry.due_s, time.monotonic() + again_s)
+
+    def _next(self) -> _Entry | None:
+        """Wait for the job that is due first, and return it; ``None`` at the end."""
+        with self._changed:
+            while not self._closed:
+                entry = min(self._entries, key=lambda one: one.due_s)
+                wait_s = entry.due_s - time.monotonic()
+                if wait_s <= 0:
+                    entry.due_s = math.inf  # until it has run, unless somebody wants it once more
+                    return entry
+                self._changed.wait(wait_s)
+        return None

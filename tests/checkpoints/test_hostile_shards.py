@@ -1,0 +1,249 @@
+"""Folders that contradict themselves or were made to do harm: refused in words, and nothing in them runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import records_of, zipped
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+
+WEIGHTS = {"a": torch.rand(4, 3), "b": torch.rand(3), "c": torch.rand(2)}
+
+
+def refuse(path: Path, match: str) -> None:
+    for act in (read_structure, verify_checkpoint, read_checkpoint):
+        with pytest.raises(BrokenCheckpointError, match=match):
+            act(path)
+
+
+def edit_index(index: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    content = json.loads(index.read_text())
+    edit(content["weight_map"])
+    index.write_text(json.dumps(content))
+
+
+SECOND = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "..", "sub/a.safetensors", "a\\b", "", "a\0b"])
+def test_an_index_names_files_of_its_own_folder_only(name: str, tmp_path: Path) -> None:
+    index = write_index(tmp_path / "folder", WEIGHTS, 2)
+    shutil.copy(tmp_path / "folder" / SECOND, tmp_path / "other.safetensors")
+    edit_index(index, lambda weight_map: weight_map.update(c=name))
+    refuse(index, "names a file outside of its own folder.*Nothing of it was opened")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda weight_map: weight_map.update(d=SECOND), f"{SECOND} does not hold d"),
+        (lambda weight_map: weight_map.pop("b"), "model-00001-of-00002.safetensors also holds b"),
+        (lambda weight_map: weight_map.pop("c"), "lists 1 shards that have themselves numbered to 2"),
+        (
+            lambda weight_map: weight_map.update(b=SECOND),
+            f"-00001-.* also holds b, which {SECOND} holds, too|{SECOND} does not hold b",
+        ),
+        (lambda weight_map: weight_map.update(a=3), "is no index of shards"),
+        (lambda weight_map: weight_map.clear(), "is no index of shards"),
+    ],
+)
+def test_an_index_that_disagrees_with_its_shards_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
+    index = write_index(tmp_path, WEIGHTS, 2)
+    edit_index(index, edit)
+    refuse(index, message)
+
+
+def test_a_weight_in_two_shards_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    index = write_index(tmp_path, WEIGHTS, 2)
+    save_file({"c": WEIGHTS["c"], "a": torch.zeros(1)}, tmp_path / SECOND)
+    refuse(index, f"{SECOND} also holds a, which model-00001-of-00002.safetensors holds, too")
+    index.write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    refuse(index, "is no index of shards")
+
+
+def test_a_folder_of_links_is_one_checkpoint(tmp_path: Path) -> None:
+    write_index(tmp_path / "blobs", WEIGHTS, 2)
+    (tmp_path / "snapshot").mkdir()
+    for blob in (tmp_path / "blobs").iterdir():  # as in the cache of Hugging Face Hub
+        (tmp_path / "snapshot" / blob.name).symlink_to(blob)
+    assert torch.equal(read_checkpoint(tmp_path / "snapshot")["a"], WEIGHTS["a"])
+    (tmp_path / "snapshot" / SECOND).unlink()
+    (tmp_path / "snapshot" / SECOND).symlink_to(tmp_path / "gone")
+    refuse(tmp_path / "snapshot", "not complete: 1 of 2 files are missing")
+
+
+class Exploit:
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.witness),)
+
+
+def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    edit(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def place(metadata: Metadata, key: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)  # type: ignore[union-attr]
+
+
+def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
+    folder, witness = write_distributed(tmp_path / "dcp", {**WEIGHTS, "x": {"y": 1}}), tmp_path / "it ran"
+    edit_metadata(folder, lambda metadata: setattr(metadata, "planner_data", {"x": Exploit(witness)}))
+    for act in (read_structure, verify_checkpoint, read_checkpoint):
+        with contextlib.suppress(CheckpointError):
+            act(folder)
+    assert not witness.exists()
+    torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    assert witness.exists(), "the folder is harmless, so the test proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda m: setattr(place(m, "a"), "relative_path", "../../secret.pt"),
+            "names a file outside of its own folder",
+        ),
+        (lambda m: setattr(place(m, "a"), "offset", place(m, "b").offset), "two things at one place"),
+        (lambda m: setattr(place(m, "a"), "length", 1 << 40), "two things at one place|ends before"),
+        (lambda m: setattr(place(m, "a"), "offset", -5), "two things at one place"),
+        (lambda m: setattr(place(m, "a"), "transform_descriptors", ["zstd"]), "is compressed by an extension"),
+        (lambda m: m.storage_data.pop(MetadataIndex("a", torch.Size([0, 0]))), "does not describe a checkpoint"),
+        (lambda m: m.state_dict_metadata["a"].chunks.pop(), "parts of a do not make up its shape"),
+        (lambda m: setattr(m.state_dict_metadata["b"], "size", torch.Size([9])), "parts of b do not make up"),
+        (
+            lambda m: setattr(m.state_dict_metadata["b"].chunks[0], "sizes", torch.Size([4])),
+            "parts of b do not make up",
+        ),
+        (lambda m: setattr(m, "planner_data", {"a": ("x",), "b": ("x",)}), "two things called x|does not describe"),
+        (lambda m: setattr(m, "planner_data", {"a": ("x",) * 5000}), "does not describe a checkpoint"),
+        (lambda m: setattr(m, "state_dict_metadata", None), "does not describe a checkpoint"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
+    folder = write_distributed(tmp_path / "dcp", {"a": divided(WEIGHTS["a"].clone(), [1]), "b": WEIGHTS["b"]})
+    edit_metadata(folder, edit)
+    refuse(folder, message)
+
+
+def test_metadata_that_contradicts_the_files_is_refused_before_loading(tmp_path: Path) -> None:
+    folder = write_distributed(tmp_path / "dcp", {"a": torch.rand(6)})
+    other = write_distributed(tmp_path / "other", {"a": torch.zeros(6, dtype=torch.int32)})
+    shutil.copy(other / ".metadata", folder / ".metadata")
+    read_structure(folder)  # tells what it is said to hold
+    for act in (verify_checkpoint, read_checkpoint):
+        with pytest.raises(
+            BrokenCheckpointError, match=r"__0_0.distcp does not hold the part of a that .metadata describes"
+        ):
+            act(folder)
+
+
+@given(edits=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4))
+def test_no_damage_of_metadata_surprises(
+    tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, bytes]]
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzzed dcp"
+    if not folder.exists():
+        write_distributed(folder, {"net": {"a": divided(WEIGHTS["a"].clone(), [1]), "list": [WEIGHTS["b"], 3]}})
+        shutil.copy(folder / ".metadata", folder / "good")
+    data = bytearray((folder / "good").read_bytes())
+    for at, patch in edits:
+        start = int(at * (len(data) - 1))
+        data[start : start + len(patch)] = patch
+    (folder / ".metadata").write_bytes(data)
+    try:
+        content = read_checkpoint(folder)
+    except CheckpointError as error:
+        assert str(folder) in str(error)  # noqa: PT017
+    else:
+        assert isinstance(content, dict)
+
+
+def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = torch.load(path)
+    edit(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "edit", "message"),
+    [
+        (2, "mp_rank_00", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
+        (2, "mp_rank_00", lambda c: c["param_shapes"][0].update(new=torch.Size([1])), "do not describe a ZeRO"),
+        (
+            3,
+            "zero_pp_rank_0_mp_rank_00_m",
+            lambda c: c["module"].update(new=torch.zeros(0)),
+            "no file has the numbers of new",
+        ),
+        (
+            3,
+            "zero_pp_rank_1_mp_rank_00_o",
+            lambda c: c["optimizer_state_dict"]["fp32_flat_groups"].pop(),
+            "do not describe",
+        ),
+        (
+            2,
+            "zero_pp_rank_1",
+            lambda c: c["optimizer_state_dict"].update(partition_count=4),
+            "is of 4 ranks, but 2 are there",
+        ),
+        (1, "zero_pp_rank_0", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),
+    ],
+)
+def test_deepspeeds_files_that_contradict_each_other_are_refused(
+    stage: int, file: str, edit: Any, message: str, tmp_path: Path
+) -> None:
+    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, stage)
+    edit_file(next((folder / "tag").glob(f"{file}*")), edit)
+    refuse(folder, message)
+
+
+def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
+    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 2)
+    file = next((folder / "tag").glob("zero_pp_rank_1*"))
+    other = {"little": b"big", "big": b"little"}[sys.byteorder]
+    records = [(name, other if name.endswith("byteorder") else data) for name, data in records_of(file.read_bytes())]
+    file.write_bytes(zipped(records))
+    refuse(folder, "was written on a machine with another byte order.*save it as safetensors")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mp_rank_01_model_states.pt", "layer_01-model_00-model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"],
+)
+def test_a_model_that_more_than_zero_has_split_is_refused(name: str, tmp_path: Path) -> None:
+    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
+    (folder / "tag" / name).touch()
+    refuse(folder, f"more than ZeRO has split \\({name}\\)")
+
+
+@pytest.mark.parametrize("tag", ["../elsewhere", "/tmp", "", ".."])
+def test_latest_names_a_folder_inside(tag: str, tmp_path: Path) -> None:
+    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
+    (folder / "tag").rename(tmp_path / "elsewhere")
+    (folder / "latest").write_text(tag)
+    refuse(folder, "is a folder, and none with the shards of a checkpoint")

@@ -1,0 +1,211 @@
+"""Files with several sets of weights: which one is taken, what is said of the others, and how to get them."""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_gpu_tools import AmbiguousCheckpointError, CheckpointMismatchError, load_from_checkpoint, load_weights
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, plan_renaming
+from lightning_gpu_tools.cli import main
+
+
+def net(value: float) -> nn.Module:
+    made = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    for tensor in made.state_dict().values():
+        tensor.fill_(value)
+    return made
+
+
+def values(model: nn.Module) -> set[float]:
+    return {number for parameter in model.parameters() for number in parameter.flatten().tolist()}
+
+
+def in_lightning(entry: str, average: Any) -> Callable[[Any], dict[str, Any]]:
+    def content(raw: Any) -> dict[str, Any]:
+        state: Any = average
+        *outer, name = entry.split(".")
+        for level in (name, *reversed(outer)):
+            state = {level: state}
+        return {"pytorch-lightning_version": "2.6.6", "state_dict": raw, **state}
+
+    return content
+
+
+AVERAGE = net(2).state_dict()
+AVERAGED_MODEL = AveragedModel(net(2)).state_dict()
+SWA = "callbacks.StochasticWeightAveraging.average_model_state"
+# As timm, Lightning's callbacks and others write them: content from the raw weights, and the entry of the average.
+SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
+    "timm": (lambda raw: {"state_dict": raw, "state_dict_ema": AVERAGE, "epoch": 1}, "state_dict_ema"),
+    "a model and its ema": (lambda raw: {"model": raw, "model_ema": AVERAGE}, "model_ema"),
+    "the average first": (lambda raw: {"ema_state_dict": AVERAGE, "model_state_dict": raw}, "ema_state_dict"),
+    "an AveragedModel": (lambda raw: {"net": raw, "swa_model": AVERAGED_MODEL}, "swa_model"),
+    "BasicSR": (lambda raw: {"params": raw, "params_ema": AVERAGE}, "params_ema"),
+    "a callback's entry": (in_lightning("ema_state_dict", AVERAGE), "ema_state_dict"),
+    "Lightning's SWA": (in_lightning(SWA, AVERAGE), SWA),
+    "an attribute": (
+        lambda raw: {**{f"net.{k}": v for k, v in raw.items()}, **{f"ema_net.{k}": v for k, v in AVERAGE.items()}},
+        "ema_net.",
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_average_is_named_and_loaded_on_request(spelling: str, tmp_path: Path) -> None:
+    make, entry = SPELLINGS[spelling]
+    path = tmp_path / "a.pt"
+    torch.save(make(net(1).state_dict()), path)
+    target = net(0)
+    with pytest.warns(UserWarning, match=rf'a\.pt: took ".*; load_weights with root="{re.escape(entry)}" takes'):
+        report = load_weights(target, path)
+    assert values(target) == {1}
+    assert report.others == (entry,)
+    assert f'root="{entry}"' in str(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is chosen now
+        for root, number in ((entry, 2), (report.entry or report.root, 1)):
+            assert load_weights(target, path, root=root).others == ()
+            assert values(target) == {number}
+
+
+@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name != "an attribute"])
+def test_inspect_shows_and_convert_changes_every_set(
+    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, entry = SPELLINGS[spelling]
+    source, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    torch.save(make(net(1).state_dict()), source)
+    main(["checkpoint", "inspect", source, "--json"])
+    shown = json.loads(capsys.readouterr().out)["weights"]
+    assert len(shown) == 2
+    assert entry in shown
+    assert main(["checkpoint", "convert", source, target, "--dtype", "bfloat16"]) == 0
+    assert f'likewise those of "{entry}"' in capsys.readouterr().out
+    main(["checkpoint", "inspect", target, "--json"])
+    sets = json.loads(capsys.readouterr().out)["weights"]
+    assert {weight["dtype"] for weights in sets.values() for weight in weights} == {"bfloat16", "int64"}
+    assert [weight["key"] for weight in sets[entry]] == list(AVERAGE)
+    for options, number in (((), 1), (("--entry", entry), 2)):
+        assert main(["checkpoint", "convert", source, target, "--weights", "--force", *options]) == 0
+        other = next(name for name in shown if (name == entry) != bool(options))
+        assert f'not those of "{other}", for which there is --entry' in capsys.readouterr().out
+        assert torch.load(target, weights_only=True)["0.bias"].tolist() == [number] * 2
+
+
+def test_the_trainers_average_is_taken_and_the_raw_weights_named(tmp_path: Path) -> None:
+    content = in_lightning("current_model_state", AVERAGE)(net(1).state_dict())
+    torch.save({**content, "averaging_state": {"n_averaged": torch.tensor(3)}}, tmp_path / "a.ckpt")
+    target = net(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "state_dict" is the average here, as WeightAveraging means it
+        report = load_weights(target, tmp_path / "a.ckpt")
+    assert values(target) == {1}
+    assert report.others == ("current_model_state",)
+
+
+def test_a_class_says_that_there_is_an_average(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule
+
+    class Lit(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(0)
+
+    raw = {f"net.{key}": value for key, value in net(1).state_dict().items()}
+    torch.save(in_lightning("ema", AVERAGE)(raw), tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match='root="ema" takes the average'):
+        assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt")) == {1}
+    assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt", root="ema")) == {2}
+
+
+@pytest.mark.parametrize("name", ["ema", "model_ema", "state_dict_ema", "g_ema", "emaModel", "swa_model", "net.avg."])
+def test_names_of_averages_are_known(name: str) -> None:
+    assert is_average(name)
+    assert not is_average(name.replace("ema", "schema").replace("swa", "swap").replace("avg", "gavg"))
+
+
+# -- roots ---------------------------------------------------------------------------------------------------------
+
+attributes = st.lists(st.sampled_from(["bert", "encoder", "m", "net", "module_list"]), max_size=2)
+bodies = st.dictionaries(
+    st.sampled_from(["w", "b", "0.w", "0.b", "1.w", "head.w", "norm.g"]), st.integers(1, 3).map(lambda n: (n,)),
+    min_size=2, max_size=7,
+)  # fmt: skip
+
+
+def below(root: list[str], keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {".".join([*root, key]): value for key, value in keys.items()}
+
+
+@given(body=bodies, dropped=attributes, added=attributes, more=bodies, beside=st.booleans())
+def test_a_refusal_names_roots_that_fit(
+    body: dict[str, Any], dropped: list[str], added: list[str], more: dict[str, Any], beside: bool
+) -> None:
+    checkpoint = below(dropped, body) | (below(["beside"], more) if beside else {})
+    model = ModelKeys(shapes=below(added, body))
+    try:
+        plan = plan_renaming(checkpoint, model)
+    except (CheckpointMismatchError, AmbiguousCheckpointError) as refusal:
+        words = str(refusal)
+    else:
+        assert plan.missing == ()
+        return
+    for root in re.findall(r"Choose one with|root=(\(.*?\)|\".*?\")", words) if "Choose" in words else ():
+        assert not root or plan_renaming(checkpoint, model, root=ast.literal_eval(root)).missing == ()
+    advice = re.findall(r"(\d+) fit with root=(.*?)( and strict=False)?\. To rename", words)
+    assert advice or beside or "Choose" in words, words
+    for count, root, loosely in advice:
+        plan = plan_renaming(checkpoint, model, root=ast.literal_eval(root), strict=not loosely)
+        assert len(plan.renames) == int(count)
+
+
+def test_one_root_takes_the_place_of_another(tmp_path: Path) -> None:
+    body = net(1).state_dict()
+    path = tmp_path / "a.pt"
+    torch.save(below(["bert"], body), path)
+    target = nn.ModuleDict({"encoder": net(0)})
+    advice = (
+        r'root=\("bert\.", "encoder\."\)\. To rename them in the file: lightning-gpu-tools checkpoint convert FILE '
+        r"TARGET --drop-root bert\. --add-root encoder\."
+    )
+    with pytest.raises(CheckpointMismatchError, match=advice):
+        load_weights(target, path)
+    report = load_weights(target, path, root=("bert.", "encoder."))
+    assert values(target) == {1}
+    assert report.root == ("bert.", "encoder.")
+    command = f"checkpoint convert {path} {tmp_path / 'b.pt'} --drop-root bert. --add-root encoder."
+    assert main(command.split()) == 0
+    load_weights(target := nn.ModuleDict({"encoder": net(0)}), tmp_path / "b.pt")
+    assert values(target) == {1}
+    torch.save({"model": below(["bert"], body), "ema": below(["bert"], AVERAGE)}, path)
+    load_weights(target, path, root=("ema.bert", "encoder"))
+    assert values(target) == {2}
+    with pytest.raises(CheckpointMismatchError, match=r'There is no \("gpt", "encoder"\) in the checkpoint'):
+        load_weights(target, tmp_path / "b.pt", root=("gpt", "encoder"))
+
+
+def test_a_bias_alone_is_no_reason_to_guess_a_root() -> None:
+    shapes = {"conv.weight": (8, 3), "conv.bias": (8,), "norm.weight": (8,), "bias": (4,)}
+    other = {"encoder.weight": (9, 9), "encoder.bias": (4,), "decoder.weight": (9, 9), "decoder.scale": (1,)}
+    words = r'1 of the model\'s 4 keys fit(.|\n)*too little to guess the root by.*root="encoder\." and strict=False'
+    with pytest.raises(CheckpointMismatchError, match=words):
+        plan_renaming(other, ModelKeys(shapes=shapes), strict=False)
+    plan = plan_renaming(other, ModelKeys(shapes=shapes), strict=False, root="encoder.")
+    assert plan.renames == {"encoder.bias": "bias"}
+
+
+def test_lora_weights_are_named() -> None:
+    adapter = {f"base_model.model.q.lora_{part}.weight": (2, 4) for part in "AB"}
+    with pytest.raises(CheckpointMismatchError, match=r"holds LoRA weights(.|\n)*merge_and_unload\(\)"):
+        plan_renaming(adapter, ModelKeys(shapes={"q.weight": (4, 4)}))

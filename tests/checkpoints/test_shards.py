@@ -1,0 +1,292 @@
+"""Checkpoints of several files are one checkpoint for every command, and no shard is taken for a whole."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import TENSORS
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
+from torch import nn
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(3, 7)])
+        self.norm = nn.BatchNorm1d(7)
+
+
+NET = Net()
+for _value in NET.state_dict().values():
+    _value.copy_(torch.rand(_value.shape) * 9)
+WEIGHTS = OrderedDict((key, value.clone()) for key, value in NET.state_dict().items())
+PARAMETERS = [{key: WEIGHTS[key]} for key, _ in NET.named_parameters()]
+BUFFERS = {key: WEIGHTS[key] for key, _ in NET.named_buffers()}
+LIGHTNING = {
+    "pytorch-lightning_version": "2.6.6",
+    "epoch": 3,
+    "global_step": 812,
+    "hyper_parameters": {},
+    "loops": None,
+}
+
+
+def in_blocks(weights: OrderedDict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: divided(value, [1], [2]) if value.ndim == 2 else divided(value) for key, value in weights.items()}
+
+
+def lightnings_folder(folder: Path) -> Path:
+    state = {name: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)} for name in WEIGHTS}
+    optimizer = {"state": state, "param_groups": [{"params": [*WEIGHTS], "lr": 0.1}]}
+    write_distributed(folder, {"model": in_blocks(WEIGHTS), "optimizer_0": optimizer})
+    torch.save(LIGHTNING, folder / "meta.pt")
+    return folder
+
+
+def zero(stage: int, **options: Any) -> Callable[[Path], Path]:
+    grouped = [
+        {key: value for group in part for key, value in group.items()} for part in (PARAMETERS[:2], PARAMETERS[2:])
+    ]
+    return lambda folder: write_deepspeed(folder, grouped, 3, stage, kept=BUFFERS, **options)
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "safetensors and their index": lambda folder: write_index(folder, WEIGHTS, 3),
+    "folder of safetensors": lambda folder: write_index(folder, WEIGHTS, 3).parent,
+    ".bin files and their index": lambda folder: write_index(folder, WEIGHTS, 3, suffix="bin"),
+    "torch.distributed.checkpoint": lambda folder: write_distributed(folder, in_blocks(WEIGHTS), files=2),
+    "Lightning's FSDP": lightnings_folder,
+    "DeepSpeed without ZeRO": zero(0),
+    **{f"DeepSpeed ZeRO {stage}": zero(stage) for stage in (1, 2, 3)},
+    "Lightning's DeepSpeed": zero(3, more=LIGHTNING),
+}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["checkpoint", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, run: Run) -> None:
+    source = SOURCES[kind](tmp_path / "folder")
+    net = Net()
+    assert f"loaded {len(WEIGHTS)} weights" in load_weights(net, source).summary
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+    code, out, _ = run("inspect", source)
+    assert code == 0
+    assert "layers.0.weight" in out
+    assert "3x5" in out
+    assert run("verify", source)[0] == 0
+    torch.save(WEIGHTS, tmp_path / "whole.pt")
+    for target in ("all.ckpt", "weights.pt", "weights.safetensors"):
+        options = ["--weights"] * (target == "weights.pt")
+        code, out, err = run("convert", source, tmp_path / target, *options)
+        assert (code, err) == (0, "")
+        assert f"{len(WEIGHTS)} weights" in out
+        assert run("diff", tmp_path / target, tmp_path / "whole.pt")[0] == 0
+    assert run("diff", source, tmp_path / "whole.pt")[0] == 0
+    content = torch.load(tmp_path / "all.ckpt")
+    assert ("epoch" in content) == kind.startswith("Lightning")
+
+
+def test_lightnings_folder_becomes_a_lightning_checkpoint(tmp_path: Path, run: Run) -> None:
+    folder = lightnings_folder(tmp_path / "last.ckpt")
+    assert "Lightning checkpoint" in " ".join(run("inspect", folder)[1].split())  # a long path may part the words
+    assert run("convert", folder, tmp_path / "one.ckpt")[0] == 0
+    content = torch.load(tmp_path / "one.ckpt")
+    assert (content["epoch"], [*content["state_dict"]]) == (3, [*WEIGHTS])
+    optimizer = content["optimizer_states"][0]
+    assert optimizer["state"]["norm.bias"]["step"] == 4
+    assert optimizer["param_groups"] == [{"params": [*WEIGHTS], "lr": 0.1}]
+
+
+@given(
+    weights=st.dictionaries(st.text("ab.", min_size=1, max_size=4), TENSORS, min_size=1, max_size=4),
+    cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=4),
+    files=st.integers(1, 3),
+    turned=st.booleans(),
+)
+def test_blocks_of_any_cut_make_up_the_tensor(
+    tmp_path_factory: pytest.TempPathFactory,
+    weights: dict[str, torch.Tensor],
+    cuts: list[list[int]],
+    files: int,
+    turned: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("dcp")
+    saved = {}
+    if turned:  # torch.save keeps the strides
+        weights = {key: value.transpose(0, -1) if value.ndim else value for key, value in weights.items()}
+    for key, value in weights.items():
+        inside = [[at for at in cut if at < size] for cut, size in zip(cuts, value.shape, strict=False)]
+        saved[key] = divided(value.clone(), *inside)
+    write_distributed(folder, {"net": saved}, files=files)
+    loaded = read_checkpoint(folder)["net"]
+    shutil.rmtree(folder)  # the numbers are mapped
+    assert loaded.keys() == weights.keys()
+    for key, value in weights.items():
+        assert loaded[key].dtype is value.dtype
+        mine, theirs = (tensor.reshape(-1).view(torch.uint8) for tensor in (loaded[key], value))
+        assert torch.equal(mine, theirs)
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
+    ranks=st.integers(1, 4),
+    stage=st.sampled_from([1, 2, 3]),
+    second=st.integers(1, 4),
+    padding=st.sampled_from([0, 0, 3]),
+)
+def test_partitions_of_any_count_make_up_the_weights(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], ranks: int, stage: int, second: int, padding: int
+) -> None:
+    folder = tmp_path_factory.mktemp("zero")
+    weights = {f"w{i}": torch.rand(shape) for i, shape in enumerate(shapes)}
+    names = [*weights]
+    groups = [{name: weights[name] for name in part} for part in (names[:second], names[second:]) if part]
+    write_deepspeed(
+        folder / "a", groups, ranks, stage, kept={"count": torch.tensor(3)}, tied={"head": "w0"}, padding=padding
+    )
+    loaded = read_checkpoint(folder / "a")
+    shutil.rmtree(folder)
+    assert loaded.keys() == {*weights, "count", "head"}
+    assert loaded["head"] is loaded["w0"]
+    for name, value in weights.items():
+        assert torch.equal(loaded[name].detach(), value)
+
+
+# -- no shard is taken for a whole ---------------------------------------------------------------------------------
+
+SHARDS = {
+    "folder of safetensors": "is shard [123] of 3 of a checkpoint.*Name its index instead: .*safetensors.index.json",
+    ".bin files and their index": "is shard [123] of 3.*pytorch_model.bin.index.json",
+    "torch.distributed.checkpoint": "is (rank 0's part|the list of parts) of a.*Name the folder instead: .*/folder",
+    "DeepSpeed ZeRO 3": "of rank [012] of 3 of a DeepSpeed.*Name the folder with the files of all ranks.*/tag",
+}
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "latest")
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: Run) -> None:
+    SOURCES[kind](tmp_path / "folder")
+    shards = [path for path in files_in(tmp_path / "folder") if path.suffix != ".json"]
+    assert len(shards) >= 3
+    for shard in shards:
+        with pytest.raises(BrokenCheckpointError, match=SHARDS[kind]):
+            load_weights(Net(), shard, strict=False)
+        for arguments in (("convert", shard, tmp_path / "a.pt"), ("diff", shard, shard)):
+            assert run(*arguments)[0] in (1, 3)
+        _, out, err = run("inspect", shard)
+        assert " of " in " ".join((out + err).split())
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path) -> None:
+    index = write_index(tmp_path, WEIGHTS, 2)
+    index.unlink()
+    with pytest.raises(BrokenCheckpointError, match="shard 1 of 2 of a checkpoint by its name, and the index"):
+        load_weights(Net(), tmp_path / "model-00001-of-00002.safetensors", strict=False)
+    shutil.copy(tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model-00001-of-00001.safetensors")
+    load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
+
+
+def test_a_renamed_shard_is_known_by_its_index(tmp_path: Path) -> None:
+    index = write_index(tmp_path, WEIGHTS, 2)
+    index.write_text(index.read_text().replace("model-00001-of-00002", "first"))
+    (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "first.safetensors")
+    with pytest.raises(BrokenCheckpointError, match=r"is one of the 2 shards.*Name its index: .*index\.json"):
+        load_weights(Net(), tmp_path / "first.safetensors", strict=False)
+    load_weights(Net(), index)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "DeepSpeed without ZeRO"])
+def test_a_missing_or_cut_file_is_refused(kind: str, tmp_path: Path) -> None:
+    source = SOURCES[kind](tmp_path / "folder")
+    for file in files_in(tmp_path / "folder"):
+        if file == source or file.name == "meta.pt":
+            continue
+        data = file.read_bytes()
+        for damage in (
+            lambda file=file: file.unlink(),
+            lambda file=file, data=data: file.write_bytes(data[: len(data) // 2]),
+        ):
+            damage()
+            for act in (read_structure, verify_checkpoint, read_checkpoint):
+                with pytest.raises(
+                    CheckpointError, match=r"missing|not complete|cut short|damaged|\.metadata|model_states|a folder"
+                ):
+                    act(source)
+            file.write_bytes(data)
+    assert read_checkpoint(source)
+
+
+def test_tensors_in_parts_take_no_memory_in_between(tmp_path: Path) -> None:
+    write_distributed(tmp_path / "dcp", {"a": divided(torch.eye(3), [1])})
+    in_parts = read_checkpoint(tmp_path / "dcp")["a"]
+    whole = in_parts + 0
+    made = in_parts.detach()
+    assert torch.equal(whole, torch.eye(3))
+    made.zero_()
+    assert torch.equal(in_parts.detach(), torch.eye(3)), "a program changed what was put together, and it was kept"
+    gone = weakref.ref(made)
+    del made
+    assert gone() is None
+
+
+@given(
+    kind=st.sampled_from(["safetensors", "bin", "dcp", "zero 2", "zero 3"]),
+    keys=st.lists(st.sampled_from("abcdefgh"), min_size=4, max_size=8, unique=True),
+    count=st.integers(2, 4),
+    chosen=st.integers(0, 99),
+    renamed=st.booleans(),
+)
+def test_no_shard_is_ever_taken_for_a_whole(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, keys: list[str], count: int, chosen: int, renamed: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("folder") / "checkpoint"
+    weights = {key: torch.rand(3, 2) for key in keys}
+    if kind == "dcp":
+        source = write_distributed(folder, {key: divided(value, [1]) for key, value in weights.items()}, files=count)
+    elif kind.startswith("zero"):
+        source = write_deepspeed(folder, [weights], count, int(kind[-1]))
+    else:
+        source = write_index(folder, weights, count, suffix=kind)
+    shards = [path for path in files_in(folder) if path != source and path.name != "mp_rank_00_model_states.pt"]
+    shard = shards[chosen % len(shards)]
+    if renamed and kind.startswith("zero"):  # these are known by what they hold
+        shard = shard.rename(folder / "renamed.pt")
+    for act in (read_checkpoint, lambda path: load_weights(nn.Linear(1, 1), path, strict=False)):
+        with pytest.raises(BrokenCheckpointError, match=r"is (shard|rank|of rank|of one|the list)|holds the optimizer"):
+            act(shard)
+    shard.unlink()
+    with pytest.raises(
+        BrokenCheckpointError, match=r"missing|not complete|\.metadata|model_states|none with the shards"
+    ):
+        read_checkpoint(source)
+    shutil.rmtree(folder)

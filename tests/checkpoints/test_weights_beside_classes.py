@@ -1,0 +1,277 @@
+"""Weights out of files that hold objects of any class: none of these is imported, called or needed."""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import enum
+import os
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import TENSORS, described_by, records_of, storage, tensor, text, zipped
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from wrapped_models import ARCHITECTURES, TiedTransformer, contents, normed, quantized
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.sources import read_structure
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError, UnsafeCheckpointError
+
+
+class Exploit:
+    """Makes a folder when it is opened."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.witness),)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 4
+    loss: Any = None
+
+
+class Config2(dict):  # type: ignore[type-arg]
+    """Stands for OmegaConf's DictConfig."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), TiedTransformer())
+
+
+NET = net()
+WEIGHTS = NET.state_dict()
+LIGHTNING = {"pytorch-lightning_version": "2.6.0", "state_dict": WEIGHTS, "optimizer_states": []}
+FILES: dict[str, Any] = {
+    "arguments, as timm writes": {"state_dict": WEIGHTS, "args": argparse.Namespace(lr=0.1), "arch": "a", "epoch": 3},
+    "configuration, as fairseq writes": {"model": WEIGHTS, "cfg": Config2(a=Config()), "extra_state": {"m": Mode.FAST}},
+    "hyperparameters": {**LIGHTNING, "hyper_parameters": {"loss": nn.CrossEntropyLoss(torch.ones(3)), "cls": Config}},
+    "module": NET,
+    "module, as YOLO writes": {"epoch": -1, "model": NET, "ema": None, "optimizer": None, "train_args": Config()},
+    "module in DataParallel": nn.DataParallel(NET),
+    "other dictionary": {"model": collections.defaultdict(list, WEIGHTS)},
+    "extra state": {"state_dict": OrderedDict(WEIGHTS, **{"x._extra_state": None}), "config": Config()},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_weights_load_from_files_that_hold_classes(name: str, tmp_path: Path) -> None:
+    path, witness = tmp_path / "a.pt", tmp_path / "it ran"
+    held = FILES[name]
+    torch.save({**held, "gift": Exploit(witness)} if isinstance(held, dict) else held, path)
+    packed, old = tmp_path / "packed.pt", tmp_path / "old.pt"
+    packed.write_bytes(zipped(records_of(path.read_bytes()), zipfile.ZIP_DEFLATED))
+    torch.save(held, old, _use_new_zipfile_serialization=False)
+    for file in (path, packed, old):
+        model = net()
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        report = load_weights(model, file, strict=name != "extra state")
+        assert contents(model) == contents(NET)
+        assert report.unread
+        assert "left unread, as it takes code to open" in str(report)
+    assert not witness.exists()
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("make", [make for make in ARCHITECTURES if make not in (quantized, normed)])
+def test_a_pickled_module_has_the_weights_of_its_state_dict(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = make()
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model.alias = next(model.children())  # a module in two places
+    torch.save(model, tmp_path / "a.pt")
+    weights, _ = read_weights(tmp_path / "a.pt")
+    expected = model.state_dict()
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    report = load_weights(copy.deepcopy(model), tmp_path / "a.pt", weights_only=False)
+    assert (report.loaded, report.unread) == ((*expected,), ())
+
+
+views = st.sampled_from(
+    [
+        lambda t: t,
+        lambda t: t.t() if t.ndim == 2 else t,
+        lambda t: t[1:] if t.ndim and len(t) else t,
+        lambda t: t[::2] if t.ndim else t,
+        lambda t: t.unsqueeze(0).expand(3, *t.shape),
+        lambda t: nn.Parameter(t, requires_grad=False),
+    ]
+)
+
+
+@given(drawn=st.lists(st.tuples(TENSORS, views), min_size=1, max_size=5), tied=st.booleans(), legacy=st.booleans())
+def test_described_weights_are_those_that_torch_loads(
+    drawn: list[Any], tied: bool, legacy: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, plain = (tmp_path_factory.getbasetemp() / name for name in ("classes.pt", "plain.pt"))
+    weights = OrderedDict((f"{i}.w", view(value)) for i, (value, view) in enumerate(drawn))
+    weights["more"] = torch.ones(2)  # scalars alone are no model
+    assume(not (legacy and any(value.dtype is torch.uint16 for value in weights.values())))  # torch cannot load it
+    if tied:
+        weights["tied"] = weights["0.w"]
+        weights["row"] = weights["0.w"][:1] if weights["0.w"].ndim else weights["0.w"]
+    for content, file in (({"state_dict": weights}, plain), ({"state_dict": weights, "mode": Mode.FAST}, path)):
+        torch.save(content, file, _use_new_zipfile_serialization=not legacy)
+    (described, unread), loaded = read_weights(path), torch.load(plain)["state_dict"]
+    assert unread
+    assert list(described["state_dict"]) == list(loaded)
+    places: dict[int, int] = {}
+    for key, value in described["state_dict"].items():
+        other = loaded[key]
+        assert (value.shape, value.dtype, value.stride(), value.storage_offset()) == (
+            *(other.shape, other.dtype, other.stride()),
+            other.storage_offset(),
+        )
+        mine, theirs = (t.detach().untyped_storage() for t in (value, other))
+        assert bytes(mine) == bytes(theirs), key
+        assert places.setdefault(theirs.data_ptr(), mine.data_ptr()) == mine.data_ptr() or not other.numel()
+
+
+def test_a_file_of_a_machine_with_the_other_byte_order_loads(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(4.0), "mode": Mode.FAST}, tmp_path / "a.pt")
+    other = {"little": "big", "big": "little"}[sys.byteorder].encode()
+    swapped = torch.arange(4.0).numpy().byteswap().tobytes()
+    change = {"a/byteorder": other, "a/data/0": swapped}
+    (tmp_path / "b.pt").write_bytes(
+        zipped([(name, change.get(name, data)) for name, data in records_of((tmp_path / "a.pt").read_bytes())])
+    )
+    assert read_weights(tmp_path / "b.pt")[0]["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_extra_states_of_plain_data_are_kept_and_others_left_out(tmp_path: Path) -> None:
+    states = {"a": {"n": [1, (2.5, None, torch.ones(2))]}, "b": Config(), "c": {1, 2}, "d": [Mode]}
+    weights = nn.Sequential(nn.Linear(2, 2)).state_dict()
+    weights.update({f"{key}._extra_state": state for key, state in states.items()})
+    torch.save({"state_dict": weights, "mode": Mode.FAST}, tmp_path / "a.pt")
+    read = read_weights(tmp_path / "a.pt")[0]["state_dict"]
+    assert list(read) == ["0.weight", "0.bias", "a._extra_state"]
+    assert read._metadata == weights._metadata  # type: ignore[attr-defined]
+    assert repr(read["a._extra_state"]) == repr(states["a"])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Packed:
+    """Is written like the parameters of a library that quantizes."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.parts = [{"numbers": numbers}]
+
+
+SPECIAL: dict[str, Callable[[], Any]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.empty(7, device="meta"),
+    f"{Subclass.__module__}.Packed": lambda: Packed(torch.ones(2)),
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    f"{Subclass.__module__}.Subclass": lambda: torch.ones(3).as_subclass(Subclass),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_weights_that_take_code_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": {"plain": torch.ones(2), "odd": SPECIAL[kind]()}, "mode": Mode.FAST}, tmp_path / "a.pt")
+    with pytest.raises(UnsafeCheckpointError, match=rf"more than numbers, .* \({kind}\): odd\."):
+        read_weights(tmp_path / "a.pt")
+
+
+def test_a_pickled_quantized_module_is_no_set_of_its_other_parts(tmp_path: Path) -> None:
+    torch.save(quantized(), tmp_path / "a.pt")
+    with pytest.raises(UnsafeCheckpointError, match=r"more than numbers, .* \(torch\.ao\.nn\..*\): \{0,2\}\.weight"):
+        read_weights(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_file_of_floats_is_no_file_of_a_quantized_model(strict: bool, tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"0\.scale|not in the model: \{0,2\}\.weight"):
+        load_weights(quantized(), tmp_path / "a.pt", strict=strict)
+
+
+def in_itself() -> nn.Module:
+    one = nn.Linear(2, 2)
+    one._modules["again"] = one
+    return one
+
+
+def in_a_billion_places() -> nn.Module:
+    one: nn.Module = nn.Linear(2, 2)
+    for _ in range(30):
+        above = nn.Module()
+        above.a, above.b = one, one
+        one = above
+    return one
+
+
+@pytest.mark.parametrize("make", [in_itself, in_a_billion_places])
+def test_modules_without_end_are_refused_by_every_command(
+    make: Callable[[], nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save({"model": make()}, path)
+    for arguments in (("inspect", path), ("verify", path), ("convert", path, f"{path}h", "--weights")):
+        assert main(["checkpoint", *arguments]) == 1
+        assert "or without end" in capsys.readouterr().err
+    with pytest.raises(BrokenCheckpointError, match="or without end"):
+        load_weights(net(), path)
+
+
+def test_what_is_changed_after_it_was_described_is_refused(tmp_path: Path) -> None:
+    state = b"(" + tensor(storage()) + b"K\x00K\x01\x85K\x01\x85tb"
+    program = b"}(" + text("w") + tensor(storage()) + state + text("x") + b"cmine\nThing\n)Ru"
+    (tmp_path / "a.pt").write_bytes(described_by(program))
+    with pytest.raises(UnsafeCheckpointError, match=r"more than numbers, .* \(changed\): w"):
+        read_weights(tmp_path / "a.pt")
+
+
+PEAK = """
+import resource, sys
+from lightning_gpu_tools.checkpoints.torch_files import read_weights
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = read_weights(sys.argv[1])[0]["state_dict"]
+assert weights["w"].numel() == 16 << 20
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="files are mapped where an open one has a path")
+def test_described_weights_are_mapped_and_not_read(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.zeros(16 << 20)}, "mode": Mode.FAST}, tmp_path / "a.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path / "a.pt")], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "a.pt").unlink()
+    assert int(done.stdout) < 32 << 10  # KiB: half of the file
+
+
+def test_the_structure_keeps_what_objects_would_be_made_of(tmp_path: Path) -> None:
+    torch.save({"config": Config(loss=[1]), "more": Config2(a=1)}, tmp_path / "a.pt")
+    content = read_structure(tmp_path / "a.pt").content
+    assert content["config"].state == {"width": 4, "loss": [1]}
+    assert content["config"].kind.endswith(".Config")
+    assert content["more"].items == {"a": 1}

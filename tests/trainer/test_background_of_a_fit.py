@@ -1,0 +1,89 @@
+"""What runs beside a training in a thread changes nothing of it, whatever happens there."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from trainings import Model, Samples, background_threads, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.trainer import fit_report
+from lightning_gpu_tools.trainer.run_recorder import RunRecorder
+from lightning_gpu_tools.training.memory_history import MemoryHistory
+
+
+class WaitFor(Callback):
+    """Waits at a step until something has happened in the thread."""
+
+    def __init__(self, event: threading.Event, at_step: int = 30) -> None:
+        self.event, self.at_step = event, at_step
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.at_step:
+            assert self.event.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "what"),
+    [
+        (ReportFile, "save", "Writing the report while training runs"),
+        (RunRecorder, "read_host", "Writing the report while training runs"),
+        (MemoryHistory, "poll", "Sampling the memory"),
+    ],
+)
+def test_a_fault_in_the_thread_is_warned_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, what: str
+) -> None:
+    sound, failed, trains_in = getattr(owner, name), threading.Event(), threading.get_ident()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == trains_in:
+            return sound(*args, **kwargs)
+        failed.set()
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 0.0)
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[GPUUtilizationMonitor(), WaitFor(failed)], log_every_n_steps=5, max_epochs=3
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(Model(), loader(Samples(40)))
+    assert trainer.global_step == 120
+    message = f"{what} failed: PermissionError: [Errno 13] Permission denied."
+    assert [str(one.message) for one in warned].count(message) == 1
+    assert load_report(tmp_path).outcome == "completed"
+    assert background_threads() == []
+
+
+def test_workers_are_forked_while_the_thread_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 0.0)
+    monkeypatch.setattr(fit_report, "WRITE_EVERY_S", 0.0)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], max_epochs=10)
+    trainer.fit(Model(), loader(Samples(8), num_workers=2))
+    assert trainer.global_step == 80
+    assert load_report(tmp_path).outcome == "completed"
+
+
+def test_a_monitor_that_gives_up_leaves_no_report_of_a_running_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit goes on, but nobody measures it."""
+    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 0.0)
+    written, save = threading.Event(), ReportFile.save
+    monkeypatch.setattr(ReportFile, "save", lambda *args: [save(*args), written.set()][0])
+    monkeypatch.setattr(RunRecorder, "after_step", lambda *args: 1 / 0 if written.is_set() else None)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), WaitFor(written)])
+    with pytest.warns(UserWarning, match="GPUUtilizationMonitor is off for the rest of this fit"):
+        trainer.fit(Model(), loader(Samples(60)))
+    assert trainer.global_step == 60
+    report = load_report(tmp_path)
+    assert report.outcome.startswith("measured only up to step ")
+    assert 0 < report.steps < 60

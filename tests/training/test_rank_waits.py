@@ -1,0 +1,121 @@
+"""What of a backward is waiting for other ranks, with real autograd and a clock that moves by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from simulated_gpu import SimulatedGpu
+from torch.utils.checkpoint import checkpoint
+from trainings import HandClock
+
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.step_clock import StepClock
+
+WAIT = "rank_wait/training step"
+
+
+class Reducing:
+    """A model of two layers whose gradients are reduced as DistributedDataParallel does it.
+
+    Computing the gradient of the last layer takes 1 s, of the first one 2 s, and waiting for other ranks 4 s.
+    """
+
+    def __init__(self) -> None:
+        self.time = HandClock()
+        self.clock = StepClock(self.time)
+        self.waits = RankWaits(self.clock)
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.first.weight.register_post_accumulate_grad_hook(lambda _: self.time.spend(2.0))
+        self.last.weight.register_post_accumulate_grad_hook(lambda _: self._last_computed())
+        self.clock.start()
+        self.backward = self.clock.timed(BACKWARD, self.waits.around_backward(lambda loss: loss.backward()))
+
+    def _last_computed(self) -> None:
+        self.time.spend(1.0)
+        queue = compat.queue_in_backward()
+        queue(lambda: self.time.spend(4.0))
+
+    def loss(self, run_first: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        hidden = (run_first or self.first)(torch.ones(2, 4, requires_grad=True))
+        loss: torch.Tensor = self.last(hidden).square().mean()
+        return loss
+
+    @property
+    def spent_s(self) -> tuple[float, float]:
+        self.clock.stop()
+        return self.clock.seconds.get(BACKWARD, 0.0), self.clock.seconds.get(WAIT, 0.0)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_the_end_of_backward_is_waiting(use_reentrant: bool | None) -> None:
+    model = Reducing()
+    model.backward(
+        model.loss()
+        if use_reentrant is None
+        else model.loss(lambda batch: checkpoint(model.first, batch, use_reentrant=use_reentrant))
+    )
+    assert model.spent_s == (3.0, 4.0)
+    assert not model.waits.unseen
+
+
+def test_parameters_may_freeze_and_thaw() -> None:
+    model = Reducing()
+    for is_trained in (True, False, True):
+        model.first.requires_grad_(is_trained)
+        model.backward(model.loss())
+    assert model.spent_s == (3.0 + 1.0 + 3.0, 12.0)
+
+
+def test_what_follows_the_wait_is_work_again() -> None:
+    model = Reducing()
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        model.time.spend(0.5)
+
+    model.clock.timed(BACKWARD, model.waits.around_backward(backward))(model.loss())
+    assert model.spent_s == (3.5, 4.0)
+
+
+def test_an_error_in_backward_leaves_the_clock_right() -> None:
+    model = Reducing()
+    model.first.bias.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.backward(model.loss())
+    model.clock.timed(FORWARD, model.time.spend)(8.0)
+    assert model.clock.seconds[FORWARD] == 8.0
+
+
+def test_a_backward_of_something_else_is_unseen() -> None:
+    model = Reducing()
+    model.waits.around_backward(lambda loss: model.loss().backward())(model.loss())
+    assert model.waits.unseen
+
+
+def test_a_torch_that_refuses_costs_only_the_distinction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "queue_in_backward", lambda: None)
+    model = Reducing()
+    monkeypatch.undo()
+    model.backward(model.loss())
+    assert model.spent_s == (7.0, 0.0)
+    assert model.waits.unseen
+    assert model.first.weight.grad is not None
+
+
+def test_a_gpu_waits_behind_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reducing()
+    device = SimulatedGpu(model.time)
+    device.install(monkeypatch.setattr)
+    gpu = model.waits.gpu = model.clock.measure_gpu()
+    monkeypatch.setattr(model.time, "spend", device.launch)
+    step = gpu.around(gpu.part(BACKWARD, model.backward))
+    for _ in range(50):
+        step(model.loss())
+        model.time.now_s += 10.0
+    idle = gpu.facts()
+    ms = {phase: seconds / idle.samples for phase, seconds in idle.step_s.items() if seconds}
+    assert ms == pytest.approx({BACKWARD: 3.0, RANK_WAIT_IN_STEP: 4.0})
