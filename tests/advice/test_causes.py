@@ -152,18 +152,18 @@ def parts(forward: float, backward: float, optimizer: float) -> dict[str, float]
     ("phase_ms", "optimizers", "said"),
     [
         pytest.param(parts(2, 4, 11), {"Adam": "fusible"}, (), id="in proportion"),
-        pytest.param(parts(2, 11, 1), {"Adam": "fusible"}, (), id="a costly backward"),
-        pytest.param(parts(2, 14, 2), {"Adam": "torch"}, ("backward", 14 / 18, 8 / 18, "7 times"), id="backward"),
+        pytest.param(parts(2, 15, 1), {"Adam": "fusible"}, (), id="a costly backward"),
+        pytest.param(parts(2, 18, 2), {"Adam": "torch"}, ("backward", 18 / 22, 12 / 22, "9 times"), id="backward"),
         pytest.param(parts(2, 4, 14), {"Adam": "fusible"}, ("optimizer", 0.7, 0.49, "fused=True"), id="Adam"),
         pytest.param(parts(2, 4, 14), {"LBFGS": "torch"}, (), id="nothing to advise"),
         pytest.param(parts(2, 4, 14), {"Mine": "own"}, ("optimizer", 0.7, 0.7, "py-spy"), id="an own optimizer"),
         pytest.param(
-            {**parts(2, 14, 2), "rank_wait/training step": 1},
+            {**parts(2, 18, 2), "rank_wait/training step": 1},
             {"Adam": "fusible"},
             (),
             id="waiting for other ranks in backward",
         ),
-        pytest.param(parts(2, 14, 2), {}, (), id="another device"),
+        pytest.param(parts(2, 18, 2), {}, (), id="another device"),
         pytest.param({"training_step": 20}, {"Adam": "fusible"}, (), id="unknown parts"),
     ],
 )
