@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, MIN_STEPS, Basis, Finding, counted
@@ -98,7 +98,9 @@ def _quoted(phase: str) -> str:
 
 def uneven(run: RunMeasurements) -> list[Uneven]:
     """Return what makes steps unlike, the largest first, if it takes a tenth of the wall time."""
-    slow_steps = () if run.step_times is None else run.step_times.slow
+    times = run.step_times
+    # What was slow by the median of its time need not be by that of the run.
+    slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s] if times else []
     beginnings = [one for group in PHASES if (one := _slow_beginning(run, group, slow_steps)) is not None]
     ends = {one.phase: one.evidence["first_steps"] for one in beginnings}
     later = [slow for slow in slow_steps if slow.steps[-1] > float(ends.get(base_phase(slow.phase), 0))]
@@ -169,27 +171,27 @@ def _name_of_period(run: RunMeasurements, every: int) -> str | None:
 
 
 def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowSteps]) -> Uneven | None:
-    """Return the beginning in which a phase took at least twice as long per step as later."""
-    if group in (MONITORING, *PAUSES):
+    """Return the beginning in which a phase, and with it the step, took at least twice as long as later."""
+    if not run.spans or group in (MONITORING, *PAUSES):
         return None
-    steps, seconds = sum(span.steps for span in run.spans), sum(span.phase_s.get(group, 0.0) for span in run.spans)
+    done_steps = list(accumulate(span.steps for span in run.spans))
+    done_s = list(accumulate(span.phase_s.get(group, 0.0) for span in run.spans))
+    steps, seconds = done_steps[-1], done_s[-1]
     # It ends where the phase is furthest ahead of its mean pace.
-    done_steps, done_s, furthest_s, first_steps, first_s = 0, 0.0, 0.0, 0, 0.0
-    for span in run.spans:
-        done_steps, done_s = done_steps + span.steps, done_s + span.phase_s.get(group, 0.0)
-        ahead_s = done_s - seconds * done_steps / max(1, steps)
-        if ahead_s > furthest_s:
-            furthest_s, first_steps, first_s = ahead_s, done_steps, done_s
+    end = max(range(len(run.spans)), key=lambda i: done_s[i] * steps - seconds * done_steps[i])
+    first_steps, first_s = done_steps[end], done_s[end]
     if first_steps < 1 or steps - first_steps < MIN_STEPS:
         return None  # too early to say that it is over
     later_s = (seconds - first_s) / (steps - first_steps)
     excess_s = first_s - first_steps * later_s
+    work_s = [sum(s for phase, s in span.phase_s.items() if phase not in PAUSES) for span in run.spans]
+    excess_of_work_s = sum(work_s[: end + 1]) - first_steps * sum(work_s[end + 1 :]) / (steps - first_steps)
     in_slow_s = sum(
         slow.excess_s * sum(step > first_steps for step in slow.steps) / len(slow.steps)
         for slow in slow_steps
         if base_phase(slow.phase) == group
     )
-    if first_s < _TIMES * first_steps * later_s or in_slow_s > excess_s / 2:
+    if first_s <= _TIMES * first_steps * later_s or max(in_slow_s, excess_s - excess_of_work_s) > excess_s / 2:
         return None
     evidence: dict[str, float | str] = {
         "first_steps": first_steps,
