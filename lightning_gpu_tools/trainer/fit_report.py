@@ -43,8 +43,8 @@ from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default: the report is first written so soon, and then whenever the run has become twice as long, at least once a
-# minute. So a run that is killed loses half of itself at most, or a minute.
+# Our default: the report is written at the start, so much later, and then whenever the run has become twice as long, at
+# least once a minute. So a run that is killed loses half of itself at most, or a minute.
 FIRST_WRITE_S = 2.0
 # Our default: how long a step may take until what is known without its end is written.
 _MAX_WAIT_S = 5.0
@@ -145,8 +145,8 @@ class RunningReport:
         self._trainer = trainer
         self._host: HostReading | None = None
         self._measured = describe(session, trainer, RUNNING)
-        self._is_fresh = self._asked = self._saved = False
-        session.background.add("Writing the report while training runs", self._write, after_s=FIRST_WRITE_S)
+        self._is_fresh, self._asked, self._saved = True, False, False
+        session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
         """Measure, and have it written at once; for the training thread, after a step."""

@@ -118,7 +118,7 @@ class Session:
             self.started_s = time.time()
             self.memory = MemoryHistory(trainer.strategy.root_device)
             if self._monitored is not None and trainer.is_global_zero:
-                self.background.add("Sampling the memory", self._poll_memory, after_s=0.0)
+                self.background.add("Sampling the memory", self._poll_memory)
             self._exchange = self.board("measured")
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
             if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
