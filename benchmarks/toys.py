@@ -271,21 +271,17 @@ class SlowShard(Slow):
 
 
 class ColdCache(Slow):
-    """Samples of which the first hundred take their time."""
+    """Samples of which the first fifty take their time."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) if index < 100 else torch.ones(4)
+        return super().__getitem__(index) if index < 50 else torch.ones(4)
 
 
 class CollectingModel(ToyModel):
-    """Keeps half a million objects, and collects garbage every tenth step."""
-
-    def on_train_start(self) -> None:
-        self.index = [{"sample": i} for i in range(500_000)]
+    """Collects garbage every 25th step: torch and Lightning alone have 400,000 objects to go through."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        time.sleep(0.005)
-        if batch_idx % 10 == 0:
+        if batch_idx % 25 == 0:
             gc.collect()
         return super().training_step(batch, batch_idx)
 
@@ -432,9 +428,9 @@ TOYS = {
         "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
     ),
     "slow beginning": Toy(
-        "data_loading cold_cache", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(ColdCache(0.03))
+        "data_loading cold_cache", model=lambda: ToyModel(0.005), loader=lambda: DataLoader(ColdCache(0.03))
     ),
-    "garbage collection": Toy("garbage_collection", model=CollectingModel),
+    "garbage collection": Toy("garbage_collection", model=lambda: CollectingModel(0.005)),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

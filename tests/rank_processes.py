@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cpu_as_cuda
 import fake_driver
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from trainings import Model, Raise, Samples, Spending, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
@@ -138,12 +140,30 @@ class _SlowSaving(TorchCheckpointIO):
         time.sleep(self.seconds)
 
 
-class _Meeting(LightningModule):
-    """Ranks meet in its forward pass, too: for the buffers of its BatchNorm, and for the metric that it logs."""
+class _HostEvent:
+    """Stands in for ``torch.cuda.Event`` where the CPU stands in for the GPU: the host waits for all that it does."""
 
-    def __init__(self, forward_s: float, backward_s: float, optimizer_s: float) -> None:
+    def __init__(self, enable_timing: bool) -> None:
+        self.passed_s = 0.0
+
+    def record(self) -> None:
+        self.passed_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: _HostEvent) -> float:
+        return 1e3 * (end_event.passed_s - self.passed_s)
+
+
+class _Slow(LightningModule):
+    """Ranks may meet in its forward pass, too: for the buffers of its BatchNorm, and for the metric that it logs."""
+
+    def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, meets: bool) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        norm = torch.nn.BatchNorm1d(4, track_running_stats=meets)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 1))
+        self.meets = meets
         self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -151,7 +171,7 @@ class _Meeting(LightningModule):
         output = self.layers(batch)
         output.register_hook(lambda gradient: time.sleep(self.backward_s))
         loss = output.square().mean()
-        self.log("loss", loss, sync_dist=True)
+        self.log("loss", loss, sync_dist=self.meets)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -164,14 +184,21 @@ class _Meeting(LightningModule):
 _STEP_S, _SLOWER_S = 0.004, 0.016
 
 
-def train_slow_ranks(folder: Path, rank: int, *, slow_ranks: Mapping[str, int | None]) -> None:
+def train_slow_ranks(
+    folder: Path, rank: int, *, slow_ranks: Mapping[str, int | None], steps: int = 60, on_gpu: bool = False
+) -> None:
     """Train once for each phase, and have rank 0 write which rank is blamed for what.
 
     Args:
         folder: Where to write ``blamed.json``.
         rank: This one.
         slow_ranks: By the phase in which it is slow.
+        steps: How many each time.
+        on_gpu: Whether the CPU stands in for GPUs. Then ranks do not meet in the forward pass, where they would wait.
     """
+    if on_gpu:
+        cpu_as_cuda.install()
+        torch.cuda.Event = _HostEvent  # type: ignore[misc, assignment]
     blamed = {}
     for phase, slow_rank in slow_ranks.items():
         slower = {phase: _SLOWER_S if rank == slow_rank else 0.0}
@@ -185,14 +212,18 @@ def train_slow_ranks(folder: Path, rank: int, *, slow_ranks: Mapping[str, int | 
         trainer = quiet_trainer(
             folder,
             callbacks=callbacks,
+            accelerator="cuda" if on_gpu else "cpu",
             devices=int(os.environ["WORLD_SIZE"]),
-            strategy="ddp",
-            max_steps=60,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            max_steps=steps,
             enable_checkpointing=phase == "checkpoint",
             plugins=[_SlowSaving(5 * slower.get("checkpoint", 0.0))],
         )
-        model = _Meeting(
-            _STEP_S + slower.get("forward", 0.0), slower.get("backward", 0.0), slower.get("optimizer", 0.0)
+        model = _Slow(
+            _STEP_S + slower.get("forward", 0.0),
+            slower.get("backward", 0.0),
+            slower.get("optimizer", 0.0),
+            meets=not on_gpu,
         )
         samples = Samples(10_000, time.sleep, slower.get("data_loading", 0.0) / 2)
         trainer.fit(model, loader(samples, batch_size=2))

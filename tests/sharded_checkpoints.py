@@ -83,7 +83,7 @@ def write_distributed(folder: Path, content: dict[str, Any], *, files: int = 1) 
 
 def write_deepspeed(
     folder: Path, groups: Sequence[Weights], ranks: int, stage: int, *, more: Mapping[str, Any] | None = None,
-    kept: Mapping[str, torch.Tensor] | None = None, tied: Mapping[str, str] | None = None,
+    kept: Mapping[str, torch.Tensor] | None = None, tied: Mapping[str, str] | None = None, padding: int = 0,
 ) -> Path:  # fmt: skip
     """As DeepSpeedEngine.save_checkpoint writes it: groups of trained weights, buffers (``kept``), tied names."""
     (folder / "tag").mkdir(parents=True)
@@ -115,9 +115,11 @@ def write_deepspeed(
         elif rank == 0:
             torch.save(model, folder / "tag" / "mp_rank_00_model_states.pt")
         if stage:
-            flat = [_partition(group, rank, ranks, stage) for group in groups]
+            flat = [_partition(group, rank, ranks, stage, padding) for group in groups]
             name = {3: "fp32_flat_groups"}.get(stage, "single_partition_of_fp32_groups")
             state = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks] * len(groups), name: flat}
+            if padding:
+                state["param_alignment_paddings"] = [[padding] * len(group) for group in groups]
             torch.save(
                 {"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"},
                 folder / "tag" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
@@ -125,7 +127,7 @@ def write_deepspeed(
     return folder
 
 
-def _partition(group: Weights, rank: int, ranks: int, stage: int) -> torch.Tensor:
+def _partition(group: Weights, rank: int, ranks: int, stage: int, padding: int) -> torch.Tensor:
     if stage == 3:
         pieces = []
         for value in group.values():
@@ -133,6 +135,6 @@ def _partition(group: Weights, rank: int, ranks: int, stage: int) -> torch.Tenso
             padded = torch.nn.functional.pad(value.reshape(-1), (0, size * ranks - value.numel()))
             pieces.append(padded[rank * size : (rank + 1) * size])
         return torch.cat(pieces)
-    flat = torch.cat([value.reshape(-1) for value in group.values()])
+    flat = torch.cat([torch.nn.functional.pad(value.reshape(-1), (0, padding)) for value in group.values()])
     size = 2 * math.ceil(flat.numel() / (2 * ranks))  # aligned to twice the ranks; the padding is not saved
     return flat[rank * size : (rank + 1) * size].clone()

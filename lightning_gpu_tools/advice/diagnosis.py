@@ -124,18 +124,18 @@ def _judge(
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
     """Return what leaves the GPU, or without one the training step, idle."""
-    loading = data_loading(run)
-    if loading is not None and searched is not None:
-        loading = as_searched(loading, searched)
-    found = [
-        loading,
+    steady = [
+        data_loading(run),
         straggler(run),
         waiting_for_ranks(run),
         *host_work(run),
         *inside_step(run),
         *out_of_proportion(run),
     ]
-    named = _worth_reporting(run, with_uneven_steps(run, [finding for finding in found if finding is not None]))
+    found = with_uneven_steps(run, [finding for finding in steady if finding is not None])
+    if searched is not None:
+        found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
+    named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
     return _ordered([*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)])
 

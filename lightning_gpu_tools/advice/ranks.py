@@ -36,12 +36,15 @@ _IN_STEP = {"forward": "its forward pass", "backward": "its backward pass", "opt
 def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
     """Return the rank that works longest on a step, and how many seconds longer than the median rank.
 
-    With an even number of ranks the faster of the two in the middle counts as the median. ``None`` with one rank.
+    With an even number of ranks the faster of the two in the middle counts as the median. A part of the step that one
+    of them does not know of itself does not count. ``None`` with one rank.
     """
     if len(ranks) < 2:
         return None
-    slowest = max(ranks, key=lambda rank: rank.own_step_s)
-    return slowest, slowest.own_step_s - median_low(rank.own_step_s for rank in ranks)
+    unknown = [part for part in _IN_STEP if not all(part in rank.phase_s for rank in ranks)]
+    own_s = [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
+    slowest = max(range(len(ranks)), key=own_s.__getitem__)
+    return ranks[slowest], own_s[slowest] - median_low(own_s)
 
 
 def straggler(run: RunMeasurements) -> Finding | None:

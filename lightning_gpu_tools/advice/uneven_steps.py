@@ -15,6 +15,7 @@ from lightning_gpu_tools.training.phases import (
     MONITORING,
     PAUSES,
     PHASES,
+    RANK_WAIT,
     TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
@@ -32,18 +33,21 @@ _MIN_SHARE = 1 - 1 / MIN_CEILING
 _TIMES = 2.0
 # Our default: one slow step or two are accidents, which no change would prevent.
 _MIN_SLOW_STEPS = 3
-# Our defaults: three intervals in four are the period, or a multiple of it where one step was not slow; and there are
-# at least three.
+# Our defaults: three intervals in four are the period, or a multiple of it where a step was not slow; at least two, and
+# half of all, are the period itself.
 _REGULAR = 0.75
-_MIN_INTERVALS = 3
+_MIN_INTERVALS = 2
 # Our default: the batches of slow steps are longer if they have half as many numbers again as other batches.
 _LONGER = 1.5
 # Our default: "nearly all" of the waiting.
 _NEARLY_ALL = 0.90
-# Our default: too few workers make every fourth step wait if there are four; waits that are rarer have another reason.
-_RARER_THAN_BURSTS = 1.5
+# Four workers that are too few make every fourth step wait for as long as four take. Our default: what waits for twice
+# that has another reason, and replaces the steady one if it is half of all waiting.
+_LONGER_THAN_BURSTS = 2.0
+_MOST = 0.5
 # Slow steps in these have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
+_OF_RANKS = ("straggler", "communication")
 
 
 class Uneven(NamedTuple):
@@ -67,7 +71,8 @@ def details(evidence: Mapping[str, float | str]) -> str:
     """Return in words which steps are slow, and in which phase if that is given; empty without such evidence."""
     where = _quoted(str(evidence.get("phase", "")))
     if "first_steps" in evidence:
-        first = "the first {first_steps:,} of {of_steps:,} steps".format_map(evidence)
+        count = "" if evidence["first_steps"] == 1 else " {first_steps:,}".format_map(evidence)
+        first = f"the first{count} of {evidence['of_steps']:,} steps"
         if where:
             return f"in {first} {where} took {_rounded(evidence['times_later'])} times as long"
         return f"{evidence['first_percent']:.0f} % of it in {first}"
@@ -76,7 +81,7 @@ def details(evidence: Mapping[str, float | str]) -> str:
     text = "{slow_steps:,} of {of_steps:,} steps took ".format_map(evidence)
     text += f"{_rounded(evidence['times_median'])} times the median"
     text += ", every {every_steps} steps".format_map(evidence) if "every_steps" in evidence else ""
-    text += " ({period})".format_map(evidence) if "period" in evidence else ""
+    text += ", the period of {period}".format_map(evidence) if "period" in evidence else ""
     return text + (f", in {where}" if where else "")
 
 
@@ -125,10 +130,10 @@ def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
     every = period(slow.steps)
     if every is not None:
         evidence["every_steps"] = every
-        name = _name_of_period(run, every)
+        name = None if slow.phase in PAUSES else _name_of_period(run, every)
         if name is not None:
             evidence["period"] = name
-    if slow.batch_items and times.batch_items:
+    if slow.batch_items and times.batch_items and slow.batch_items >= _LONGER * times.batch_items:
         evidence["batch_items_times"] = slow.batch_items / times.batch_items
     share = _lost(run, slow.phase, slow.excess_s / run.wall_s)
     return Uneven(slow.phase, share, slow.count >= _MIN_SLOW_STEPS, evidence)
@@ -151,14 +156,14 @@ def period(steps: Sequence[int]) -> int | None:
 
 
 def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    """Return what the Trainer does as often as that."""
+    """Return what the Trainer does as often as that; ``None`` if there is nothing."""
     pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
     known = {
         "accumulate_grad_batches": run.accumulate_grad_batches,
         "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches,
         "validation": period(pauses.get(VALIDATION, ())),
         "checkpoints": period(pauses.get(CHECKPOINT, ())),
-        "the length of an epoch": run.epoch_steps,
+        "epochs": run.epoch_steps,
     }
     return next((name for name, steps in known.items() if steps == every), None)
 
@@ -229,23 +234,26 @@ def tells(finding: Finding, one: Uneven) -> bool:
     if finding.cause == "slow_steps":
         return finding.evidence["phase"] == one.phase
     group, _, name = one.phase.partition("/")
+    if finding.cause in _OF_RANKS:
+        return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
+    if group == TRAINING_STEP:
+        return finding.cause == name  # backward, optimizer
     return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
 
 
 def _slow_work(one: Uneven) -> Finding:
     evidence, where = one.evidence, _quoted(one.phase)
-    longer = float(evidence.get("batch_items_times", 1.0))
     if "first_steps" in evidence:
         kind = "beginning"
         advice = (
             "A longer training loses less. If the lengths of batches vary, pad them to few sizes: torch.compile and "
             "cuDNN start anew for each size."
         )
-    elif longer >= _LONGER:
+    elif "batch_items_times" in evidence:
         kind = "longer_batches"
         advice = (
-            f"The batches of slow steps have {longer:.2g} times as many numbers as the others. Put samples of similar "
-            "length into one batch, or limit the tokens of a batch."
+            f"The batches of slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers as the "
+            "others. Put samples of similar length into one batch, or limit the tokens of a batch."
         )
     elif "every_steps" in evidence:
         kind = "periodic"
@@ -264,12 +272,17 @@ def _slow_work(one: Uneven) -> Finding:
 
 def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
     """Return what uneven waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
-    evidence, workers = one.evidence, 0 if run.loader is None else run.loader.num_workers
+    evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
     begins = "first_steps" in evidence
-    if steady is not None and (
-        steady.evidence.get("kind") in ("slow_worker", "cold_cache")
-        or (begins and float(evidence["first_percent"]) < 100 * _NEARLY_ALL)
-    ):
+    if begins:
+        is_all = float(evidence["first_percent"]) >= 100 * _NEARLY_ALL
+    else:
+        assert times is not None
+        burst = _LONGER_THAN_BURSTS * max(1, workers) * times.seconds / times.count / max(times.p50_s, 1e-9)
+        if float(evidence["times_median"]) <= burst:
+            return steady
+        is_all = one.share >= _MOST * _lost(run, DATA_LOADING, run.phase_s[DATA_LOADING] / run.wall_s)
+    if steady is not None and (not is_all or steady.evidence.get("kind") in ("slow_worker", "cold_cache")):
         return replace(steady, evidence={**evidence, **steady.evidence})
     if begins:
         kind = "cold_cache"
@@ -277,8 +290,6 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
             "Later steps need no change: by then the data is cached, so a longer run loses less. To speed up the "
             "beginning, copy the data to a local disk beforehand."
         )
-    elif float(evidence["of_steps"]) <= _RARER_THAN_BURSTS * workers * float(evidence["slow_steps"]):
-        return steady
     else:
         kind = "slow_batches"
         advice = (

@@ -14,7 +14,11 @@ from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import check_repetition, choose_weights, weights_in
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_repetition,
+    choose_weights,
+    weights_in,
+)
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
@@ -101,7 +105,8 @@ def compare(
 def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
     content, _ = read_weights(path)
     has_one = len(weights_in(content, path)) == 1
-    return choose_weights(path, content, None if has_one else entry)[1]
+    _, weights = choose_weights(path, content, None if has_one else entry)
+    return weights
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
@@ -121,7 +126,11 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
     if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):
         return
-    unequal, largest = _unequal_values(one, two)
+    try:
+        unequal, largest = _unequal_values(one, two)
+    except NotImplementedError:  # torch can hold numbers of this type, but not compute with them
+        yield Difference(key=key, what="values", detail="different bits")
+        return
     if unequal:
         share = unequal / one.numel()
         size = f"up to {largest:.3g}" if math.isfinite(largest) else "not finite"

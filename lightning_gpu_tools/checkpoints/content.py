@@ -42,8 +42,11 @@ def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, A
         return {"": mapping}
     if not is_lightning_checkpoint(content):
         return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
-    # Callbacks keep averages a level deeper. The model may have no weights at all.
-    return {"state_dict": content["state_dict"]} | dict(_nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type))
+    # Callbacks keep averages a level deeper, beside scores and counters. The model may have no weights at all.
+    found = _nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type)
+    return {"state_dict": content["state_dict"]} | {
+        name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
+    }
 
 
 def is_state_dict(value: Any, tensor_type: type) -> bool:
@@ -97,12 +100,15 @@ def describe_content(content: Any) -> str:
         shape = "x".join(map(str, content.shape or ())) or "scalar"
         return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        return f"a {type(content).__name__} of {len(content)}"
+        first = (
+            f", first {describe_content(content[0])}" if content and not isinstance(content[0], (list, tuple)) else ""
+        )
+        return f"a list of {len(content)}{first}"
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
         return f"{what} of the class {printable(content.kind or 'unknown')}"
     if isinstance(content, StandIn):
-        return f"{printable(content)} by its name"
+        return f"the class or function {printable(content)}"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
     if content is None or isinstance(content, (bool, int, float)):
@@ -179,7 +185,6 @@ def _nested_state_dicts(
         if "param_groups" in mapping:  # an optimizer's
             continue
         if is_state_dict(mapping, tensor_type):
-            if any(getattr(item, "shape", ()) != () for item in mapping.values()):  # else they are scores and counters
-                yield path + name, mapping
+            yield path + name, mapping
         elif depth > 1:
             yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1, tensor_type)

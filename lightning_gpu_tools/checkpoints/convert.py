@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
-    check_complete,
     check_repetition,
     choose_weights,
     others_of_this_model,
@@ -35,6 +34,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     same_tensors,
     shapes_of,
     weights_in,
+    whole_weights,
 )
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
@@ -96,10 +96,10 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     plans: dict[str, RenamePlan] = {}
     converted: dict[str, OrderedDict[str, Any]] = {}
     for name in (entry,) if only_weights else (entry, *others):
-        plans[name] = _plan(source, name, entries[name], content, changes)
-        check_complete(source, entries[name])
-        _check_written_size(source, entries[name], plans[name], changes, as_safetensors)
-        converted[name] = _apply(plans[name], source, entries[name], changes)
+        weights = whole_weights(source, entries[name])
+        plans[name] = _plan(source, name, weights, content, changes)
+        _check_numbers(source, weights, plans[name], changes, as_safetensors)
+        converted[name] = _apply(plans[name], source, weights, changes)
     plan = plans[entry]
     if as_safetensors:
         write_safetensors(converted[entry], file, _texts(content), progress)
@@ -111,16 +111,22 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_content(whole, file, progress)
     of_entry = f' of "{printable(entry)}"' if others else ""
-    named = ", ".join(f'"{printable(name)}"' for name in others)
     done = [
         f"{len(converted[entry])} weights{of_entry}",
         plan.describe(),
         f"left out: {list_groups(plan.unused)}" if plan.unused else "",
-        f"{'not' if only_weights else 'likewise'} those of {named}" if others else "",
+        _about_others(others, left_out=only_weights),
         describe_unread(unread),
     ]
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {', '.join(filter(None, done))}"
+
+
+def _about_others(entries: Sequence[str], *, left_out: bool) -> str:
+    named = ", ".join(f'"{printable(name)}"' for name in entries)
+    if left_out and entries:
+        return f"not those of {named}, for which there is --entry"
+    return f"likewise those of {named}" if entries else ""
 
 
 def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
@@ -163,14 +169,20 @@ def _no_wrapper(source: str, path: str, weights: Mapping[str, Any]) -> str:
     )
 
 
-def _check_written_size(
+def _check_numbers(
     source: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
 ) -> None:
-    """Check those weights that are written out number by number, before any memory is taken for them."""
+    """Check that all weights have numbers, and not too many to write out, before any memory is taken for them."""
+    taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
+    without_numbers = [key for key, value in taken.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if without_numbers:
+        raise CheckpointError(
+            f"{printable_path(source)} has no numbers for {list_groups(without_numbers)}: it was saved from the meta "
+            "device. Save the model after its weights are loaded."
+        )
     all_numbers = as_safetensors or changes.dtype is not None
     is_written_out = _has_numbers if all_numbers else has_rest
-    taken = ((key, weights[key]) for key in (*plan.renames, *plan.tied.values()))
-    check_repetition(source, {key: value for key, value in taken if is_written_out(value)}, changes.dtype)
+    check_repetition(source, {key: value for key, value in taken.items() if is_written_out(value)}, changes.dtype)
 
 
 def _has_numbers(value: Any) -> bool:
@@ -188,7 +200,7 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _with_dtype(value, changes.dtype)
+            made[same] = _to_dtype(key, value, changes.dtype)
             if _has_overflowed(value, made[same]):
                 beyond_range.append(key)
         converted[key] = made[same]
@@ -200,11 +212,17 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
     return converted
 
 
-def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is dtype:
         return value
-    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
-        return value.detach().to(dtype)
+    try:
+        if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+            return value.detach().to(dtype)
+        value.new_empty(1).to(dtype)  # refused now, and not in the middle of writing
+    except NotImplementedError:
+        raise CheckpointError(
+            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
+        ) from None
     return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
 
 

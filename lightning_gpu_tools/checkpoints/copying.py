@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
     has_own_hooks,
     is_deepspeeds,
+    is_sharded,
     loads_itself,
     part_of,
     shape_of,
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
+from lightning_gpu_tools.checkpoints.state_dicts import fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
@@ -60,7 +62,8 @@ class Fit(NamedTuple):
         """Say which of several sets of weights is taken, and how to get the others."""
         taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
         roots = " or ".join(f'root="{printable(name)}"' for name in self.others)
-        return f'took "{printable(taken)}"; load_weights with {roots} takes other weights of this model'
+        what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
+        return f'took "{printable(taken)}"; load_weights with {roots} takes {what}'
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -74,7 +77,10 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     Raises:
         CheckpointMismatchError: There is such a weight. Nothing was changed.
     """
-    refused = {**_parts_of_others(fit.weights), **_different_for_tied(fit)}
+    fault = fault_of_parts(fit.weights)
+    if fault and not _all_have_their_own(fit.weights):
+        raise CheckpointMismatchError(f"{fault} Nothing was changed.")
+    refused = _different_for_tied(fit)
     if fit.plan.left_over(strict=fit.strict) or _takes_part(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
@@ -162,6 +168,13 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+    except KeyError as error:  # of a module that translates its weights, as quantized ones do
+        key = error.args[0] if error.args else None
+        if key in renamed or key not in model.state_dict():
+            raise
+        raise CheckpointMismatchError(
+            f"There is no {printable(key)} in it, without which the model cannot load itself. {outcome}", [key]
+        ) from None
 
 
 Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
@@ -216,33 +229,32 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     parameters = [*model.parameters()]
-    engines = filter(is_deepspeeds, model.modules())
-    optimizers = [engine.optimizer for engine in engines] + [getattr(p, "_z3_optimizer", None) for p in parameters]
+    optimizers: list[Any] = [engine.optimizer for engine in filter(is_deepspeeds, model.modules())]
+    optimizers += [getattr(parameter, "_z3_optimizer", None) for parameter in parameters]
     for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
         if hasattr(optimizer, "refresh_fp32_params"):  # torch's own keep no copies
             optimizer.refresh_fp32_params()
-    for parameter in parameters:
-        if getattr(parameter, "_hp_mapping", None) is not None:  # also where the engine itself was not given
-            parameter._hp_mapping.update_hp()
+    for copies in (getattr(parameter, "_hp_mapping", None) for parameter in parameters):
+        if copies is not None:  # also where the engine itself was not given
+            copies.update_hp()
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def _parts_of_others(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of sharded tensors if any process has a part that another one saved; alike in all processes.
+def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
+    """Whether each process has the parts that it saved itself; the answer is the same in all of them.
 
     Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
     """
-    parts = {key: value for key, value in weights.items() if part_of(value)}
-    if not parts or not torch.distributed.is_initialized():
-        return {}
-    mesh = next(iter(parts.values())).device_mesh
+    if not torch.distributed.is_initialized():
+        return False
+    mesh = next(value.device_mesh for value in weights.values() if part_of(value))
     place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
     answers: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
-    return {} if all(answers) else dict.fromkeys(parts, "a part that another process saved; each loads its own file")
+    return all(answers)
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
@@ -260,7 +272,7 @@ def _different_for_tied(fit: Fit) -> dict[str, str]:
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
-    if one.is_quantized or two.is_quantized or _is_sharded(one):
+    if one.is_quantized or two.is_quantized or is_sharded(one):
         return True  # not known, and no pair of such is known that is tied
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
@@ -277,7 +289,6 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         and value.is_nested == target.is_nested
         and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
-        and (not _is_one_part(value) or _is_sharded(target))
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
@@ -327,19 +338,9 @@ def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     return f"{number.item():g} would become {number.to(dtype).item():g} as {_name(dtype)}"
 
 
-def _is_one_part(value: Any) -> bool:
-    """Whether this is a part of a sharded tensor, and nobody is there who has the others."""
-    return bool(part_of(value)) and not torch.distributed.is_initialized()
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
-
-
 def _kind(value: torch.Tensor) -> str:
     layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
-    part = f"a part ({part_of(value)}) of " if _is_one_part(value) else ""
-    return f"{part}a {'quantized ' * value.is_quantized}{layout} tensor"
+    return f"a {'quantized ' * value.is_quantized}{layout} tensor"
 
 
 def _name(torchs: torch.dtype | torch.layout) -> str:

@@ -99,11 +99,16 @@ def shape_of(value: object) -> Shape | None:
     return tuple(getattr(value, "ds_shape", value.shape))
 
 
-def part_of(value: object) -> str:
+def is_sharded(value: Any) -> bool:
+    """Whether this is a tensor whose numbers may be divided among processes."""
+    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
+
+
+def part_of(value: Any) -> str:
     """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` for all that is whole."""
-    if type(value) is torch.Tensor or not hasattr(value, "device_mesh"):
+    if not is_sharded(value):
         return ""
-    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    mesh, placements = value.device_mesh, value.placements
     if all(mesh.size(dim) == 1 or placement.is_replicate() for dim, placement in enumerate(placements)):
         return ""
     place = mesh.get_coordinate()

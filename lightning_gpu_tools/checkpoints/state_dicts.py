@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from lightning_gpu_tools.checkpoints.content import MODEL_STATES, describe_conte
 from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
-from lightning_gpu_tools.checkpoints.model_keys import part_of, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
@@ -61,6 +61,7 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
     Raises:
         BrokenCheckpointError: Nothing can work with these contents, or there are no weights among them.
         CheckpointMismatchError: There is no such entry.
+        CheckpointError: They are one part of a sharded checkpoint.
         AmbiguousCheckpointError: None was named, and there are several that are no averages.
     """
     check_contents(content, path, torch.Tensor)
@@ -75,29 +76,35 @@ def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Map
         raise CheckpointMismatchError(
             f"{shown} has no weights called {printable(repr(chosen))}; it has {names or 'only one set'}."
         )
-    return chosen, entries[chosen]
+    return chosen, whole_weights(path, entries[chosen])
 
 
-def check_complete(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that are not all there: one rank's parts of them, or descriptions without numbers.
+def fault_of_parts(weights: Mapping[str, Any]) -> str:
+    """Return the sentences that say that these are one rank's parts, and what to do; ``""`` if they are whole."""
+    for key, value in weights.items():
+        if type(value) is not torch.Tensor and (part := part_of(value)):
+            return (
+                f'It holds one part of a sharded checkpoint: "{printable(key)}" is that of {part}. Save the whole in '
+                "the training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "StateDictOptions(full_state_dict=True), or load each part in the process that saved it."
+            )
+    return ""
+
+
+def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return weights with plain tensors in place of those that are sharded, where these are whole.
 
     Raises:
-        CheckpointError: They are.
+        CheckpointError: One of them is a part.
     """
-    for key, value in weights.items():
-        if type(value) is torch.Tensor and not value.is_meta:  # nearly always
-            continue
-        if part := part_of(value):
-            raise CheckpointError(
-                f'{printable_path(path)} is one part of a sharded checkpoint: "{printable(key)}" is that of {part}. '
-                "Save the whole in the training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "StateDictOptions(full_state_dict=True)."
-            )
-        if getattr(value, "is_meta", False):
-            raise CheckpointError(
-                f'{printable_path(path)} has no numbers for "{printable(key)}": it was saved from the meta device. '
-                "Save the model after its weights are loaded."
-            )
+    if fault := fault_of_parts(weights):
+        raise CheckpointError(f"{printable_path(path)}: {fault}")
+    sharded = [key for key, value in weights.items() if type(value) is not torch.Tensor and is_sharded(value)]
+    if not sharded:
+        return weights
+    plain: Any = copy.copy(weights)  # with its _metadata
+    plain.update((key, weights[key].to_local()) for key in sharded)
+    return cast(Mapping[str, Any], plain)
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:

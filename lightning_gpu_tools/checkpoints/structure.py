@@ -43,7 +43,10 @@ DTYPE_OF_SAFETENSORS = {
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
+# Safetensors counts each of the two numbers, torch the byte that they share.
+TWO_IN_A_BYTE = "float4_e2m1fn_x2"
 # A description longer than this is no description: 10 million keys need about 1 GB.
 _MAX_DESCRIPTION_BYTES = 1 << 30
 # A compressed description may be longer than its file: a tensor takes some 300 bytes in it, and 150 in the zip's index.
@@ -288,10 +291,16 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     ranges = []
     numbers: list[Any] = []
     for name, entry in header.items():
-        dtype = DTYPE_OF_SAFETENSORS[entry["dtype"]]
+        dtype = DTYPE_OF_SAFETENSORS.get(entry["dtype"])
+        if dtype is None:
+            raise Fault(f"has {printable(name)} in the type {printable(entry['dtype'])}, which torch does not have")
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
         numbers += first, last, *shape
+        if dtype == TWO_IN_A_BYTE:
+            if shape[-1] % 2:
+                raise damage
+            shape = (*shape[:-1], shape[-1] // 2)
         if last > size_bytes - start:
             raise Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
         numel = math.prod(shape)

@@ -171,16 +171,21 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _describe(key: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, TensorInfo):
         return dict.fromkeys(("key", "shape", "dtype", "numel", "bytes", "device")) | {"key": key}
-    numel = None if info.shape is None else math.prod(info.shape)
-    size = BYTES_OF_DTYPE.get(info.dtype)
     return {
         "key": key,
         "shape": None if info.shape is None else list(info.shape),
         "dtype": info.dtype,
-        "numel": numel,
-        "bytes": None if numel is None or size is None else numel * size,
+        "numel": None if info.shape is None else math.prod(info.shape),
+        "bytes": size_of(info),
         "device": info.storage.location if info.storage else None,
     }
+
+
+def size_of(described: Any) -> int | None:
+    """Return the bytes that a described tensor takes; ``None`` if they are not known."""
+    if not isinstance(described, TensorInfo) or described.shape is None or described.dtype not in BYTES_OF_DTYPE:
+        return None
+    return math.prod(described.shape) * BYTES_OF_DTYPE[described.dtype]
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
@@ -228,7 +233,9 @@ def _text_of(name: Any) -> str:
 def _kind_of(content: Any, entries: Mapping[str, Any]) -> str:
     if not isinstance(content, Mapping):
         return "other"
-    return "state_dict" if "" in entries else "dictionary"
+    if "" in entries:
+        return "state_dict"
+    return "other" if "param_groups" in content and "state" in content else "dictionary"
 
 
 def _names(content: Any, name: str) -> list[str]:

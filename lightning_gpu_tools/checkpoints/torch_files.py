@@ -71,7 +71,9 @@ def read_checkpoint(
         try:
             return _load(file, structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
-            if check_contents(structure.content, path, TensorInfo):
+            entries = check_contents(structure.content, path, TensorInfo)
+            values = [value for weights in entries.values() for value in weights.values()]
+            if values and all(_is_plain(value) or not _holds_tensors(value) for value in values):
                 command = f"lightning-gpu-tools checkpoint convert {shlex.quote(printable_path(path))} TARGET --weights"
                 error.args = (
                     f"{error}\n  The weights alone come without opening any of this: lightning_gpu_tools.load_weights, "
@@ -101,11 +103,14 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     unread: set[str] = set()
 
     def load(file: BinaryIO, structure: Structure) -> Any:
-        try:
-            return _load(file, structure, "cpu", weights_only)
-        except UnsafeCheckpointError as refusal:
-            unread.update(beyond_plain_data(structure.globals))
-            return _described_weights(file, structure, refusal)
+        refusal = _refusal(structure) if weights_only else None
+        if refusal is None:
+            try:
+                return _load(file, structure, "cpu", weights_only)
+            except UnsafeCheckpointError as error:
+                refusal = error
+        unread.update(beyond_plain_data(structure.globals))
+        return _described_weights(file, structure, refusal)
 
     return _read(path, load), tuple(sorted(unread))
 
@@ -178,13 +183,9 @@ def _load_shards(
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
     if structure.format == "safetensors":
         return _load_safetensors(file, structure, map_location)
-    if weights_only:
-        calls = [name for name in structure.globals if name.endswith("(...)")]
-        if calls:  # torch lets them pass
-            raise UnsafeCheckpointError(explain_blocked(structure.path, calls))
-        for prefix, module in _REGISTERED_BY.items():
-            if any(name.startswith(prefix) for name in structure.globals):
-                importlib.import_module(module)
+    refusal = _refusal(structure) if weights_only else None
+    if refusal is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
+        raise refusal
     can_be_mapped = structure.format == "zip" and not structure.is_packed and not _guesses_places()
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
@@ -192,6 +193,8 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         with _checking_sparse_tensors(structure):
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
     except Exception as error:  # damaged or hostile bytes make torch raise anything
+        if refusal is not None:
+            raise refusal from None
         _explain(structure, error, weights_only, map_location)
         raise
 
@@ -242,7 +245,10 @@ def _described_weights(file: BinaryIO, structure: Structure, refusal: UnsafeChec
             sets[entry]._metadata = weights._metadata  # type: ignore[attr-defined]
     if special:
         kinds = ", ".join(sorted({*special.values()}))
-        refusal.args = (f"{refusal}\n  Some of its weights are more than numbers ({kinds}): {list_groups(special)}.",)
+        refusal.args = (
+            f"{refusal}\n  Some of its weights are more than numbers, so they cannot be taken without opening it "
+            f"({kinds}): {list_groups(special)}.",
+        )
         raise refusal
     return put_weights(structure.content, sets)
 
@@ -267,9 +273,9 @@ def _holds_tensors(value: Any) -> bool:
     return False
 
 
-def _is_plain(tensor: TensorInfo) -> bool:
-    """Whether a tensor is numbers at a place in the file, and nothing else."""
-    if tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
+def _is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor that is numbers at a place in the file, and nothing else."""
+    if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
 
@@ -341,9 +347,6 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
     """Raise the error that says what is the matter with the file; return where torch's own says it best."""
     if weights_only:
         foreign = beyond_plain_data(structure.globals)
-        blocked = [name for name in foreign if name not in _allowed_names()]
-        if blocked:
-            raise UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) from None
         if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
             why = reason[1] if reason else ""
@@ -360,9 +363,17 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
     raise broken(structure.path, fault) from None
 
 
-def _allowed_names() -> set[str]:
+def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
+    """Return why ``weights_only=True`` refuses a file, as far as that shows before torch opens it; ``None`` if not."""
+    for prefix, module in _REGISTERED_BY.items():
+        if any(name.startswith(prefix) for name in structure.globals):
+            importlib.import_module(module)
+    foreign = beyond_plain_data(structure.globals)
+    calls = [name for name in foreign if name.endswith("(...)")]
     items = torch.serialization.get_safe_globals()
-    return {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
+    allowed = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
+    blocked = calls or [name for name in foreign if name not in allowed]
+    return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
 
 
 def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:

@@ -28,7 +28,7 @@ from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, Root, is_average, plan_renaming, preferred
 from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape, is_copied_into, without_private_segments
-from lightning_gpu_tools.checkpoints.model_keys import part_of, read_model, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, read_model, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import others_of_this_model, same_tensors, shapes_of, weights_in
 from lightning_gpu_tools.checkpoints.structure import collector_paused
@@ -95,7 +95,9 @@ def load_weights(
 
     The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module, or a
     safetensors file. It is read on the CPU, from whatever device it was saved, and each weight is copied to where the
-    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread.
+    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread. Shards are one
+    checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of ``torch.distributed.checkpoint``,
+    FSDP, ModelParallel and DeepSpeed ZeRO.
 
     Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
     are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
@@ -106,7 +108,7 @@ def load_weights(
     Args:
         model: Any module, wrapped or not. Of DeepSpeed, the engine: only that knows all copies of the weights. Where it
             is sharded, every process has to call this.
-        path: A local path, or any URL that fsspec knows.
+        path: A local path, of a folder as well if it holds shards, or any URL of a file that fsspec knows.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
             A pair such as ``("bert.", "encoder.")`` puts the second, which the model has, in the place of the first.
             ``None`` searches for one; ``""`` takes the names as they are.
@@ -267,15 +269,14 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
 def _sharded_like(value: Any, target: Any) -> torch.Tensor:
     if type(value) is torch.Tensor and type(target) in (torch.Tensor, nn.Parameter):
         return value  # nearly always; the questions below take longer than the copying
-    is_sharded, wants_sharded = hasattr(value, "device_mesh"), hasattr(target, "device_mesh")
-    if is_sharded and not part_of(value):  # each process has all of it
-        value, is_sharded = value.to_local(), False
-    if wants_sharded and not is_sharded:
+    if is_sharded(value) and not part_of(value):  # each process has all of it
+        value = value.to_local()
+    if is_sharded(target) and not is_sharded(value):
         from torch.distributed.tensor import distribute_tensor
 
         # Every process has read the file, so each takes its part without asking the others.
         return distribute_tensor(value.detach(), target.device_mesh, target.placements, src_data_rank=None)
-    return value.full_tensor() if is_sharded and not wants_sharded else value  # type: ignore[no-any-return]
+    return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
 
 
 def _materialized(target: torch.Tensor, device: torch.device) -> torch.Tensor:

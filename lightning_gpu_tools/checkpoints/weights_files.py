@@ -23,7 +23,7 @@ from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.pickle_structure import DTYPE_OF_STORAGE
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import same_tensors
-from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS
+from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
 from lightning_gpu_tools.checkpoints.torch_files import watched, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -173,8 +173,10 @@ def write_safetensors(
     end = 0
     for key, value in order:
         start, end = end, end + value.nbytes
-        dtype = _SAFETENSORS_DTYPES[value.dtype]
-        header[key] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
+        dtype, shape = _SAFETENSORS_DTYPES[value.dtype], list(value.shape)
+        if value.dtype is getattr(torch, TWO_IN_A_BYTE):
+            shape[-1] *= 2
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with writing(path) as file, torch.no_grad():

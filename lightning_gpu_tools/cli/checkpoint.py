@@ -23,8 +23,9 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this command takes and what its help says."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. No code in a "
-        "file is ever run."
+        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. A folder of "
+        "shards, or the index that lists them, is one checkpoint (Hugging Face, torch.distributed.checkpoint, FSDP, "
+        "DeepSpeed ZeRO). No code in a file is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_inspect(actions)
@@ -64,7 +65,7 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = actions.add_parser(
         "convert",
         help="write it with clean keys, another root, another dtype, or as safetensors",
-        description="Write TARGET from SOURCE: on the CPU, without the names that torch.compile, FSDP, activation "
+        description="Write one file, TARGET, on the CPU, without the names that torch.compile, FSDP, activation "
         "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
         "What else is in SOURCE (optimizer, epoch, ...) stays unless --weights is given or TARGET ends in "
         ".safetensors; averages of the weights are converted likewise.",
@@ -204,18 +205,21 @@ def _as_root(name: str) -> str:
 
 def _size(path: str, *, of_weights: bool = False) -> int:
     """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
+    from lightning_gpu_tools.checkpoints.envelope import check_contents
+    from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
     from lightning_gpu_tools.checkpoints.sources import read_structure
-    from lightning_gpu_tools.checkpoints.summary import summarize
+    from lightning_gpu_tools.checkpoints.summary import size_of
 
     if not os.path.exists(path):
         return 0
     try:
         structure = read_structure(path)
+        entries = check_contents(structure.content, path, TensorInfo)
     except (CheckpointError, OSError):
         return 0
     if not of_weights and structure.format != "deepspeed":
         return structure.size_bytes
-    return sum(weight["bytes"] or 0 for weights in summarize(structure)["weights"].values() for weight in weights)
+    return sum(size_of(value) or 0 for weights in entries.values() for value in weights.values())
 
 
 def _print(what: object) -> None:

@@ -162,8 +162,6 @@ class FitTimer:
     def _book_rank_waits(self) -> None:
         self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
         self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
-        if trains_on_gpu(self._trainer):
-            return
         self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
         if is_plain_ddp(self._trainer):
             self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)
@@ -172,7 +170,7 @@ class FitTimer:
         """Time the parts of a training step: not by their actions, which there are not with manual optimization."""
         trainer, clock, model = self._trainer, self.clock, self._trainer.lightning_module
         if trains_on_gpu(trainer):
-            gpu = clock.measure_gpu()
+            gpu = self.rank_waits.gpu = clock.measure_gpu()
             self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", gpu.around)
             self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", gpu.around)
             self._wrap(trainer, "strategy.training_step", partial(gpu.part, FORWARD))

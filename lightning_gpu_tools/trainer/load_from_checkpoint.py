@@ -156,7 +156,7 @@ def _is_lightnings(model_class: type[LightningModule]) -> bool:
 def _built_by_its_class(
     model_class: type[Module],
     path: str | os.PathLike[str],
-    root: str | None,
+    root: Root,
     device: Any,
     hparams_file: str | os.PathLike[str] | None,
     strict: bool | None,
@@ -176,6 +176,7 @@ def _built_by_its_class(
     with naming_file(path, model_class):
         fit = fit_weights(model, weights_in(content, path), root, model.strict_loading if strict is None else strict)
         copy_weights(model, fit)
+    warn_of_what_is_left(path, model, fit)
     return model
 
 

@@ -22,10 +22,13 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import is_plain_ddp, local_ranks, train_loader_settings, trains_on_gpu
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.phases import (
+    BACKWARD,
     CALLBACK,
     CHECKPOINT,
     EPOCH_START,
+    FORWARD,
     LOGGING,
+    OPTIMIZER,
     SELF_LOG,
     VALIDATION,
     base_phase,
@@ -38,6 +41,8 @@ from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
 _NOT_IN_EVERY_STEP = (CALLBACK, LOGGING, CHECKPOINT, VALIDATION, EPOCH_START)
+# Our default: from this many samples of a GPU's steps on, their medians are compared between ranks.
+_MIN_GPU_SAMPLES = 5
 # What GpuFacts has of the windows of the GPUs that the model trains on.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -140,22 +145,33 @@ class RunRecorder:
         if not clock.blocks:
             return None
         parts = ["data_loading", "host_to_device_copy"]
-        if self._is_plain_ddp:
-            parts.append("forward")
-            # On a GPU the host waits in some optimizers for all that was computed, also by the other ranks.
-            parts += [] if self._on_gpu else ["optimizer"]
-            parts += [] if self._on_gpu or self._rank_waits.unseen else ["backward"]
+        wait_s = None
+        if not self._on_gpu:
+            wait_s = sum(block.rank_wait_s for block in clock.blocks) / sum(block.steps for block in clock.blocks)
+            if self._is_plain_ddp:
+                parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
+        times_s = {part: [getattr(block, f"{part}_s") / block.steps for block in clock.blocks] for part in parts}
         phase_s, phase_iqr_s = {}, {}
-        for part in parts:
-            steady = [getattr(block, f"{part}_s") / block.steps for block in clock.blocks]
-            low_s, phase_s[part], high_s = quantiles(steady * 2, method="inclusive")  # which one block is too few for
+        for part, each_s in (times_s | self._own_gpu_s()).items():
+            low_s, phase_s[part], high_s = quantiles(each_s * 2, method="inclusive")  # which one is too few for
             phase_iqr_s[part] = high_s - low_s
         for phase, seconds in clock.seconds.items():
             if base_phase(phase) in _NOT_IN_EVERY_STEP and phase != f"{LOGGING}/{SELF_LOG}":  # which may gather
                 phase_s[phase] = seconds / max(1, clock.steps)
-        steps = sum(block.steps for block in clock.blocks)
-        wait_s = None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps
         return {"own_step_s": sum(phase_s.values()), "phase_s": phase_s, "phase_iqr_s": phase_iqr_s, "wait_s": wait_s}
+
+    def _own_gpu_s(self) -> dict[str, list[float]]:
+        """Return the GPU's own times for the parts of sampled steps; empty if it waits for other ranks within them.
+
+        A GPU that waits for others in forward, as for the statistics of SyncBatchNorm, does so in backward, too.
+        """
+        idle, waits = self._clock.gpu_idle(), self._rank_waits
+        if not self._is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
+            return {}
+        if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
+            return {}
+        own = (FORWARD, BACKWARD, OPTIMIZER)
+        return {phase.partition("/")[2]: [step.get(phase, 0.0) for step in idle.last_steps] for phase in own}
 
     def ranks(self) -> tuple[RankStep, ...]:
         """Return how fast the ranks are, as far as they could be heard; empty with one rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,8 @@ _SAMPLE_EVERY = 8
 _MAX_UNREAD = 64
 # Our default: at most about this many parts of a step are marked; the rest counts as part of the one around them.
 _MAX_PARTS = 256
+# Our default: medians are taken over this many sampled steps, the last ones.
+_MAX_LAST_STEPS = 64
 # torch gives times since an event in milliseconds as 32-bit floats, which lose 4 us after a minute.
 _NEW_ORIGIN_S = 60.0
 _ORDER = list(PHASES)
@@ -151,6 +153,7 @@ class GpuTimeline:
         self._idle_s: defaultdict[str, float] = defaultdict(float)
         self._seen: Counter[str] = Counter()
         self._step_s: defaultdict[str, float] = defaultdict(float)
+        self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
         self.failure: RuntimeError | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,6 +190,11 @@ class GpuTimeline:
 
         return marked
 
+    def enter(self, phase: str) -> None:
+        """Mark that from here on the GPU is in another phase of the step, if the step is sampled."""
+        if self._sample is not None:
+            self._book(self._guard, lambda: self._part_begins(phase))
+
     def facts(self) -> GpuIdle:
         """Return what has been seen so far."""
         self._guard(self._read)
@@ -196,6 +204,7 @@ class GpuTimeline:
             idle_s=dict(self._idle_s),
             seen=dict(self._seen),
             step_s=dict(self._step_s),
+            last_steps=tuple(self._last_steps),
         )
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -257,8 +266,12 @@ class GpuTimeline:
                 self._host_s[phase] += seconds
             for phase, seconds in idle_by_phase(gap).items():
                 self._idle_s[phase] += seconds
+            step_s: defaultdict[str, float] = defaultdict(float)
             for (phase, event), (_, next_event) in pairwise(parts):
-                self._step_s[phase] += event.elapsed_time(next_event) / 1e3
+                step_s[phase] += event.elapsed_time(next_event) / 1e3
+            self._last_steps.append(step_s)
+            for phase, seconds in step_s.items():
+                self._step_s[phase] += seconds
             self._spare += (ended.event, *(event for _, event in parts[1:]))
             if begins_s - self._origin_s > _NEW_ORIGIN_S:
                 self._origin, self._origin_s = begins.event, begins_s  # it is left out of the spare ones

@@ -1,6 +1,6 @@
 """Books the time for which this rank waits for others, where the host waits: in collectives on the CPU, and barriers.
 
-Other collectives on a GPU the host only queues; it waits for them later, together with all that the GPU has to do.
+Other collectives on a GPU the host only queues. There, the end of backward is marked in the GPU's own time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.phases import rank_wait_in
+from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
+from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP, rank_wait_in
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account
 
@@ -29,10 +30,12 @@ class RankWaits:
         clock: Whose phases.
 
     Attributes:
+        gpu: Where the same is marked in the GPU's own time; ``None`` without a GPU.
         unseen: Whether a backward could not be told apart: its phase may hold waiting, too.
     """
 
     def __init__(self, clock: StepClock) -> None:
+        self.gpu: GpuTimeline | None = None
         self.unseen = False
         self._clock = clock
         self._thread = threading.get_ident()
@@ -74,6 +77,10 @@ class RankWaits:
 
         return timed
 
+    def waited_within(self, phase: str) -> bool:
+        """Return whether collectives were waited for in this phase, which on a GPU takes no time of the host."""
+        return any(account.phase == phase for account in self._accounts)
+
     def _wait_within(self, account: Account) -> Account:
         if account not in self._accounts:
             self._accounts[account] = self._clock.account(rank_wait_in(account.phase))
@@ -89,8 +96,12 @@ class RankWaits:
         if self._call_later(self._waited):  # comes after DistributedDataParallel's
             self._has_computed = True
             self._clock.switch(self._wait_within(self._around))
+            if self.gpu is not None:
+                self.gpu.enter(RANK_WAIT_IN_STEP)
 
     def _waited(self) -> None:
+        if self.gpu is not None:
+            self.gpu.enter(self._around.phase)
         self._clock.switch(self._around)
 
     def _call_later(self, function: Callable[[], None]) -> bool:

@@ -102,6 +102,7 @@ class GpuIdle:
         seen: How many of these gaps each phase was part of.
         step_s: Seconds of these steps by the GPU's own times, by part of the training step. What the GPU had to wait
             for in a part belongs to it.
+        last_steps: The same of each of the last of these steps.
     """
 
     samples: int
@@ -109,6 +110,7 @@ class GpuIdle:
     idle_s: Mapping[str, float]
     seen: Mapping[str, int]
     step_s: Mapping[str, float] = field(default_factory=dict)
+    last_steps: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,9 +214,9 @@ class RankStep:
         phase_s: The parts of it, by phase: of a steady step the medians of ``data_loading``, ``host_to_device_copy``,
             ``forward``, ``backward`` and ``optimizer``; of the rest the mean over all steps. What cannot be told apart
             from waiting for other ranks is left out, and so is the Trainer's own work.
+            On a GPU, ``forward``, ``backward`` and ``optimizer`` are by its own clock.
         phase_iqr_s: Of the medians among them, the interquartile range.
-        wait_s: Time for which it waits for other ranks on a steady step, the mean; ``None`` on a GPU, where that is no
-            time of the host.
+        wait_s: Mean time for which it waits for other ranks on a steady step; ``None`` on a GPU, which waits alone.
     """
 
     rank: int

@@ -12,17 +12,20 @@ from lightning_gpu_tools.training.run_measurements import SlowSteps, StepTimes
 from lightning_gpu_tools.training.stopwatch import Account
 
 # gpuprof's rule: the times of steps are uneven where the 99th percentile exceeds twice the median.
-SLOW_TIMES_MEDIAN = 2.0
-# A bin is 1 to 2 % wide, and holds the mean of its steps.
+_SLOW_TIMES_MEDIAN = 2.0
+# Our default: a bin is 1 to 2 % wide, and stands for the mean of its steps.
 _BINS_PER_OCTAVE = 64
-_MIN_STEPS = 8
+# Our defaults: the first median is taken after so many steps, and so many slow steps of a phase are kept.
+_FIRST_MEDIAN = 8
 _MAX_KEPT = 64
+# The batches of one step in eight show how long they usually are.
+_SEE_BATCH_EVERY = 8
 
 
 class StepTimeRecord:
     """Keeps how long steps took: all of them in bins, and by phase those that took more than twice the median.
 
-    A day of training takes as much memory as a minute. A step costs about a microsecond.
+    A month of training takes as much memory as an hour, and a step costs one to two microseconds.
 
     Args:
         accounts: The time by phase, as a stopwatch books it; may grow.
@@ -35,7 +38,7 @@ class StepTimeRecord:
     def __init__(self, accounts: Collection[Account], pauses: Collection[Account]) -> None:
         self.batch_items: int | None = None
         self._accounts, self._pauses = accounts, pauses
-        self._bins: dict[int, list[float]] = {}  # number of the bin -> steps, seconds
+        self._bins: dict[int, tuple[int, float]] = {}  # number of the bin -> steps, seconds
         self._count = 0
         self._longest_s, self._longest = 0.0, 0
         self._began_s = 0.0
@@ -43,7 +46,7 @@ class StepTimeRecord:
         self._before: list[float] = []
         self._paused_s = 0.0
         self._slow_from_s = math.inf
-        self._next_median = _MIN_STEPS
+        self._next_median = _FIRST_MEDIAN
         self._slow: dict[str, _SlowSteps] = {}
         self._in_slow_s: defaultdict[str, float] = defaultdict(float)
         self._items: deque[int] = deque(maxlen=_MAX_KEPT)
@@ -68,17 +71,17 @@ class StepTimeRecord:
         if step_s > self._longest_s:
             self._longest_s, self._longest = step_s, step - 1
         fraction, octave = math.frexp(step_s)
-        steps_and_s = self._bins.setdefault(int((octave + 2 * fraction) * _BINS_PER_OCTAVE), [0, 0.0])
-        steps_and_s[0] += 1
-        steps_and_s[1] += step_s
+        number = int((octave + 2 * fraction) * _BINS_PER_OCTAVE)
+        steps, seconds = self._bins.get(number, (0, 0.0))
+        self._bins[number] = steps + 1, seconds + step_s
         self._count += 1
         if whole_s > self._slow_from_s:
             self._add_slow(step - 1, whole_s, before)
-        elif step % _MIN_STEPS == 0 and self.batch_items is not None:
+        elif step % _SEE_BATCH_EVERY == 0 and self.batch_items is not None:
             self._items.append(self.batch_items)
         if self._count == self._next_median:
             self._next_median += 1 + self._count // 4
-            self._slow_from_s = SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
+            self._slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
 
     def _add_slow(self, step: int, whole_s: float, before: list[float]) -> None:
         assert self._first is not None
@@ -91,20 +94,21 @@ class StepTimeRecord:
             mean_s = (self._before[i] - (self._first[i] if i < len(self._first) else 0.0)) / self._count
             if seconds - mean_s > most_s:
                 phase, most_s, in_phase_s = account.phase, seconds - mean_s, seconds
-        slow = self._slow.setdefault(phase, _SlowSteps())
+        slow = self._slow.get(phase) or _SlowSteps()
         slow.count += 1
         slow.seconds += whole_s
         slow.in_phase_s += in_phase_s
         slow.steps.append(step)
         if self.batch_items is not None:
             slow.items.append(self.batch_items)
+        self._slow[phase] = slow
 
     def facts(self) -> StepTimes | None:
         """Return what is known so far; ``None`` before the second step. May be asked in any thread."""
         bins, slow_steps, in_slow_s = dict(self._bins), dict(self._slow), dict(self._in_slow_s)
         if not bins or self._first is None:
             return None
-        count, seconds = map(sum, zip(*bins.values(), strict=True))
+        count = sum(steps for steps, _ in bins.values())
         booked_s = {
             account.phase: now_s - before_s
             for account, now_s, before_s in zip_longest(list(self._accounts), self._before, self._first, fillvalue=0.0)
@@ -124,8 +128,8 @@ class StepTimeRecord:
             )
 
         return StepTimes(
-            count=round(count),
-            seconds=seconds,
+            count=count,
+            seconds=sum(seconds for _, seconds in bins.values()),
             p50_s=_percentile(bins, 0.50),
             p95_s=_percentile(bins, 0.95),
             max_s=self._longest_s,
@@ -135,7 +139,7 @@ class StepTimeRecord:
         )
 
 
-def _percentile(bins: Mapping[int, list[float]], share: float) -> float:
+def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:
     """Return the nearest-rank percentile, as the mean of its bin."""
     rank, of_bin = share * sum(steps for steps, _ in bins.values()), 0.0
     for number in sorted(bins):

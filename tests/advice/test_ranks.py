@@ -49,6 +49,12 @@ def test_a_rank_that_nobody_waits_for_is_not_blamed() -> None:
     assert straggler(dataclasses.replace(run, ranks=patient)) is None
 
 
+def test_what_one_rank_does_not_know_of_itself_does_not_count() -> None:
+    run = in_lockstep([0.010, 0.030])
+    ranks = (dataclasses.replace(run.ranks[0], own_step_s=0.0, phase_s={}), run.ranks[1])
+    assert straggler(dataclasses.replace(run, ranks=ranks)) is None
+
+
 def test_a_rank_whose_own_steps_vary_as_much_is_not_blamed() -> None:
     run = in_lockstep([0.010, 0.010, 0.030, 0.010])
     for iqr_s, is_blamed in ((0.019, True), (0.021, False)):

@@ -64,7 +64,7 @@ NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
             {"trainer": every(50, 1.0)},
             "slow_steps",
             {"kind": "periodic", "phase": "trainer", "period": "log_every_n_steps"},
-            'every 50 steps (log_every_n_steps), in "Trainer overhead")',
+            'every 50 steps, the period of log_every_n_steps, in "Trainer overhead")',
         ),
         (
             {"callback__Slow": every(20, 0.4)},
@@ -73,7 +73,12 @@ NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
             "The callback Slow takes 49 % of the wall time (19 ms per step; 18 of 379 steps took 21 times the median, "
             "every 20 steps).",
         ),
-        ({"logging__CSVLogger": every(50, 0.4)}, "logging", {"period": "log_every_n_steps"}, "every 50 steps ("),
+        (
+            {"logging__CSVLogger": every(50, 0.4)},
+            "logging",
+            {"period": "log_every_n_steps"},
+            "every 50 steps, the period of log_every_n_steps)",
+        ),
         (
             {"garbage_collection": every(30, 0.4)},
             "garbage_collection",
@@ -102,7 +107,7 @@ NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
             {"checkpoint": every(50, 2.0)},
             "checkpoint",
             {"every_steps": 50, "slow_steps": 7},
-            "every 50 steps (",
+            "every 50 steps",
         ),
     ],
 )
@@ -125,11 +130,11 @@ def test_uneven_steps_are_named(
             {},
             '1 of 379 steps took 151 times the median, in "training step": 27 %',
         ),
-        ({"training_step": at({1}, 30.0)}, {}, 'in the first 1 of 400 steps "training step" took'),
+        ({"training_step": at({1}, 30.0)}, {}, 'in the first of 400 steps "training step" took'),
         (
             {"training_step": every(4, 0.05)},
             {"accumulate_grad_batches": 4},
-            'every 4 steps (accumulate_grad_batches), in "training step"',
+            'every 4 steps, the period of accumulate_grad_batches, in "training step"',
         ),
     ],
 )
@@ -152,6 +157,13 @@ def test_longer_batches_explain_slow_steps() -> None:
     first = diagnose(run_of(varying)).findings[0]
     assert (first.cause, first.evidence["kind"], first.basis) == ("slow_steps", "longer_batches", "heuristic")
     assert first.evidence["batch_items_times"] == 5
+
+
+@pytest.mark.parametrize(("later_s", "kind"), [(0.001, "cold_cache"), (0.03, "too_few_workers")])
+def test_a_wait_that_goes_on_keeps_its_cause(later_s: float, kind: str) -> None:
+    diagnosis = diagnose(run_of(steps(data_loading=lambda number: 0.1 if number <= 250 else later_s)))
+    assert diagnosis.findings[0].evidence["kind"] == kind
+    assert "% of it in the first 249 of 400 steps" in diagnosis.why
 
 
 def test_workers_that_are_too_few_deliver_in_bursts_and_are_no_slow_batches() -> None:

@@ -83,6 +83,14 @@ FAULTS = {
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
     "cut legacy file": (LEGACY[: len(LEGACY) // 2], "damaged or cut file in torch's old format"),
     "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', "safetensors file cut short"),
+    "safetensors of another type": (
+        safetensors(b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}') + bytes(3),
+        "has a in the type F6_E2M3, which torch does not have",
+    ),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "GGUF file, as llama.cpp"),
+    "onnx": (b"\x08\x07\x12\x07pytorch\x1a\x052.0.1:" + bytes(100), "ONNX model"),
+    "npy": (b"\x93NUMPY\x01\x00" + bytes(100), r"NumPy array \(\.npy\)"),
+    "msgpack": (b"\x81\xa6params\x81\xa5Dense" + bytes(100), "msgpack file, as Flax"),
     "safetensors of nonsense": (safetensors(b'{"a": 1}'), "damaged safetensors file"),
     "safetensors cut in its weights": (
         safetensors(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}') + bytes(8),

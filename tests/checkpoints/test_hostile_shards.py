@@ -7,12 +7,14 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import records_of, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
@@ -218,6 +220,15 @@ def test_deepspeeds_files_that_contradict_each_other_are_refused(
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, stage)
     edit_file(next((folder / "tag").glob(f"{file}*")), edit)
     refuse(folder, message)
+
+
+def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
+    folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 2)
+    file = next((folder / "tag").glob("zero_pp_rank_1*"))
+    other = {"little": b"big", "big": b"little"}[sys.byteorder]
+    records = [(name, other if name.endswith("byteorder") else data) for name, data in records_of(file.read_bytes())]
+    file.write_bytes(zipped(records))
+    refuse(folder, "was written on a machine with another byte order.*save it as safetensors")
 
 
 @pytest.mark.parametrize(

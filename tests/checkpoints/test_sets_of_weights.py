@@ -99,7 +99,7 @@ def test_inspect_shows_and_convert_changes_every_set(
     for options, number in (((), 1), (("--entry", entry), 2)):
         assert main(["checkpoint", "convert", source, target, "--weights", "--force", *options]) == 0
         other = next(name for name in shown if (name == entry) != bool(options))
-        assert f'not those of "{other}"' in capsys.readouterr().out
+        assert f'not those of "{other}", for which there is --entry' in capsys.readouterr().out
         assert torch.load(target, weights_only=True)["0.bias"].tolist() == [number] * 2
 
 
@@ -124,7 +124,7 @@ def test_a_class_says_that_there_is_an_average(tmp_path: Path) -> None:
 
     raw = {f"net.{key}": value for key, value in net(1).state_dict().items()}
     torch.save(in_lightning("ema", AVERAGE)(raw), tmp_path / "a.ckpt")
-    with pytest.warns(UserWarning, match='root="ema" takes other weights'):
+    with pytest.warns(UserWarning, match='root="ema" takes the average'):
         assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt")) == {1}
     assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt", root="ema")) == {2}
 

@@ -26,7 +26,7 @@ from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError, UnsafeCheckpointError
 
 
 class Exploit:
@@ -126,6 +126,7 @@ def test_described_weights_are_those_that_torch_loads(
 ) -> None:
     path, plain = (tmp_path_factory.getbasetemp() / name for name in ("classes.pt", "plain.pt"))
     weights = OrderedDict((f"{i}.w", view(value)) for i, (value, view) in enumerate(drawn))
+    weights["more"] = torch.ones(2)  # scalars alone are no model
     assume(not (legacy and any(value.dtype is torch.uint16 for value in weights.values())))  # torch cannot load it
     if tied:
         weights["tied"] = weights["0.w"]
@@ -195,14 +196,21 @@ SPECIAL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_weights_that_take_code_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     torch.save({"state_dict": {"plain": torch.ones(2), "odd": SPECIAL[kind]()}, "mode": Mode.FAST}, tmp_path / "a.pt")
-    with pytest.raises(UnsafeCheckpointError, match=rf"more than numbers \({kind}\): odd\."):
+    with pytest.raises(UnsafeCheckpointError, match=rf"more than numbers, .* \({kind}\): odd\."):
         read_weights(tmp_path / "a.pt")
 
 
 def test_a_pickled_quantized_module_is_no_set_of_its_other_parts(tmp_path: Path) -> None:
     torch.save(quantized(), tmp_path / "a.pt")
-    with pytest.raises(UnsafeCheckpointError, match=r"more than numbers \(torch\.ao\.nn\..*\): \{0,2\}\.weight"):
+    with pytest.raises(UnsafeCheckpointError, match=r"more than numbers, .* \(torch\.ao\.nn\..*\): \{0,2\}\.weight"):
         read_weights(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_file_of_floats_is_no_file_of_a_quantized_model(strict: bool, tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"0\.scale|not in the model: \{0,2\}\.weight"):
+        load_weights(quantized(), tmp_path / "a.pt", strict=strict)
 
 
 def in_itself() -> nn.Module:
@@ -237,7 +245,7 @@ def test_what_is_changed_after_it_was_described_is_refused(tmp_path: Path) -> No
     state = b"(" + tensor(storage()) + b"K\x00K\x01\x85K\x01\x85tb"
     program = b"}(" + text("w") + tensor(storage()) + state + text("x") + b"cmine\nThing\n)Ru"
     (tmp_path / "a.pt").write_bytes(described_by(program))
-    with pytest.raises(UnsafeCheckpointError, match=r"more than numbers \(changed\): w"):
+    with pytest.raises(UnsafeCheckpointError, match=r"more than numbers, .* \(changed\): w"):
         read_weights(tmp_path / "a.pt")
 
 

@@ -22,6 +22,7 @@ from lightning_gpu_tools import (
     load_from_checkpoint,
     load_weights,
 )
+from lightning_gpu_tools.cli import main
 
 
 @pytest.fixture
@@ -95,12 +96,14 @@ import sys, torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from lightning_gpu_tools import CheckpointMismatchError, load_weights
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
 net, back = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+mesh = init_device_mesh("cpu", (2,))
+fully_shard(net, mesh=mesh)
 load_weights(net, f"{folder}/plain.pt")
 torch.save(net.state_dict(), f"{folder}/{rank}.pt")
 load_weights(back, f"{folder}/{rank}.pt")
@@ -109,15 +112,22 @@ assert all(torch.equal(value, whole[key]) for key, value in back.state_dict().it
 try:
     load_weights(back, f"{folder}/0.pt")
 except CheckpointMismatchError as error:
-    assert "0.weight (a part that another process saved" in str(error), error
+    assert 'It holds one part of a sharded checkpoint: "0.weight" is that of rank 0 of 2, Shard(dim=0).' in str(error)
 else:
     raise AssertionError("took the part of rank 0 for the one of rank 1")
+copies = {key: distribute_tensor(value, mesh, [Replicate()], src_data_rank=None) for key, value in whole.items()}
+if rank == 0:
+    torch.save(copies, f"{folder}/copies.pt")
+torch.distributed.barrier()
+load_weights(back, f"{folder}/copies.pt")
 torch.distributed.barrier()  # who ends first must not end the other's last exchange
 torch.distributed.destroy_process_group()
 """
 
 
-def test_each_process_loads_its_own_part_and_no_other(run_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_each_process_loads_its_own_part_and_no_other(
+    run_python: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).state_dict(), tmp_path / "plain.pt")
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda rank: run_python("-c", PROGRAM, str(rank), str(tmp_path)), range(2)))
@@ -125,7 +135,19 @@ def test_each_process_loads_its_own_part_and_no_other(run_python: Callable[..., 
     alone = "import sys, torch; from lightning_gpu_tools import load_weights\n"
     alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
     answer = run_python("-c", alone, str(tmp_path / "0.pt"))
-    assert "Torch cannot copy 0.weight (a part (rank 0 of 2, Shard(dim=0)) of a strided tensor instead" in answer.stderr
+    assert '0.pt does not fit Sequential. It holds one part of a sharded checkpoint: "0.weight"' in answer.stderr
+    copies = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    load_weights(copies, tmp_path / "copies.pt")
+    plain = torch.load(tmp_path / "plain.pt")
+    assert all(torch.equal(value, plain[key]) for key, value in copies.state_dict().items())
+    for action, code, words in (
+        ("convert", 1, "0.pt: It holds one part of a sharded checkpoint"),
+        ("diff", 3, "0.pt: It holds one part"),
+    ):
+        for name, expected in (("0.pt", code), ("copies.pt", 0)):
+            target = tmp_path / ("plain.pt" if action == "diff" else f"{name}.safetensors")
+            assert main(["checkpoint", action, str(tmp_path / name), str(target)]) == expected
+        assert words in capsys.readouterr().err
 
 
 DEEPSPEED = """

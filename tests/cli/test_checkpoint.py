@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import struct
 import subprocess
@@ -61,15 +62,6 @@ def net() -> Tied:
 def last(net: Tied, tmp_path: Path) -> str:
     write_checkpoint(lightning_checkpoint(wrapped(net)), tmp_path / "last.ckpt")
     return str(tmp_path / "last.ckpt")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = main(["checkpoint", *arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -459,6 +451,24 @@ def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path:
     assert seen["norm.weight", "dtype"]["detail"] == "float32 and float16"
     assert len(seen) == 4
     assert found["same"] == 8
+
+
+def test_an_unexpected_error_is_one_line_and_no_answer(
+    last: str, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('a broken\\x1b installation')")
+    path = f"{tmp_path}{os.pathsep}{os.getcwd()}"
+    for action in ("diff", "convert"):
+        answer = run_python(
+            *("-m", "lightning_gpu_tools", "checkpoint", action, last, str(tmp_path / "b.pt")), env={"PYTHONPATH": path}
+        )
+        assert (answer.returncode, answer.stdout) == (70, "")
+        assert re.fullmatch(
+            r"lightning-gpu-tools \S+ stopped on an unexpected error. Please report this line with the command: "
+            r"RuntimeError: a broken\\x1b installation \(.*checkpoint.py:\d+ .*> __init__.py:1\)\n",
+            answer.stderr,
+        )
 
 
 def test_diff_exits_3_where_there_is_nothing_to_compare(last: str, tmp_path: Path, run: Run) -> None:

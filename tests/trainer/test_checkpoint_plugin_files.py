@@ -20,6 +20,7 @@ import lightning_gpu_tools
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
@@ -175,6 +176,10 @@ def test_bare_weights_and_safetensors_can_be_tested_too(tmp_path: Path) -> None:
         target = Lit("DataParallel", seed=1)
         trainer(tmp_path).test(target, ckpt_path=tmp_path / name, verbose=False)
         assert same(net, target), name
+    with pytest.raises(
+        CheckpointMismatchError, match=r'a\.safetensors holds weights, but no "optimizer_states".*load_weig'
+    ):
+        trainer(tmp_path, epochs=2).fit(Lit(), ckpt_path=tmp_path / "a.safetensors")
     torch.save({"one": net.state_dict(), "two": net.state_dict()}, tmp_path / "two.pt")
     with pytest.raises(AmbiguousCheckpointError, match=r'entries .* fit: "one" and "two".*load_weights and root='):
         trainer(tmp_path).test(Lit(), ckpt_path=tmp_path / "two.pt")

@@ -1,6 +1,7 @@
 """load_from_checkpoint beside Lightning's own."""
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,42 @@ def test_hyperparameters_come_back_in_the_class_that_they_had(tmp_path: Path) ->
             mine, theirs = (load(tmp_path / "b.ckpt") for load in both(Typed))
         assert mine.kind is theirs.kind
         assert (mine.kind is Config) == (kind is Config)
+
+
+class BuildsItself(LightningModule):
+    """Stores a class and its arguments, and puts them together in a way of its own, as chemprop does."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, strict: bool = True, **more: Any
+    ) -> Any:
+        saved = torch.load(checkpoint_path)["hyper_parameters"]["part"]
+        return super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, part=saved["cls"](*saved["args"]), **more
+        )
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_class_that_builds_itself_does_so_from_a_trusted_file(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path = BuildsItself(nn.Linear(3, 2)), tmp_path / "a.ckpt"
+    weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+    content = {"pytorch-lightning_version": lightning_version, "state_dict": weights}
+    write_checkpoint({**content, "hyper_parameters": {"part": {"cls": nn.Linear, "args": (3, 2)}}}, path)
+    with pytest.raises(UnsafeCheckpointError, match="If you trust who wrote the file") as caught:
+        load_from_checkpoint(BuildsItself, path)
+    line = str(caught.value).rpartition("wrote the file: ")[2]
+    model = eval(line, {"load_from_checkpoint": load_from_checkpoint, "BuildsItself": BuildsItself})
+    assert torch.equal(model.part.weight, source.part.weight)
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
+    load_from_checkpoint(BuildsItself, path, weights_only=False)
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "0"
 
 
 def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

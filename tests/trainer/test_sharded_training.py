@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from fake_driver import Driver, gpu
 from launched_jobs import live_claims, said
+
+from lightning_gpu_tools.cli import main
 
 TESTS = Path(__file__).parents[1]
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -53,7 +56,12 @@ def fit(max_steps, sharded, ckpt_path=None):
     made.fit(Model(), ckpt_path=ckpt_path)
     return made
 
-fit(2, sharded=True).save_checkpoint(folder / "sharded")
+first = fit(2, sharded=True)
+first.save_checkpoint(folder / "sharded")
+torch.save(first.model.state_dict(), folder / f"rank{first.global_rank}.pt")
+loaded, trained = BoringModel(), first.model.layer.weight.full_tensor()
+load_weights(loaded, folder / "sharded")
+assert torch.equal(loaded.layer.weight, trained)
 resumed = fit(5, sharded=False, ckpt_path=folder / "sharded")
 assert resumed.global_step == 5
 resumed.save_checkpoint(folder / "whole.ckpt")
@@ -85,6 +93,10 @@ made = trainer(2, FreeMemoryDeepSpeedStrategy(stage=2, process_group_backend="gl
 made.fit(Model())
 os.write(1, f"SAID trained {made.global_rank} {' '.join(cpu_as_cuda.gpus_of(made))}\\n".encode())
 made.save_checkpoint(folder / "deepspeed")
+torch.distributed.barrier()
+loaded = BoringModel()
+load_weights(loaded, folder / "deepspeed")
+assert torch.equal(loaded.layer.weight, made.lightning_module.layer.weight.cpu())
 torch.distributed.destroy_process_group()
 """
 )
@@ -102,8 +114,15 @@ def train(tmp_path: Path, run_python: RunPython) -> Callable[..., subprocess.Com
     return run
 
 
-def test_fsdp2_trains_saves_and_resumes(train: Callable[..., object], tmp_path: Path) -> None:
+def test_fsdp2_trains_saves_and_resumes(
+    train: Callable[..., object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(FSDP2)
+    assert main(["checkpoint", "convert", str(tmp_path / "sharded"), str(tmp_path / "one.ckpt")]) == 0
+    one = torch.load(tmp_path / "one.ckpt")
+    assert (one["global_step"], [*one["state_dict"]]) == (2, ["layer.weight", "layer.bias"])
+    assert main(["checkpoint", "inspect", str(tmp_path / "rank1.pt")]) == 0
+    assert "rank 1 of 2, Shard(dim=0)" in " ".join(capsys.readouterr().out.split())
     report = json.loads((tmp_path / "gpu_report.json").read_text())
     assert (report["outcome"], report["steps"]) == ("completed", 3)
 
