@@ -282,7 +282,7 @@ def test_no_shard_is_ever_taken_for_a_whole(
     if renamed and kind.startswith("zero"):  # these are known by what they hold
         shard = shard.rename(folder / "renamed.pt")
     for act in (read_checkpoint, lambda path: load_weights(nn.Linear(1, 1), path, strict=False)):
-        with pytest.raises(BrokenCheckpointError, match=r"is (shard|rank|of rank|of one|the list)|holds the optimizer"):
+        with pytest.raises(BrokenCheckpointError, match=r"is (shard|rank|the file of|the list)|holds the optimizer"):
             act(shard)
     shard.unlink()
     with pytest.raises(
