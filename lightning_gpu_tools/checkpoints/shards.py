@@ -132,8 +132,9 @@ def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
     if "DCP_SHARDING_INFO" in structure.metadata:
         return Fault(
             "is one rank's part of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
-            "Join the parts with consolidate_safetensors_files of torch.distributed.checkpoint."
-            "_consolidate_hf_safetensors.",
+            "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
+            "storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader"
+            f"({printable_path(str(folder))!r}))",
         )
     numbers = _SHARD.fullmatch(name)
     if numbers is not None and int(numbers[2]) > 1:

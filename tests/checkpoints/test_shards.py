@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_files import TENSORS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,6 +215,16 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path) -> None:
         load_weights(Net(), tmp_path / "model-00001-of-00002.safetensors", strict=False)
     shutil.copy(tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model-00001-of-00001.safetensors")
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
+
+
+def test_parts_without_a_count_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(dict(WEIGHTS), storage_writer=writer, no_dist=True)
+    with pytest.raises(BrokenCheckpointError, match="is one rank's part") as caught:
+        read_checkpoint(next(tmp_path.glob("*.safetensors")))
+    state_dict = Net().state_dict()
+    exec(str(caught.value).partition("of a model: ")[2])  # as a user would paste it
+    assert all(torch.equal(state_dict[key], value) for key, value in WEIGHTS.items())
 
 
 def test_a_renamed_shard_is_known_by_its_index(tmp_path: Path) -> None:
