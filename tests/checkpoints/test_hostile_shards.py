@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +225,19 @@ def test_deepspeeds_files_that_contradict_each_other_are_refused(
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, stage)
     edit_file(next((folder / "tag").glob(f"{file}*")), edit)
     refuse(folder, message)
+
+
+@pytest.mark.parametrize("key", ["a", "step"])
+def test_verify_finds_a_flipped_bit_in_any_place(key: str, tmp_path: Path) -> None:
+    folder = write_distributed(tmp_path / "dcp", {"a": divided(torch.full((64,), 7.0), [9]), "step": [*range(1000)]})
+    assert verify_checkpoint(folder).has_checksums
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[data.rindex(struct.pack("<4f", 7, 7, 7, 7)) if key == "a" else data.rindex(b"M\x00\x01M\x01\x01") + 1] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(
+        BrokenCheckpointError, match=r"__0_0\.distcp is damaged: the checksum of the record .* is wrong"
+    ):
+        verify_checkpoint(folder)
 
 
 def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
