@@ -73,7 +73,8 @@ def read_checkpoint(
         except UnsafeCheckpointError as error:
             entries = check_contents(structure.content, path, TensorInfo)
             values = [value for weights in entries.values() for value in weights.values()]
-            if values and all(_is_plain(value) or not _holds_tensors(value) for value in values):
+            is_shard = structure.path != os.fspath(path)  # then the weights are elsewhere
+            if is_shard or (values and all(_is_plain(value) or not _holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (
                     f"{error}\n  To take only the weights, without opening the rest: "
