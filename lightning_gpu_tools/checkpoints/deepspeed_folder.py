@@ -125,7 +125,7 @@ def part_of_deepspeed(path: str, content: Any) -> Fault | None:
     if any(isinstance(module.get(key), TensorInfo) and module[key].shape != shape for key, shape in wanted.items()):
         rank, ranks = _MODEL_OF_RANK.fullmatch(name), content.get("dp_world_size")
         whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-        return Fault(f"is of {whose} of a DeepSpeed ZeRO-3 checkpoint, without the weights", advice)
+        return Fault(f"is the file of {whose} of a DeepSpeed ZeRO-3 checkpoint, without the weights", advice)
     return None
 
 
@@ -144,7 +144,7 @@ def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
         content = shards[name].content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
         there = [int(re.findall(r"pp_rank_(\d+)", other)[0]) for other in names]
-        if there != list(range(ranks)):
+        if ranks != len(names) or there != [*range(len(names))]:
             raise Fault(
                 f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(names)} are there",
                 "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.",

@@ -74,10 +74,11 @@ def read_checkpoint(
             entries = check_contents(structure.content, path, TensorInfo)
             values = [value for weights in entries.values() for value in weights.values()]
             if values and all(_is_plain(value) or not _holds_tensors(value) for value in values):
-                command = f"lightning-gpu-tools checkpoint convert {shlex.quote(printable_path(path))} TARGET --weights"
+                shown = printable_path(path)
                 error.args = (
-                    f"{error}\n  The weights alone come without opening any of this: lightning_gpu_tools.load_weights, "
-                    f"or {command}",
+                    f"{error}\n  To take only the weights, without opening the rest: "
+                    f"lightning_gpu_tools.load_weights(model, {shown!r}), "
+                    f"or: lightning-gpu-tools checkpoint convert {shlex.quote(shown)} weights.pt --weights",
                 )
             raise
 
@@ -241,8 +242,8 @@ def _described_weights(file: BinaryIO, structure: Structure, refusal: UnsafeChec
             except _NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
                 if _holds_tensors(value) and not key.endswith("_extra_state"):
                     special[key] = printable(error)
-        if hasattr(weights, "_metadata"):
-            sets[entry]._metadata = weights._metadata  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError, _NotPlainError):
+            sets[entry]._metadata = built(weights._metadata)  # type: ignore[attr-defined]
     if special:
         kinds = ", ".join(sorted({*special.values()}))
         refusal.args = (

@@ -46,16 +46,15 @@ class BackgroundJobs:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, what: str, job: _Job, after_s: float) -> None:
-        """Add a job.
+    def add(self, what: str, job: _Job) -> None:
+        """Add a job, to be called at once.
 
         Args:
             what: What it does, for the words of a fault: ``"Writing the report"``.
             job: Returns after how many seconds it is to be called again.
-            after_s: When it is called first.
         """
         with self._changed:
-            self._entries.append(_Entry(what, job, time.monotonic() + after_s))
+            self._entries.append(_Entry(what, job, 0.0))
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-background", daemon=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import shutil
 import sys
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -146,13 +148,16 @@ def test_no_filter_hides_that_there_is_no_report(
 
 
 def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 3600.0)  # written at the start, and not again
     folder = tmp_path / "run"
 
     class Remove(Callback):
         def on_train_end(self, *args: Any) -> None:
-            folder.rmdir()
+            while not (folder / "gpu_report.json").exists():
+                time.sleep(0.01)
+            shutil.rmtree(folder)
             folder.write_text("in the way")
 
     train(folder, Remove())
