@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, describing
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
@@ -116,7 +116,7 @@ def part_of_deepspeed(path: str, content: Any) -> Fault | None:
     optimizer = content.get(_OPTIMIZER)
     if isinstance(optimizer, Mapping) and _RANKS in optimizer:
         rank, ranks = _OPTIMIZER_OF_RANK.fullmatch(name), _count(optimizer[_RANKS])
-        whose = f"rank {int(rank[1])} of {ranks}" if rank else f"one of {ranks} ranks"
+        whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
         return Fault(f"holds the optimizer of {whose} of a DeepSpeed checkpoint, not the weights by name", advice)
     shapes, module = content.get("param_shapes"), content.get("module")
     if not isinstance(shapes, list) or not isinstance(module, Mapping):
@@ -135,7 +135,8 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    return max(ranks) if isinstance(ranks, list) and ranks else ranks  # one number for each group of parameters
+    """Return a number of ranks; there may be one for each group of parameters."""
+    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
 
 
 def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
