@@ -473,10 +473,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=TOYS)
     parser.add_argument("--seconds", type=float, default=6.0, help="of training (default: %(default)s)")
+    parser.add_argument("--traceml", action="store_true", help="with TraceML's callback")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    watching: list[Callback] = []
+    if args.traceml:
+        from traceml_ai.integrations.lightning import TraceMLCallback, init
+
+        init()
+        watching = [TraceMLCallback()]
     with tempfile.TemporaryDirectory() as folder:
-        train(TOYS[args.name], args.seconds, folder)
+        train(TOYS[args.name], args.seconds, folder, watching)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def part_of_dtensor(described: Any) -> Fault | None:
         if ranks > 1 and any(way != "Replicate" for way, _ in ways):
             how = ", ".join(way if dim is None else f"{way}(dim={int(dim)})" for way, dim in ways)
             return Fault(
-                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {how}",
+                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {printable(how)}",
                 "Save one file of all ranks with torch.distributed.checkpoint.state_dict.get_model_state_dict and "
                 "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
             )

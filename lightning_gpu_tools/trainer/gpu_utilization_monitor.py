@@ -129,8 +129,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
             return
         report = describe(session, trainer, outcome)
         running, self._running = self._running, None
-        assert running is not None
-        publish(report, running.file, trainer)
+        # There is none if another callback failed when training started, before it was this one's turn.
+        publish(report, ReportFile(self._folder) if running is None else running.file, trainer)
 
     @override
     def _give_up(self) -> None:

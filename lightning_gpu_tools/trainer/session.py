@@ -259,8 +259,8 @@ class Session:
         """
         if self._finished:
             return
-        self._finished = True
         self.background.close()
+        self._finished = True
         self._warn_once(self.background.faults)
         self._timer.stop()
         if self.recorder is not None and self._exchange is not None and self.clock.ran:

@@ -113,6 +113,18 @@ def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, 
     assert ("epoch" in content) == kind.startswith("Lightning")
 
 
+def test_weights_come_out_of_a_folder_with_other_objects(tmp_path: Path, run: Run) -> None:
+    folder = write_distributed(tmp_path / "dcp", {"model": in_blocks(WEIGHTS), "data": Path("a"), "step": 7})
+    out = run("inspect", folder)[1]
+    assert "step: the value 7" in out
+    assert "data: an object of the class pathlib" in out
+    assert load_weights(Net(), folder).unread == (f"pathlib.{type(Path()).__name__}",)
+    code, _, err = run("convert", folder, tmp_path / "a.pt")
+    assert (code, "checkpoint convert" in err and "weights.pt --weights" in err) == (1, True)
+    assert run("convert", folder, tmp_path / "a.pt", "--weights")[0] == 0
+    assert torch.load(tmp_path / "a.pt").keys() == WEIGHTS.keys()
+
+
 def test_lightnings_folder_becomes_a_lightning_checkpoint(tmp_path: Path, run: Run) -> None:
     folder = lightnings_folder(tmp_path / "last.ckpt")
     assert "Lightning checkpoint" in " ".join(run("inspect", folder)[1].split())  # a long path may part the words

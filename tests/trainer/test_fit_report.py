@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from sample_report import REPORT
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports import plot
 from lightning_gpu_tools.reports.report import ReportFile
@@ -134,6 +134,17 @@ def test_every_logger_gets_the_summary_as_far_as_it_can_show_it(
     assert {name: values[89] for name, values in metrics.items() if name.startswith("gpu_tools/")} == numbers
     assert texts.texts["gpu_tools/verdict"] == (report.diagnosis.verdict, 89)
     assert "The summary could not be sent to Broken: ConnectionError: the server is away" in capsys.readouterr().out
+
+
+def test_a_callback_that_fails_at_the_start_leaves_a_report(tmp_path: Path) -> None:
+    class Fail(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            raise ZeroDivisionError
+
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationAdvisor(), Fail(), GPUUtilizationMonitor()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Model(), loader(Samples(3)))
+    assert load_report(tmp_path).outcome == "stopped by ZeroDivisionError at step 0"
 
 
 @pytest.mark.parametrize("action", ["ignore", "error"])

@@ -175,12 +175,15 @@ PARTS = {
 
 
 def test_the_models_own_hooks_are_lines_and_lightnings_are_not(time: HandClock, tmp_path: Path) -> None:
-    clock = timed_fit(time, tmp_path, SlowHooks(time.spend), Spending(time.spend, "on_before_backward", 0.032))
+    before = Spending(time.spend, "on_before_backward", 0.032)
+    clock = timed_fit(time, tmp_path, SlowHooks(time.spend), before, plugins=[SlowPrecision(time.spend)])
     backward = PARTS["training_step/backward"]
     assert per_step(clock) == {
         "training_step/forward": FORWARD_S,
         "training_step/SlowHooks.backward": backward + 0.001,
         "training_step/optimizer": OPTIMIZER_S,
+        "training_step/gradient_clipping": 0.25,
+        "training_step/gradient_scaler": 0.125,
         "callback/SlowHooks.optimizer_zero_grad": 0.002,
         "callback/SlowHooks.configure_gradient_clipping": 0.004,
         "callback/SlowHooks.optimizer_step": 0.008,
