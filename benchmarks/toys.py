@@ -388,7 +388,9 @@ TOYS = {
     "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
                options=_DDP),
-    "ddp, a slow callback": Toy("straggler SlowOnRank1", model=SlowRankModel, callbacks=[SlowOnRank1], options=_DDP),
+    "ddp, a slow callback": Toy(
+        "straggler callback/SlowOnRank1", model=SlowRankModel, callbacks=[SlowOnRank1], options=_DDP
+    ),
     **{
         f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
         for part in ("forward", "backward", "optimizer")
