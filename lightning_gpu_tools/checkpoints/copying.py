@@ -7,6 +7,7 @@ model is loaded twice. The first time each weight that fits is replaced by the p
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -211,6 +212,9 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back.
     All processes must take part.
     """
+    if "deepspeed" not in sys.modules:
+        yield
+        return
     gathered = contextlib.ExitStack()
 
     def gather(module: nn.Module, *_: Any) -> None:

@@ -157,7 +157,7 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
     """Warn of averages that were not taken, and of what has no numbers yet: not everybody prints the report."""
     if any(map(is_average, fit.others)):
         warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
-    tensors = (*model.named_parameters(), *model.named_buffers())
+    tensors = (*model.named_buffers(), *(model.named_parameters() if fit.plan.missing else ()))
     without_numbers = [name for name, tensor in tensors if tensor.is_meta]
     if without_numbers:
         warnings.warn(

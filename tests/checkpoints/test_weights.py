@@ -1,9 +1,10 @@
 """load_weights on real files, real architectures and real wrappers."""
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,7 +195,9 @@ def test_what_holds_no_weights_says_what_it_holds(tmp_path: Path) -> None:
             load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
 
 
-def test_wrappers_of_missing_packages_are_known_by_name(tmp_path: Path) -> None:
+def test_engines_are_known_by_name_and_take_over_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class DeepSpeedEngine(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
@@ -206,6 +209,7 @@ def test_wrappers_of_missing_packages_are_known_by_name(tmp_path: Path) -> None:
             self.copies = [parameter.detach().double() for parameter in self.module.parameters()]
 
     DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     source, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     torch.save(source.state_dict(), tmp_path / "a.pt")
     engine = DeepSpeedEngine(target)
