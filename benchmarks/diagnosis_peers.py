@@ -3,10 +3,11 @@
     python benchmarks/diagnosis_peers.py [--seconds 6] [--only a b] [--output results.json]
 
 Needs traceml-ai in the same environment. Each training of benchmarks/toys.py, on the CPU and slowed down in one known
-place, runs once under ``traceml run``, as TraceML's own docs recommend, and once with this package's advisor. TraceML
-"names" a cause if its verdict has a word for it. With RESIDUAL-HEAVY it "hints" at a callback, a logger, a checkpoint,
-validation, the start of an epoch or a transfer: its advice lists such work among other things. A training to which it
-did not attach is left out of the sums of both.
+place, runs under ``traceml run``, as TraceML's own docs recommend, once as it is, so that TraceML adds its callback,
+and once with that callback in the script; and then with this package's advisor. TraceML "names" a cause if its verdict
+has a word for it. It "hints" at a callback, a logger, a checkpoint, validation, the start of an epoch or a transfer
+with RESIDUAL-HEAVY, whose advice lists such work among other things, and at backward and the optimizer with
+COMPUTE-BOUND. A training to which it did not attach is left out of the sums.
 """
 
 from __future__ import annotations
@@ -32,24 +33,30 @@ from rich.console import Console
 from rich.table import Table
 from toys import TOYS
 
-# TraceML's verdicts that name a known cause, by the first word of the cause.
+# TraceML's verdicts that name a known cause, by the cause or its first word.
 NAMES = {
     "data_loading": ("INPUT-BOUND",),
-    "straggler": ("INPUT STRAGGLER",),
+    "straggler data_loading": ("INPUT STRAGGLER", "STRAGGLER"),
+    "straggler": ("COMPUTE STRAGGLER", "STRAGGLER"),
     "host_to_device_copy": ("H2D-BOUND",),
     "healthy": ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED"),
     "too_short": ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED", "INSUFFICIENT", "no verdict"),
 }
-HINTED = ("callback", "logging", "checkpoint", "validation", "epoch_start", "host_to_device_copy")
+HINTED = {
+    "RESIDUAL-HEAVY": ("callback", "logging", "checkpoint", "validation", "epoch_start", "host_to_device_copy"),
+    "COMPUTE-BOUND": ("backward", "optimizer"),
+}
+WHO = ("ours", "traceml", "traceml_callback")
 
 
-def traceml_says(name: str, seconds: float, folder: Path) -> dict[str, Any]:
+def traceml_says(name: str, seconds: float, folder: Path, *, by_callback: bool) -> dict[str, Any]:
     """Train a toy under TraceML and return its verdict, with its reason and the steps that it saw."""
     toy = str(Path(__file__).with_name("toys.py"))
     processes = TOYS[name].options.get("devices", 1)
+    folder.mkdir()
     command = [str(Path(sys.executable).with_name("traceml")), "run", toy, "--nproc-per-node", str(processes)]
     run = subprocess.run(
-        [*command, "--run-name", "toy", "--args", name, "--seconds", str(seconds)],
+        [*command, "--run-name", "toy", "--args", name, "--seconds", str(seconds), *(["--traceml"] * by_callback)],
         cwd=folder, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     summary = folder / "logs" / "toy" / "final_summary.json"
@@ -58,7 +65,7 @@ def traceml_says(name: str, seconds: float, folder: Path) -> dict[str, Any]:
         "verdict": primary.get("status") or "no verdict",
         "why": primary.get("summary"),
         "steps": (primary.get("evidence") or {}).get("steps_analyzed"),
-        "attached": "callback added automatically" in re.sub(r"\s+", " ", run.stdout + run.stderr),
+        "attached": by_callback or "callback added automatically" in re.sub(r"\s+", " ", run.stdout + run.stderr),
         "exit_code": run.returncode,
     }
 
@@ -66,13 +73,13 @@ def traceml_says(name: str, seconds: float, folder: Path) -> dict[str, Any]:
 def judge(known: str, verdict: str) -> str:
     """Return whether TraceML's verdict names the known cause, hints at it, is another one, none, or a false alarm."""
     cause = known.split()[0]
-    if verdict.startswith(NAMES.get(cause, ())):
+    if verdict.startswith(NAMES.get(known, NAMES.get(cause, ()))):
         return "names"
     if verdict.startswith(("INSUFFICIENT", "no verdict")):
         return "no verdict"
     if cause in ("healthy", "too_short"):
         return "false alarm"
-    return "hints" if cause in HINTED and verdict == "RESIDUAL-HEAVY" else "misses"
+    return "hints" if cause in HINTED.get(verdict, ()) else "misses"
 
 
 def judge_ours(known: str, said: str) -> str:
@@ -88,13 +95,19 @@ def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
     for name in names:
         toy = TOYS[name]
         with tempfile.TemporaryDirectory() as folder:
-            theirs = traceml_says(name, seconds, Path(folder))
+            theirs = traceml_says(name, seconds, Path(folder, "zero-code"), by_callback=False)
+            by_callback = traceml_says(name, seconds, Path(folder, "callback"), by_callback=True)
             ask = answer_in_a_process if toy.needs_a_process else answer
             ours = ask(name, seconds, folder)["said"]
-        row = {"training": name, "known": toy.known, "ours": ours, "traceml": theirs}
+        row = {"training": name, "known": toy.known, "ours": ours, "traceml": theirs, "traceml_callback": by_callback}
         row["ours_is"] = judge_ours(toy.known, ours)
-        row["traceml_is"] = judge(toy.known, theirs["verdict"]) if theirs["attached"] else "did not attach"
-        print(f"{name}: {toy.known}; ours: {ours}; TraceML: {theirs['verdict']} ({row['traceml_is']})", flush=True)
+        for who in ("traceml", "traceml_callback"):
+            row[f"{who}_is"] = judge(toy.known, row[who]["verdict"]) if row[who]["attached"] else "did not attach"
+        print(
+            f"{name}: {toy.known}; ours: {ours}; TraceML: {theirs['verdict']} ({row['traceml_is']}), "
+            f"by its callback {by_callback['verdict']} ({row['traceml_callback_is']})",
+            flush=True,
+        )
         found.append(row)
     return found
 
@@ -112,14 +125,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = rows(args.only, args.seconds)
 
-    table = Table("training", "known cause", "this package", "TraceML", "TraceML's reason")
+    table = Table("training", "known cause", "this package", "TraceML", "by its callback", "TraceML's reason")
     for row in found:
-        theirs = row["traceml"]
-        verdict = f"{theirs['verdict']} ({row['traceml_is']})"
-        table.add_row(row["training"], row["known"], f"{row['ours']} ({row['ours_is']})", verdict, theirs["why"])
+        verdicts = [f"{row[who]['verdict']} ({row[f'{who}_is']})" for who in ("traceml", "traceml_callback")]
+        ours = f"{row['ours']} ({row['ours_is']})"
+        table.add_row(row["training"], row["known"], ours, *verdicts, row["traceml"]["why"])
     Console(width=180).print(table)
     both = [row for row in found if row["traceml_is"] != "did not attach"]
-    sums = {who: dict(Counter(row[f"{who}_is"] for row in both)) for who in ("ours", "traceml")}
+    sums = {who: dict(Counter(row[f"{who}_is"] for row in both)) for who in WHO}
     print(f"Of {len(both)} trainings that both ran on: {sums}")
     if args.output:
         versions = {"traceml-ai": importlib.metadata.version("traceml-ai")}

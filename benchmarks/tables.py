@@ -105,14 +105,20 @@ def diagnosis() -> str:
     other = peers["machine"]["traceml-ai"]
     of_both = [
         (who, *(str(peers[key].get(outcome, 0)) for outcome in outcomes))
-        for who, key in (("this package", "ours"), (f"TraceML {other}", "traceml"))
+        for who, key in (
+            ("this package", "ours"),
+            (f"TraceML {other}, zero-code", "traceml"),
+            (f"TraceML {other}, by its callback", "traceml_callback"),
+        )
+        if key in peers
     ]
     return block(
         table(("cases with a known cause", "diagnosed right"), *rows),
         source("diagnosis_suite.py", "diagnosis_suite"),
-        f"TraceML {other} under `traceml run`, on the {peers['both']} of these trainings on the CPU that it "
-        "attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
-        "epoch starts and transfers. Which kind of slow loading it is does not count here.",
+        f"TraceML {other} (the newest) under `traceml run`, on the {peers['both']} of these trainings on the CPU that "
+        "it attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
+        "epoch starts and transfers, its COMPUTE-BOUND at backward and the optimizer. Which kind of slow loading it "
+        "is does not count here.",
         table((f"of {peers['both']} trainings", *outcomes.values()), *of_both),
         source("diagnosis_peers.py", "diagnosis_peers"),
     )

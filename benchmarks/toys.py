@@ -388,7 +388,9 @@ TOYS = {
     "n": Toy("healthy", options={"max_steps": 2500}),
     "ddp": Toy("straggler data_loading", loader=lambda: DataLoader(Slow(0.02, slow_rank=1), batch_size=1),
                options=_DDP),
-    "ddp, a slow callback": Toy("straggler SlowOnRank1", model=SlowRankModel, callbacks=[SlowOnRank1], options=_DDP),
+    "ddp, a slow callback": Toy(
+        "straggler callback/SlowOnRank1", model=SlowRankModel, callbacks=[SlowOnRank1], options=_DDP
+    ),
     **{
         f"ddp, slow {part}": Toy(f"straggler {part}", model=partial(SlowRankModel, part), options=_DDP)
         for part in ("forward", "backward", "optimizer")
@@ -404,8 +406,8 @@ TOYS = {
     "slow hook of the model": Toy("callback SlowHookModel.on_train_batch_start", model=SlowHookModel),
     "slow scheduler": Toy("callback SlowScheduler.step", model=SlowSchedulerModel),
     "slow backward": Toy("backward", model=SlowBackwardModel),
-    "slow optimizer": Toy("optimizer", model=SlowOptimizerModel),
-    "slow optimizer, manual": Toy("optimizer", model=ManualSlowOptimizerModel),
+    "slow optimizer": Toy("optimizer SlowSGD", model=SlowOptimizerModel),
+    "slow optimizer, manual": Toy("optimizer SlowSGD", model=ManualSlowOptimizerModel),
     "slow clipping": Toy("callback SlowClippingModel.configure_gradient_clipping", model=SlowClippingModel),
     "slow optimizer_step": Toy("callback SlowOptimizerStepModel.optimizer_step", model=SlowOptimizerStepModel),
     "slow before backward": Toy("callback SlowGradientCallback", callbacks=[SlowGradientCallback]),
@@ -471,10 +473,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=TOYS)
     parser.add_argument("--seconds", type=float, default=6.0, help="of training (default: %(default)s)")
+    parser.add_argument("--traceml", action="store_true", help="with TraceML's callback")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    watching: list[Callback] = []
+    if args.traceml:
+        from traceml_ai.integrations.lightning import TraceMLCallback, init
+
+        init()
+        watching = [TraceMLCallback()]
     with tempfile.TemporaryDirectory() as folder:
-        train(TOYS[args.name], args.seconds, folder)
+        train(TOYS[args.name], args.seconds, folder, watching)
 
 
 if __name__ == "__main__":

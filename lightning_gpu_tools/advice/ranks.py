@@ -70,9 +70,8 @@ def straggler(run: RunMeasurements) -> Finding | None:
     if phase is None:
         where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
     else:
-        group, _, name = phase.partition("/")
-        evidence |= {"phase": group, "name": name} if name else {"phase": group}
-        where = f"It loses the time in {phase_of_rank(phase)}: {_ADVICE[group]}."
+        evidence["phase"] = phase
+        where = f"It loses the time in {_in_words(phase)}: {_ADVICE[base_phase(phase)]}."
     return counted(
         "straggler",
         share,
@@ -110,12 +109,10 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
     return fmean(waits) if waits and len(waits) == len(ranks) else None
 
 
-def phase_of_rank(phase: str) -> str:
-    """Return how to name a phase of a rank in a sentence: ``"waiting for data"``, ``"the callback Sampler"``."""
+def _in_words(phase: str) -> str:
+    """Return ``"waiting for data"``, ``"its backward pass"``, ``"SlowCallback"`` or ``"LitModel.on_train_start"``."""
     group, _, name = phase.partition("/")
-    if name:
-        return f"the {'logger' if group == 'logging' else group} {printable(name)}"
-    return _IN_STEP.get(group) or (PHASES[group].label if group in PHASES else printable(group))
+    return printable(name) or _IN_STEP.get(group) or PHASES[group].label
 
 
 def _is_waited_for(slow: RankStep, excess_s: float, ranks: Sequence[RankStep]) -> bool:

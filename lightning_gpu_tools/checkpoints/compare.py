@@ -105,8 +105,7 @@ def compare(
 def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
     content, _ = read_weights(path)
     has_one = len(weights_in(content, path)) == 1
-    _, weights = choose_weights(path, content, None if has_one else entry)
-    return weights
+    return choose_weights(path, content, None if has_one else entry)[1]
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:

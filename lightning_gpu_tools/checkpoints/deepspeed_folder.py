@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, describing
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
@@ -95,10 +95,11 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
         weights: OrderedDict[str, Any] = OrderedDict(content["module"])
         if not split.keys() <= weights.keys():
             raise damaged(_DAMAGE)
+        for name, value in weights.items():  # at stage 3 there is only an empty tensor for each parameter
+            is_empty = loaded != _WHOLE_MODEL and tuple(getattr(value, "shape", None) or ()) == (0,)
+            if is_empty and name not in split and name not in buffers:
+                raise damaged(f"no file has the numbers of {printable(name)}")
         weights.update(split)
-        empty = weights.keys() - split.keys() - buffers if len(models) > 1 or loaded != _WHOLE_MODEL else ()
-        if empty:
-            raise damaged(f"no file has the numbers of {printable(min(empty))}")
         if LIGHTNING_VERSION not in content:
             return weights
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
@@ -116,7 +117,7 @@ def part_of_deepspeed(path: str, content: Any) -> Fault | None:
     optimizer = content.get(_OPTIMIZER)
     if isinstance(optimizer, Mapping) and _RANKS in optimizer:
         rank, ranks = _OPTIMIZER_OF_RANK.fullmatch(name), _count(optimizer[_RANKS])
-        whose = f"rank {int(rank[1])} of {ranks}" if rank else f"one of {ranks} ranks"
+        whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
         return Fault(f"holds the optimizer of {whose} of a DeepSpeed checkpoint, not the weights by name", advice)
     shapes, module = content.get("param_shapes"), content.get("module")
     if not isinstance(shapes, list) or not isinstance(module, Mapping):
@@ -125,7 +126,7 @@ def part_of_deepspeed(path: str, content: Any) -> Fault | None:
     if any(isinstance(module.get(key), TensorInfo) and module[key].shape != shape for key, shape in wanted.items()):
         rank, ranks = _MODEL_OF_RANK.fullmatch(name), content.get("dp_world_size")
         whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-        return Fault(f"is of {whose} of a DeepSpeed ZeRO-3 checkpoint, without the weights", advice)
+        return Fault(f"is the file of {whose} of a DeepSpeed ZeRO-3 checkpoint, without the weights", advice)
     return None
 
 
@@ -135,7 +136,8 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    return max(ranks) if isinstance(ranks, list) and ranks else ranks  # one number for each group of parameters
+    """Return a number of ranks; there may be one for each group of parameters."""
+    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
 
 
 def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
@@ -144,7 +146,7 @@ def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
         content = shards[name].content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
         there = [int(re.findall(r"pp_rank_(\d+)", other)[0]) for other in names]
-        if there != list(range(ranks)):
+        if ranks != len(names) or there != [*range(len(names))]:
             raise Fault(
                 f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(names)} are there",
                 "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.",

@@ -121,9 +121,13 @@ def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> A
         shards = {name: _file_of_places(folder, name) for name in dict.fromkeys(place.file for place in places)}
         tree: dict[str, Any] = {}
         for key, (info, found) in objects.items():
-            if isinstance(info, SplitTensorInfo) and to_load:
-                info = replace(info, parts=tuple(_part(folder, shards, key, info, *block) for block in found))
-            _put(tree, paths.get(key, (key,)), PickledObject(found[0][2]) if info is None else info)
+            value: Any = info
+            if info is None:
+                described = _described(folder, shards, found[0][2])
+                value = PickledObject(found[0][2]) if to_load else described.content
+            elif to_load:
+                value = replace(info, parts=tuple(_part(folder, shards, key, info, *block) for block in found))
+            _put(tree, paths.get(key, (key,)), value)
         content = _with_lists(tree)
     loaded = (_EXTRA,) if _EXTRA in names else ()
     shards.update((name, folder.describe(name)) for name in loaded)
@@ -190,6 +194,17 @@ def _file_of_places(folder: Folder, name: str) -> Structure:
     return Structure(os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset(), records={})
 
 
+def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) -> Structure:
+    """Describe what is at a place, and add its records to those of the file."""
+    file: Any = Slice(folder.open(place.file), place)
+    found = describe(file, os.path.join(folder.path, place.file))
+    check_byte_order(file, found)
+    records: dict[str, Record] = shards[place.file].records  # type: ignore[assignment]
+    for name, record in found.records.items():
+        records[f"{place.start}/{name}"] = replace(record, start=place.start + record.start)
+    return found
+
+
 def _part(
     folder: Folder,
     shards: Mapping[str, Structure],
@@ -200,17 +215,11 @@ def _part(
     place: Place,
 ) -> Part:
     """Look up where in the file the numbers of a block are."""
-    shard = shards[place.file]
-    file: Any = Slice(folder.open(place.file), place)
-    found = describe(file, shard.path)
-    check_byte_order(file, found)
+    found = _described(folder, shards, place)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
         raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
-    records: dict[str, Record] = shard.records  # type: ignore[assignment]
-    for name, record in found.records.items():
-        records[f"{place.start}/{name}"] = replace(record, start=place.start + record.start)
     start = place.start + found.places[block.storage.key] + block.offset * BYTES_OF_DTYPE[block.dtype]
     return Part(place.file, start, offsets, sizes, block.strides)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.deepspeed_folder import part_of_deepspeed
-from lightning_gpu_tools.checkpoints.formats import SUFFIXES, opened
+from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, opened
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader, TensorInfo
 from lightning_gpu_tools.checkpoints.shards import part_of_a_whole
 from lightning_gpu_tools.checkpoints.structure import collector_paused, describe
@@ -54,7 +54,7 @@ def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
         newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
         whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
         for other in whole[:_MAX_NEIGHBORS]:
-            with contextlib.suppress(CheckpointError), opened(other) as file:
+            with contextlib.suppress(CheckpointError, Fault), opened(other) as file:
                 structure = describe(file, str(other))
                 is_part = part_of_a_whole(str(other), structure) or part_of_deepspeed(str(other), structure.content)
                 found = None if is_part else _shapes_of(structure.content)

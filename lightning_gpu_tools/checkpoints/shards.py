@@ -26,8 +26,8 @@ from lightning_gpu_tools.units import printable, printable_path
 _INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 # And the shards that it lists: huggingface_hub.split_torch_state_dict_into_shards.
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
-# Ten million keys with the names of their files.
-_MAX_INDEX_BYTES = 1 << 30
+# A million weights with the names of their files.
+_MAX_INDEX_BYTES = 128 << 20
 _INTERRUPTED = "Most likely a save, a copy or a download was interrupted. Copy the whole folder again."
 
 
@@ -117,7 +117,7 @@ def describe_index(folder: Folder, name: str) -> Assembly:
     del folder.files[name]  # it holds no numbers
     numbered = [match for match in map(_SHARD.fullmatch, names) if match]
     if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
-        raise Fault(f"lists {len(numbered)} shards that have themselves numbered to {int(numbered[0][2])}", RESTORE)
+        raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
     shards = {shard: folder.describe(shard) for shard in names}
 
     def assemble(contents: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -132,8 +132,9 @@ def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
     if "DCP_SHARDING_INFO" in structure.metadata:
         return Fault(
             "is one rank's part of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
-            "Join the parts with consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
-            "torch.distributed.checkpoint._consolidate_hf_safetensors.",
+            "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
+            "storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader"
+            f"({printable_path(str(folder))!r}))",
         )
     numbers = _SHARD.fullmatch(name)
     if numbers is not None and int(numbers[2]) > 1:
@@ -163,7 +164,7 @@ def part_of_dtensor(described: Any) -> Fault | None:
         if ranks > 1 and any(way != "Replicate" for way, _ in ways):
             how = ", ".join(way if dim is None else f"{way}(dim={int(dim)})" for way, dim in ways)
             return Fault(
-                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {how}",
+                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {printable(how)}",
                 "Save one file of all ranks with torch.distributed.checkpoint.state_dict.get_model_state_dict and "
                 "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
             )
@@ -253,10 +254,9 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
 def _indexes_in(folder: Path) -> Iterator[tuple[str, set[str]]]:
     """Yield every index in a folder, and the names of the shards that it lists."""
     with contextlib.suppress(OSError):  # of a folder that cannot be listed, or is none: a URL
-        for entry in sorted(folder.iterdir()):
-            if is_index(entry.name):
-                with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
-                    yield str(entry), set(_read_index(file).values())
+        for entry in sorted(entry for entry in folder.iterdir() if is_index(entry.name)):
+            with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
+                yield str(entry), set(_read_index(file).values())
 
 
 def _listed(names: list[str]) -> str:

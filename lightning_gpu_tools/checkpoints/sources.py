@@ -13,7 +13,7 @@ from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed,
 from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_distributed, is_piece
 from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, opened
 from lightning_gpu_tools.checkpoints.neighbors import naming_another
-from lightning_gpu_tools.checkpoints.shards import Folder, describe_index, is_index, part_of_a_whole
+from lightning_gpu_tools.checkpoints.shards import Folder, describe_index, describing, is_index, part_of_a_whole
 from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -115,11 +115,13 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     else:
         return None
     shards = assembly.shards
+    with describing("its files do not fit together"):
+        content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
     structure = Structure(
         path,
         sum(shard.size_bytes for shard in shards.values()),
         format_,
-        assembly.assemble({name: shards[name].content for name in assembly.loaded}),
+        content,
         frozenset().union(*(shards[name].globals for name in assembly.loaded)),
         frozenset().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,

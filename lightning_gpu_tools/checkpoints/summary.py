@@ -37,7 +37,8 @@ WIDTH = 100
 _MAX_ENTRIES = 20
 # Entries that have a line or a number of their own.
 _SHOWN = frozenset(
-    {"epoch", "global_step", "hyper_parameters", "callbacks", "optimizer_states", LIGHTNING_VERSION, MANIFEST}
+    {"epoch", "global_step", "hyper_parameters", "hparams_name", "hparams_type", "callbacks", "loops"}
+    | {"optimizer_states", LIGHTNING_VERSION, MANIFEST}
 )
 
 

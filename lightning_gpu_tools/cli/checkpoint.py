@@ -102,7 +102,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Compare the weights of two files. Wrappers and one root are taken off or put on the keys of A "
         "first, so that the same weights under other names are the same.",
         epilog="Exit code: 0 the same; 1 they differ; 2 wrong usage; 3 they cannot be compared, with the reason on "
-        "stderr.",
+        "stderr; 70 an unexpected error, as of every command.",
     )
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")

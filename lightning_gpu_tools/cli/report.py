@@ -16,8 +16,8 @@ _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command and its help."""
     parser.description = (
-        "Print the report that GPUUtilizationMonitor wrote at the end of a training run; with --against, "
-        "compare its steady steps with those of another run. Works without a GPU."
+        "Print the report that GPUUtilizationMonitor wrote of a training run, which may still run or may have been "
+        "killed; with --against, compare its steady steps with those of another run. Works without a GPU."
     )
     parser.epilog = (
         "Exit codes: 0 if printed, or within the limit; 1 if slower than the limit and beyond the runs' noise; 2 for "

@@ -101,23 +101,28 @@ class GpuWatch:
         return sharing
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
-        """Return each GPU over the whole run so far; at its end the GPUs are polled once more."""
+        """Return each GPU over the whole run so far, from any thread; at its end the GPUs are polled once more."""
         windows = self._sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
         validation = self._sampler.whole(phase="validation")
-        return tuple(
-            gpu_summary(
-                gpu,
-                windows[uuid],
-                validation[uuid],
-                self._sampler.timelines(uuid),
-                node=self._node,
-                started_s=self._started_s,
-                sharing=self._count_sharing(windows[uuid]),
-                others_memory_bytes_max=self._others_peak_bytes.get(uuid),
+        found = []
+        for uuid, gpu in self._gpus.items():
+            if uuid not in windows:
+                continue
+            sharing = self.sharing(windows[uuid])
+            peaks = [self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]
+            found.append(
+                gpu_summary(
+                    gpu,
+                    windows[uuid],
+                    validation[uuid],
+                    self._sampler.timelines(uuid),
+                    node=self._node,
+                    started_s=self._started_s,
+                    sharing=sharing,
+                    others_memory_bytes_max=max((peak for peak in peaks if peak is not None), default=None),
+                )
             )
-            for uuid, gpu in self._gpus.items()
-            if uuid in windows
-        )
+        return tuple(found)
 
     def close(self) -> None:
         """Stop sampling; what was sampled stays. Idempotent."""

@@ -11,7 +11,7 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.comparison import change_of_speed, compare
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import cause_phase, phase_label
-from lightning_gpu_tools.training.phases import PAUSES
+from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
 from lightning_gpu_tools.units import format_duration, printable
 
 # What advice changes, by its name in Report.settings; all other settings must match.
@@ -112,7 +112,9 @@ def _per_sample_s(report: Report) -> list[float]:
 
 
 def _phase_per_step(phase: str, report: Report) -> float:
-    return report.phase_s.get(phase, 0.0) / max(1, report.steps)
+    # Waiting for other ranks is only booked in parts, by what it held up.
+    parts = [name for name in report.phase_s if name == phase or base_phase(name) == phase == RANK_WAIT]
+    return sum(report.phase_s[name] for name in parts) / max(1, report.steps)
 
 
 def _phase_change(phase: str, new: Report, old: Report) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.phases import PHASES, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -252,8 +252,11 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 def cause_phase(report: Report) -> str | None:
     """Return the phase of the time tree that the first finding is about; ``None`` if there is no such phase."""
     for first in report.diagnosis.findings[:1]:
-        name = first.evidence.get("phase" if first.cause in ("unexplained", "slow_steps") else "name")
-        phases = (str(name), f"{first.cause}/{name}", f"{TRAINING_STEP}/{first.cause}", first.cause)
+        cause = first.cause
+        if cause == "communication" or (cause == "straggler" and first.evidence.get("rank") != 0):
+            return RANK_WAIT  # the tree is that of rank 0
+        name = first.evidence.get("phase" if cause in ("unexplained", "slow_steps", "straggler") else "name")
+        phases = (str(name), f"{cause}/{name}", f"{TRAINING_STEP}/{name}", f"{TRAINING_STEP}/{cause}", cause)
         return next((phase for phase in phases if phase in report.phase_s), None)
     return None
 

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
@@ -43,8 +44,8 @@ from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default: the report is first written so soon, and then whenever the run has become twice as long, at least once a
-# minute. So a run that is killed loses half of itself at most, or a minute.
+# Our default: the report is written at the start, so much later, and then whenever the run has become twice as long, at
+# least once a minute. So a run that is killed loses half of itself at most, or a minute.
 FIRST_WRITE_S = 2.0
 # Our default: how long a step may take until what is known without its end is written.
 _MAX_WAIT_S = 5.0
@@ -53,8 +54,8 @@ _MAX_WAIT_S = 5.0
 def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading | None = None) -> Report:
     """Return the report of a fit, with what the other ranks published last. For the training thread.
 
-    Of a fit that still runs it lacks what takes long, the GPUs' timelines and the cost of measuring, and
-    ``memory_growth``, which is the business of another thread then.
+    Of a fit that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, the
+    growth of memory, and the cost of measuring.
 
     Args:
         session: Of the fit.
@@ -69,9 +70,6 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
     clock, watch = session.clock, session.gpus
     times = measured.step_times
     settings = _settings(trainer, measured.host.cores)
-    gpus = session.gpu_summaries()
-    if not ended:
-        gpus = tuple(dataclasses.replace(gpu, timelines={}) for gpu in gpus)
     device = trainer.strategy.root_device.type
     thread_s = session.background.cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
     no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
@@ -81,7 +79,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
     def us_per_step(seconds: float) -> float | None:
         return seconds / clock.steps * 1e6 if clock.steps else None
 
-    return Report(
+    report = Report(
         outcome=outcome,
         started_at=datetime.fromtimestamp(session.started_s, timezone.utc).isoformat(timespec="seconds"),
         steps=clock.steps,
@@ -89,7 +87,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
         phase_s=measured.phase_s,
         step_s_median=None if times is None else times.p50_s,
         diagnosis=diagnosis,
-        gpus=gpus + session.gpus_of_other_nodes(),
+        gpus=session.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
         step_s_p95=None if times is None else times.p95_s,
         step_s_max=None if times is None else times.max_s,
@@ -103,9 +101,17 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
         ranks=measured.ranks,
         memory_growth=session.memory.growth() if ended else (),
         loader=None if session.loader_result is None else summarize(session.loader_result),
-        settings={**settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})},
+        settings=settings,
         process=ProcessId.of(os.getpid()),
     )
+    return _with_gpus(report, session.gpu_summaries()) if ended else report
+
+
+def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
+    """Return the report with the GPUs of this node added."""
+    gpus = tuple(gpus)
+    settings = {**report.settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})}
+    return dataclasses.replace(report, gpus=gpus + tuple(report.gpus), settings=settings)
 
 
 def _settings(trainer: Trainer, cores: float) -> dict[str, Any]:
@@ -145,8 +151,8 @@ class RunningReport:
         self._trainer = trainer
         self._host: HostReading | None = None
         self._measured = describe(session, trainer, RUNNING)
-        self._is_fresh = self._asked = self._saved = False
-        session.background.add("Writing the report while training runs", self._write, after_s=FIRST_WRITE_S)
+        self._is_fresh, self._asked, self._saved = True, False, False
+        session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
         """Measure, and have it written at once; for the training thread, after a step."""
@@ -170,7 +176,8 @@ class RunningReport:
             phase_s=phase_s,
             memory_growth=session.memory.growth(),
         )
-        self.file.save(report)
+        gpus = (dataclasses.replace(gpu, timelines={}) for gpu in session.gpu_summaries())
+        self.file.save(_with_gpus(report, gpus))
         self._saved = True
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 

@@ -64,8 +64,15 @@ _TIMED_HOOKS = frozenset(
     }
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
-# Of the model alone. Unless it overrides them they do what has a phase of its own.
-_STEP_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"})
+# Hooks of the strategy, and of a model that does not override them.
+_STEP_PARTS = {
+    "training_step": FORWARD,
+    "backward": BACKWARD,
+    "optimizer_step": OPTIMIZER,
+    "optimizer_zero_grad": ZERO_GRAD,
+    "configure_gradient_clipping": GRADIENT_CLIPPING,
+}
+_USERS_HOOKS = (_TIMED_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"}
 # Our default: a user's own actions may have a number in their names, and are not kept without end.
 _MAX_CONTEXTS = 1000
 
@@ -167,7 +174,7 @@ class FitTimer:
             self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)
 
     def _time_step(self) -> None:
-        """Time the parts of a training step: not by their actions, which there are not with manual optimization."""
+        """Time what no action covers of a training step."""
         trainer, clock, model = self._trainer, self.clock, self._trainer.lightning_module
         if trains_on_gpu(trainer):
             gpu = self.rank_waits.gpu = clock.measure_gpu()
@@ -176,10 +183,14 @@ class FitTimer:
             self._wrap(trainer, "strategy.training_step", partial(gpu.part, FORWARD))
             self._wrap(trainer, "strategy.backward", partial(gpu.part, BACKWARD))
             self._wrap(trainer, "strategy.optimizer_step", partial(gpu.part, OPTIMIZER))
-        self._time("strategy.training_step", FORWARD)
-        self._time("strategy.backward", BACKWARD)
-        self._wrap(trainer, "strategy.optimizer_step", clock.timed_optimizer_step)
-        self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
+        if not model.automatic_optimization:
+            self._time("strategy.backward", BACKWARD)
+            self._wrap(trainer, "strategy.optimizer_step", clock.timed_optimizer_step)
+            self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
+        if _overrides(model, LightningModule, "optimizer_step"):
+            self._time("strategy.optimizer_step", OPTIMIZER)
+        if _overrides(model, LightningModule, "configure_gradient_clipping"):
+            self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
         if _overrides(model, LightningModule, "backward"):
             self._time("strategy.precision_plugin.backward", f"{TRAINING_STEP}/{type(model).__name__}.backward")
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -297,7 +308,7 @@ def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     elif owner == "LightningDataModule":
         phase = _users_phase(trainer.datamodule, LightningDataModule, hook)  # type: ignore[attr-defined]
     elif owner == "Strategy":
-        phase = _users_phase(trainer.strategy, Strategy, hook)
+        phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, Strategy, hook)
     if phase is None:
         return nullcontext(action)
     return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
@@ -329,8 +340,8 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
 
 def _users_phase(owner: object, base: type, hook: str) -> str | None:
     """Return the phase of a hook that the model, the DataModule or the strategy overrides."""
-    timed = hook in _TRANSFER_HOOKS | _STEP_HOOKS or (hook in _TIMED_HOOKS and hook != "on_validation_end")
-    return f"{CALLBACK}/{type(owner).__name__}.{hook}" if timed and _overrides(owner, base, hook) else None
+    is_timed = hook in _USERS_HOOKS and _overrides(owner, base, hook)
+    return f"{CALLBACK}/{type(owner).__name__}.{hook}" if is_timed else None
 
 
 def _overrides(owner: object, base: type, hook: str) -> bool:
@@ -339,9 +350,9 @@ def _overrides(owner: object, base: type, hook: str) -> bool:
 
 def _default_phase(trainer: Trainer, hook: str) -> str | None:
     """Return the phase of a hook that the model leaves as Lightning has it."""
-    if hook == "optimizer_zero_grad":
-        return ZERO_GRAD
     if hook == "lr_scheduler_step":
         names = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         return f"{CALLBACK}/{' and '.join(names)}.step"
-    return None
+    if hook == "configure_gradient_clipping" and not trainer.gradient_clip_val:
+        return None  # which does nothing then
+    return _STEP_PARTS.get(hook)

@@ -48,6 +48,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
     the wall time went, and writes the same as ``gpu_report.json`` and, with the extra ``plot``, ``gpu_report.png`` into
     the Trainer's log directory. Without a GPU the report holds the host's part. Where the directory cannot be written,
     that is said when the fit begins, and the report is printed only. No fault of the monitor stops the training.
+    While the fit runs, a background thread writes ``gpu_report.json`` at least once a minute, so that a process that is
+    killed leaves one. Every logger gets the summary of the diagnosis at the end, as ``gpu_tools/...``.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
@@ -127,8 +129,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
             return
         report = describe(session, trainer, outcome)
         running, self._running = self._running, None
-        assert running is not None
-        publish(report, running.file, trainer)
+        # There is none if another callback failed when training started, before it was this one's turn.
+        publish(report, ReportFile(self._folder) if running is None else running.file, trainer)
 
     @override
     def _give_up(self) -> None:

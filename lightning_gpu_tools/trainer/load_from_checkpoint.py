@@ -237,8 +237,8 @@ def load_from_checkpoint(
         content = read_checkpoint(path, map_location=device, weights_only=weights_only)
     except UnsafeCheckpointError as error:
         error.args = (
-            f"{error}\n  Building a {model_class.__name__} takes the rest, too. If you trust who wrote the file: "
-            f"load_from_checkpoint({model_class.__name__}, {os.fspath(path)!r}, weights_only=False)",
+            f"{error}\n  Building a {model_class.__name__} needs the rest, too. If you trust who wrote the file: "
+            f"load_from_checkpoint({model_class.__name__}, {printable_path(path)!r}, weights_only=False)",
         )
         raise
     check_contents(content, path, torch.Tensor)

@@ -118,7 +118,7 @@ class Session:
             self.started_s = time.time()
             self.memory = MemoryHistory(trainer.strategy.root_device)
             if self._monitored is not None and trainer.is_global_zero:
-                self.background.add("Sampling the memory", self._poll_memory, after_s=0.0)
+                self.background.add("Sampling the memory", self._poll_memory)
             self._exchange = self.board("measured")
             self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
             if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
@@ -138,7 +138,7 @@ class Session:
                 return
             self.gpus = GpuWatch(
                 gpus,
-                self._pids_of_job,
+                lambda: self._own_pids,
                 trained_on=[gpu.uuid for gpu in trained_on if gpu.uuid is not None],
                 interval_s=interval_s,
                 gpm=gpm,
@@ -157,15 +157,14 @@ class Session:
         self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
         return tuple(gpu for gpu in readings if not gpu.error)
 
-    def _pids_of_job(self) -> frozenset[int] | None:
-        """Return this job's processes on the node by the driver's numbers; ``None`` as long as they are unknown."""
+    def _find_own_pids(self) -> None:
+        """Find out this job's processes on the node by the driver's numbers, as soon as all ranks have published."""
         exchange = self._exchange
         if self._own_pids is None and self._pids_are_ours and exchange is not None:
             trainer = self._trainer
             mates = [facts["pid"] for facts in exchange.read(0) if facts["node"] == trainer.node_rank]
             if len(mates) >= max(1, exchange.ranks // max(1, trainer.num_nodes)):
                 self._own_pids = frozenset(mates)
-        return self._own_pids
 
     def _enter(self, phase: sampler.Phase) -> None:
         if self.gpus is not None:
@@ -193,6 +192,7 @@ class Session:
         self.memory.note_allocated()
         self._warn_once([*map(str, self.memory.alarms), *self.background.faults])
         if self.gpus is not None and self._trainer.is_global_zero:
+            self._find_own_pids()
             metrics, troubles = self.gpus.take()
             self._warn_once(troubles)
             self._log_metrics(metrics, step)
@@ -242,6 +242,7 @@ class Session:
         """
         if self.recorder is None or self._exchange is None:
             return
+        self._find_own_pids()
         self._turn += next_turn
         facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
         if next_turn and self._monitored and self.gpus is not None and not self._trainer.is_global_zero:
@@ -258,8 +259,8 @@ class Session:
         """
         if self._finished:
             return
-        self._finished = True
         self.background.close()
+        self._finished = True
         self._warn_once(self.background.faults)
         self._timer.stop()
         if self.recorder is not None and self._exchange is not None and self.clock.ran:

@@ -22,7 +22,8 @@ _Job = Callable[[], float]
 class _Entry:
     what: str
     job: _Job
-    due_s: float
+    due_s: float = 0.0
+    has_failed: bool = False
 
 
 class BackgroundJobs:
@@ -41,21 +42,19 @@ class BackgroundJobs:
         self.faults: list[str] = []
         self.cpu_s = 0.0
         self._entries: list[_Entry] = []
-        self._failed: set[str] = set()
         self._changed = threading.Condition()  # guards the entries and what follows
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, what: str, job: _Job, after_s: float) -> None:
-        """Add a job.
+    def add(self, what: str, job: _Job) -> None:
+        """Add a job, to be called at once.
 
         Args:
             what: What it does, for the words of a fault: ``"Writing the report"``.
             job: Returns after how many seconds it is to be called again.
-            after_s: When it is called first.
         """
         with self._changed:
-            self._entries.append(_Entry(what, job, time.monotonic() + after_s))
+            self._entries.append(_Entry(what, job))
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-background", daemon=True)
@@ -83,9 +82,9 @@ class BackgroundJobs:
             # The top of a thread is the one place for this: whatever it was, the training goes on.
             except Exception as error:  # noqa: BLE001
                 again_s = _RETRY_S
-                if entry.what not in self._failed:
-                    self._failed.add(entry.what)
+                if not entry.has_failed:
                     self.faults.append(f"{entry.what} failed: {type(error).__name__}: {printable(error, 200)}.")
+                entry.has_failed = True
             self.cpu_s = time.thread_time()
             with self._changed:
                 entry.due_s = min(entry.due_s, time.monotonic() + again_s)

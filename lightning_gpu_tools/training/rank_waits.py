@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
-from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP, rank_wait_in
+from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP, rank_wait_in
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account
 
@@ -101,7 +101,7 @@ class RankWaits:
 
     def _waited(self) -> None:
         if self.gpu is not None:
-            self.gpu.enter(self._around.phase)
+            self.gpu.enter(BACKWARD)
         self._clock.switch(self._around)
 
     def _call_later(self, function: Callable[[], None]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
@@ -301,8 +302,8 @@ class RunMeasurements:
         precision: The Trainer's, as ``"32-true"``.
         matmul_precision: ``torch.get_float32_matmul_precision()``.
         log_every_n_steps: The Trainer's.
-        optimizers: The classes of the optimizers of a training on the CPU, and whether each has a fused kernel that is
-            not in use; empty on other devices, whose work the host does not see.
+        optimizers: The optimizers of a training on the CPU by class: ``torch``'s, ``fusible`` if it would gain from its
+            fused kernel, or the program's ``own``. Empty on other devices, whose work the host does not see.
         accumulate_grad_batches: The Trainer's.
         epoch_steps: Steps of a whole epoch; ``None`` if unknown.
         left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
@@ -331,7 +332,7 @@ class RunMeasurements:
     precision: str | None = None
     matmul_precision: str | None = None
     log_every_n_steps: int = 50
-    optimizers: Mapping[str, bool] = field(default_factory=dict)
+    optimizers: Mapping[str, Literal["torch", "fusible", "own"]] = field(default_factory=dict)
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None
     left_on_cpu: tuple[str, ...] = ()

@@ -203,7 +203,11 @@ def test_the_laws_of_every_diagnosis(
     run = dataclasses.replace(run, blocks=blocks or run.blocks)
     if not on_gpu:
         run = dataclasses.replace(
-            run, on_gpu=False, utilization_percent=None, gpu_idle=None, optimizers={"Adam": workers > 8}
+            run,
+            on_gpu=False,
+            utilization_percent=None,
+            gpu_idle=None,
+            optimizers={"Adam": "fusible" if workers > 8 else "own"},
         )
     diagnosis = diagnose(run, min_steps=1)
     assert len(diagnosis.findings) <= 4

@@ -67,7 +67,7 @@ def test_a_rank_whose_own_steps_vary_as_much_is_not_blamed() -> None:
     [
         ("data_loading", "It loses the time in waiting for data: compare its storage"),
         ("backward", "It loses the time in its backward pass: compare its clocks"),
-        ("callback/Probe", "It loses the time in the callback Probe: make it cheaper"),
+        ("callback/Probe", "It loses the time in Probe: make it cheaper"),
         ("checkpoint", "It loses the time in writing checkpoints: save less often"),
     ],
 )

@@ -119,6 +119,8 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
 
 def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
     other_model = saved({"state_dict": {"a": torch.ones(7)}})
+    endless = torch.nn.Linear(2, 2)
+    endless._modules["again"] = endless
     files = {
         "old.ckpt": GOOD,
         "newer.ckpt": GOOD,
@@ -127,6 +129,7 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
         "rng_state.pth": saved({"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}),
         "optimizer.pt": saved(torch.optim.Adam([torch.ones(2)]).state_dict()),
         "module.bin": saved({"state_dict": torch.nn.Linear(600, 30).state_dict(), "where": Path()}),
+        "endless.ckpt": saved(endless),
         "model-00001-of-00002.bin": GOOD,
         "mp_rank_00_model_states.pt": GOOD,
         "notes.txt": GOOD,

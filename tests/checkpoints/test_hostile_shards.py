@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_an_index_names_files_of_its_own_folder_only(name: str, tmp_path: Path) 
     [
         (lambda weight_map: weight_map.update(d=SECOND), f"{SECOND} does not hold d"),
         (lambda weight_map: weight_map.pop("b"), "model-00001-of-00002.safetensors also holds b"),
-        (lambda weight_map: weight_map.pop("c"), "lists 1 shards that have themselves numbered to 2"),
+        (lambda weight_map: weight_map.pop("c"), "lists only 1 of 2 shards"),
         (
             lambda weight_map: weight_map.update(b=SECOND),
             f"-00001-.* also holds b, which {SECOND} holds, too|{SECOND} does not hold b",
@@ -140,6 +141,7 @@ def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
         ),
         (lambda m: setattr(m, "planner_data", {"a": ("x",), "b": ("x",)}), "two things called x|does not describe"),
         (lambda m: setattr(m, "planner_data", {"a": ("x",) * 5000}), "does not describe a checkpoint"),
+        (lambda m: setattr(m, "planner_data", {"a": (0,), "b": (1,)}), "do not fit together"),
         (lambda m: setattr(m, "state_dict_metadata", None), "does not describe a checkpoint"),
     ],
 )
@@ -211,6 +213,9 @@ def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
             lambda c: c["optimizer_state_dict"].update(partition_count=4),
             "is of 4 ranks, but 2 are there",
         ),
+        (2, "mp_rank_00", lambda c: c.update(module=None), "do not fit together"),
+        (3, "zero_pp_rank_0_mp_rank_00_m", lambda c: c.update(module=[3]), "do not fit together"),
+        (2, "zero_pp_rank_1", lambda c: c["optimizer_state_dict"].update(partition_count=1 << 62), "but 2 are there"),
         (1, "zero_pp_rank_0", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),
     ],
 )
@@ -220,6 +225,19 @@ def test_deepspeeds_files_that_contradict_each_other_are_refused(
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, stage)
     edit_file(next((folder / "tag").glob(f"{file}*")), edit)
     refuse(folder, message)
+
+
+@pytest.mark.parametrize("key", ["a", "step"])
+def test_verify_finds_a_flipped_bit_in_any_place(key: str, tmp_path: Path) -> None:
+    folder = write_distributed(tmp_path / "dcp", {"a": divided(torch.full((64,), 7.0), [9]), "step": [*range(1000)]})
+    assert verify_checkpoint(folder).has_checksums
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[data.rindex(struct.pack("<4f", 7, 7, 7, 7)) if key == "a" else data.rindex(b"M\x00\x01M\x01\x01") + 1] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(
+        BrokenCheckpointError, match=r"__0_0\.distcp is damaged: the checksum of the record .* is wrong"
+    ):
+        verify_checkpoint(folder)
 
 
 def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
@@ -239,6 +257,21 @@ def test_a_model_that_more_than_zero_has_split_is_refused(name: str, tmp_path: P
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
     (folder / "tag" / name).touch()
     refuse(folder, f"more than ZeRO has split \\({name}\\)")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"optimizer_state_dict": {"partition_count": ["a", 1]}},
+        {"optimizer_state_dict": {"partition_count": "\x1b[2J"}},
+        {"param_shapes": [{"a": 3}, 4], "module": {"a": torch.ones(2)}, "dp_world_size": "\x1b[2J"},
+    ],
+)
+def test_odd_contents_of_deepspeeds_entries_are_named_in_print(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(BrokenCheckpointError, match=r"(is the file|holds the optimizer) of one of .* ranks") as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tag", ["../elsewhere", "/tmp", "", ".."])

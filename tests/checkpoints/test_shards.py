@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_files import TENSORS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +111,18 @@ def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, 
     assert run("diff", source, tmp_path / "whole.pt")[0] == 0
     content = torch.load(tmp_path / "all.ckpt")
     assert ("epoch" in content) == kind.startswith("Lightning")
+
+
+def test_weights_come_out_of_a_folder_with_other_objects(tmp_path: Path, run: Run) -> None:
+    folder = write_distributed(tmp_path / "dcp", {"model": in_blocks(WEIGHTS), "data": Path("a"), "step": 7})
+    out = run("inspect", folder)[1]
+    assert "step: the value 7" in out
+    assert "data: an object of the class pathlib" in out
+    assert load_weights(Net(), folder).unread == (f"pathlib.{type(Path()).__name__}",)
+    code, _, err = run("convert", folder, tmp_path / "a.pt")
+    assert (code, "checkpoint convert" in err and "weights.pt --weights" in err) == (1, True)
+    assert run("convert", folder, tmp_path / "a.pt", "--weights")[0] == 0
+    assert torch.load(tmp_path / "a.pt").keys() == WEIGHTS.keys()
 
 
 def test_lightnings_folder_becomes_a_lightning_checkpoint(tmp_path: Path, run: Run) -> None:
@@ -216,6 +229,16 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path) -> None:
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
 
+def test_parts_without_a_count_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(dict(WEIGHTS), storage_writer=writer, no_dist=True)
+    with pytest.raises(BrokenCheckpointError, match="is one rank's part") as caught:
+        read_checkpoint(next(tmp_path.glob("*.safetensors")))
+    state_dict = Net().state_dict()
+    exec(str(caught.value).partition("of a model: ")[2])  # as a user would paste it
+    assert all(torch.equal(state_dict[key], value) for key, value in WEIGHTS.items())
+
+
 def test_a_renamed_shard_is_known_by_its_index(tmp_path: Path) -> None:
     index = write_index(tmp_path, WEIGHTS, 2)
     index.write_text(index.read_text().replace("model-00001-of-00002", "first"))
@@ -282,7 +305,7 @@ def test_no_shard_is_ever_taken_for_a_whole(
     if renamed and kind.startswith("zero"):  # these are known by what they hold
         shard = shard.rename(folder / "renamed.pt")
     for act in (read_checkpoint, lambda path: load_weights(nn.Linear(1, 1), path, strict=False)):
-        with pytest.raises(BrokenCheckpointError, match=r"is (shard|rank|of rank|of one|the list)|holds the optimizer"):
+        with pytest.raises(BrokenCheckpointError, match=r"is (shard|rank|the file of|the list)|holds the optimizer"):
             act(shard)
     shard.unlink()
     with pytest.raises(

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import struct
 import subprocess
 import sys
@@ -369,20 +368,6 @@ def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Pat
     torch.save({"nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, path)
     assert run("diff", path, path)[0] == 0
     assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
-
-
-def test_weights_beside_classes_are_converted_and_compared(net: Tied, tmp_path: Path, run: Run) -> None:
-    path, target = str(tmp_path / "a.pt"), str(tmp_path / "b c.pt")
-    torch.save({"model": net.state_dict(), "hparams": {"data": tmp_path}}, path)
-    code, _, err = run("convert", path, target)
-    assert (code, os.path.exists(target)) == (1, False)
-    command = err.rpartition("or lightning-gpu-tools checkpoint ")[2].replace("TARGET", f"'{target}'")
-    assert run(*shlex.split(command))[1:] == (
-        f"{target}: 13 weights, left unread, as it takes code to open: pathlib.PosixPath\n",
-        "",
-    )
-    assert torch.load(target).keys() == net.state_dict().keys()
-    assert run("diff", path, target)[:2] == (0, f"{path} and {target}: 13 weights are the same\n")
 
 
 @given(data=st.data())

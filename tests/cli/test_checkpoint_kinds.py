@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,3 +80,20 @@ def test_inspect_lists_entries_and_hyperparameters_of_any_class(tmp_path: Path, 
     assert [line.partition(":")[0] for line in lines if " keys, " in line] == ["state_dict", "model_ema"]
     summary = json.loads(run("inspect", path, "--json")[1])
     assert summary["entries"]["state_dict"].startswith("a dictionary with weight, bias")
+
+
+def test_weights_beside_classes_are_converted_and_compared(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, target = str(tmp_path / "a b.pt"), str(tmp_path / "b.pt")
+    torch.save({"model": WEIGHTS, "hparams": {"data": tmp_path}}, path)
+    code, _, err = run("convert", path, target)
+    assert (code, os.path.exists(target)) == (1, False)
+    monkeypatch.chdir(tmp_path)
+    target, command = "weights.pt", err.rpartition("or: lightning-gpu-tools checkpoint ")[2]
+    assert run(*shlex.split(command))[1:] == (
+        f"{target}: 2 weights, left unread, as it takes code to open: pathlib.PosixPath\n",
+        "",
+    )
+    assert torch.load(target).keys() == WEIGHTS.keys()
+    assert run("diff", path, target)[:2] == (0, f"{path} and {target}: 2 weights are the same\n")

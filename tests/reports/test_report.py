@@ -66,6 +66,18 @@ def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
     assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
+@pytest.mark.parametrize(("rank", "marked"), [(1, "waiting for other ranks"), (0, "backward")])
+def test_a_slow_rank_is_marked_where_rank_zero_feels_it(rank: int, marked: str) -> None:
+    finding = replace(FINDING, cause="straggler", evidence={"rank": rank, "phase": "backward"})
+    report = replace(
+        REPORT,
+        phase_s={"training_step/backward": 21.4, "rank_wait/training step": 20.0},
+        diagnosis=replace(REPORT.diagnosis, findings=(finding,)),
+    )
+    (line,) = [line for line in render_text(report).splitlines() if line.endswith("◀ cause")]
+    assert f"─ {marked} " in line
+
+
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
     gpu = replace(
         REPORT.gpus[0],

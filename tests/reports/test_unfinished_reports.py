@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_report import REPORT
 
@@ -62,6 +62,7 @@ def test_a_process_whose_parent_never_asks_has_ended(tmp_path: Path) -> None:
 runs = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6)
 
 
+@settings(max_examples=25, deadline=None)  # each write is flushed to the disk
 @given(runs)
 def test_the_last_run_and_the_last_finished_one_are_kept(runs: list[tuple[int, bool]]) -> None:
     """Of each run: how often it was written meanwhile, and whether it came to an end."""

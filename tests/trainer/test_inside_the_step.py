@@ -83,7 +83,8 @@ def timed_fit(time: HandClock, folder: Path, model: LightningModule, *callbacks:
         def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             FitTimer(trainer, clock)
 
-    quiet_trainer(folder, callbacks=[Watch(), *callbacks], **options).fit(model, loader(Samples(STEPS)))
+    trainer = quiet_trainer(folder, callbacks=[Watch(), *callbacks], num_sanity_val_steps=0, **options)
+    trainer.fit(model, loader(Samples(STEPS)), loader(Samples(2)))
     return clock
 
 
@@ -174,12 +175,15 @@ PARTS = {
 
 
 def test_the_models_own_hooks_are_lines_and_lightnings_are_not(time: HandClock, tmp_path: Path) -> None:
-    clock = timed_fit(time, tmp_path, SlowHooks(time.spend), Spending(time.spend, "on_before_backward", 0.032))
+    before = Spending(time.spend, "on_before_backward", 0.032)
+    clock = timed_fit(time, tmp_path, SlowHooks(time.spend), before, plugins=[SlowPrecision(time.spend)])
     backward = PARTS["training_step/backward"]
     assert per_step(clock) == {
         "training_step/forward": FORWARD_S,
         "training_step/SlowHooks.backward": backward + 0.001,
         "training_step/optimizer": OPTIMIZER_S,
+        "training_step/gradient_clipping": 0.25,
+        "training_step/gradient_scaler": 0.125,
         "callback/SlowHooks.optimizer_zero_grad": 0.002,
         "callback/SlowHooks.configure_gradient_clipping": 0.004,
         "callback/SlowHooks.optimizer_step": 0.008,
@@ -225,17 +229,21 @@ class Metric(torchmetrics.MeanMetric):
 
 
 class Logging(SlowParts):
-    """Spends time where Lightning zeroes gradients, and where it computes a metric for the log."""
+    """Spends time where Lightning zeroes gradients, and where it computes a metric for the log, also in validation."""
 
     def __init__(self, spend: Callable[[float], None]) -> None:
         super().__init__(spend)
-        self.metric = Metric()
-        self.metric.spend = spend
+        self.metric, self.val_metric = Metric(), Metric()
+        self.metric.spend = self.val_metric.spend = spend
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.metric.update(1.0)
         self.log("metric", self.metric, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.val_metric.update(1.0)
+        self.log("val_metric", self.val_metric)
 
     def configure_optimizers(self) -> Any:
         class SlowToZero(SlowSGD):
@@ -255,5 +263,6 @@ def test_what_lightning_does_in_a_step_has_lines_of_its_own(time: HandClock, tmp
         "training_step/gradient_clipping": 0.25,
         "training_step/gradient_scaler": 0.125,
         "logging/self.log": 4.0 / STEPS,
+        "validation": 4.0 / STEPS,
     }
     assert clock.blocks[0].optimizer_s == 10 * (OPTIMIZER_S + 0.5 + 0.25 + 0.125)

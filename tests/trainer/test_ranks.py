@@ -36,6 +36,7 @@ def test_rank_zero_reports_for_all_ranks(tmp_path: Path) -> None:
     report = load_report(report_file)
     assert report.settings["world_size"] == 2
     assert [rank.rank for rank in report.ranks] == [0, 1]
+    assert report.phase_s["rank_wait/signal check"] > 0
 
 
 def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> None:

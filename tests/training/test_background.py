@@ -39,16 +39,14 @@ class Job:
 
 
 def test_each_job_says_when_it_is_called_again(jobs: BackgroundJobs) -> None:
-    often, seldom, later = Job(0.001), Job(HOUR_S), Job(HOUR_S)
-    for job, after_s in ((often, 0.0), (seldom, 0.0), (later, HOUR_S)):
-        jobs.add("It", job, after_s)
+    often, seldom = Job(0.001), Job(HOUR_S)
+    for job in (often, seldom):
+        jobs.add("It", job)
     assert all(often.was_called() for _ in range(5))
     assert seldom.was_called()
     assert not seldom.was_called(0.0)
-    assert not later.was_called(0.0)
     jobs.run_now()
     assert seldom.was_called()
-    assert later.was_called()
 
 
 def test_a_job_that_is_wanted_while_it_runs_runs_once_more(jobs: BackgroundJobs) -> None:
@@ -60,7 +58,7 @@ def test_a_job_that_is_wanted_while_it_runs_runs_once_more(jobs: BackgroundJobs)
         assert go_on.wait(20)
         return HOUR_S
 
-    jobs.add("It", job, 0.0)
+    jobs.add("It", job)
     assert runs.wait(20)
     jobs.run_now()
     go_on.set()
@@ -71,8 +69,8 @@ def test_a_job_that_is_wanted_while_it_runs_runs_once_more(jobs: BackgroundJobs)
 def test_an_error_is_kept_once_and_the_job_tried_again(jobs: BackgroundJobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_RETRY_S", 0.001)
     failing, sound = Job(0.0, OSError(28, "No space left on device")), Job(0.001)
-    jobs.add("Writing", failing, 0.0)
-    jobs.add("Sampling", sound, 0.0)
+    jobs.add("Writing", failing)
+    jobs.add("Sampling", sound)
     for job in (failing, sound):
         assert all(job.was_called() for _ in range(3))
     assert jobs.faults == ["Writing failed: OSError: [Errno 28] No space left on device."]
@@ -82,7 +80,7 @@ def test_a_job_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(background, "_TIMEOUT_S", 0.05)
     runs, go_on = threading.Event(), threading.Event()
     jobs = BackgroundJobs()
-    jobs.add("It", lambda: runs.set() or go_on.wait(60) or HOUR_S, 0.0)  # type: ignore[func-returns-value]
+    jobs.add("It", lambda: runs.set() or go_on.wait(60) or HOUR_S)  # type: ignore[func-returns-value]
     assert runs.wait(20)
     jobs.close()
     (thread,) = background_threads()
@@ -98,7 +96,7 @@ def test_neither_forks_nor_the_interpreters_end_wait_for_it(
         "import os\n"
         "from lightning_gpu_tools.training.background import BackgroundJobs\n"
         "jobs = BackgroundJobs()\n"
-        "jobs.add('It', lambda: sum(range(10_000)) * 0.0, 0.0)\n"  # runs all the time
+        "jobs.add('It', lambda: sum(range(10_000)) * 0.0)\n"  # runs all the time
         "for _ in range(50):\n"
         "    child = os.fork()\n"
         "    if not child:\n"

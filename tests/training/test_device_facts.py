@@ -1,10 +1,10 @@
-"""What a model on a GPU has left on the CPU."""
+"""What a model on a GPU has left on the CPU, and what is known of optimizers."""
 
 import torch
 from torch import nn
 from trainings import Model
 
-from lightning_gpu_tools.training.device_facts import kept_memory_bytes, left_on_cpu
+from lightning_gpu_tools.training.device_facts import kept_memory_bytes, left_on_cpu, optimizers_on_cpu
 
 
 def test_what_lightning_moves_is_not_named() -> None:
@@ -39,3 +39,19 @@ def test_weights_and_the_optimizers_state_stay_from_step_to_step() -> None:
     model(torch.ones(10)).sum().backward()
     optimizer.step()
     assert kept_memory_bytes(model, [optimizer]) == 2 * 400  # and the momentum
+
+
+def test_an_optimizer_is_torchs_or_the_programs_own() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    weights = [nn.Parameter(torch.ones(1))]
+    optim = torch.optim
+    optimizers = [optim.Adam(weights), optim.AdamW(weights, fused=True), optim.LBFGS(weights), Mine(weights)]
+    assert optimizers_on_cpu(torch.device("cpu"), optimizers) == {
+        "Adam": "fusible",
+        "AdamW": "torch",
+        "LBFGS": "torch",
+        "Mine": "own",
+    }
+    assert optimizers_on_cpu(torch.device("cuda"), optimizers) == {}
