@@ -50,7 +50,7 @@ SIMULATED: dict[str, tuple[str, Callable[[], list[Spending]], dict[str, float | 
     "GPU-bound, pageable copies": ("healthy", list, {"copy_s": 0.0002, "pageable": True}),
     "GPU-bound, data hidden": ("healthy", list, {"data_s": 0.0098, "host_s": 0.010}),
     "data that the GPU waits for": ("data_loading too_few_workers", list, {"data_s": 0.029}),
-    "host slower than the kernels": ("unexplained", list, {"host_s": 0.030, "kernel_s": 0.010}),
+    "host slower than the kernels": ("unexplained training_step", list, {"host_s": 0.030, "kernel_s": 0.010}),
     "slow callback behind a sync": (
         "callback Spending",
         lambda: [_slow("on_train_batch_end")],
