@@ -27,7 +27,7 @@ _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 # much of the time that workers take from it, and of its own time, whichever is less. Fitted to five trainings of
 # benchmarks/ceilings.py on two cores, whose speedups it predicts within 15 %; two runs of one of them differ by 8 %.
 _LOST_BESIDE_ONE = 0.35, 0.35
-_LOST_BESIDE_MANY = 0.9, 1.25
+_LOST_BESIDE_MANY = 0.9, 1.15
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
