@@ -365,11 +365,6 @@ class RunMeasurements:
         return None if self.step_times is None else self.step_times.p95_s
 
     @property
-    def step_max_s(self) -> float | None:
-        """The longest step."""
-        return None if self.step_times is None else self.step_times.max_s
-
-    @property
     def busy_cores(self) -> float:
         """How many cores the training process keeps busy while it does not wait for data; 1 if it was not measured."""
         cpu_s = sum(block.cpu_s for block in self.blocks)
