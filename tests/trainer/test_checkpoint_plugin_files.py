@@ -90,7 +90,7 @@ def test_no_way_to_load_leads_past_the_reader(match: str, tmp_path: Path, capsys
         trainer(tmp_path).fit(Lit(), ckpt_path=path)
     for command in ("inspect", "verify", "diff", "convert"):
         second = {"diff": [str(path)], "convert": [str(tmp_path / "b.pt")]}.get(command, [])
-        assert main(["checkpoint", command, str(path), *second]) == 1
+        assert main(["checkpoint", command, str(path), *second]) in (1, 3)
         assert match in capsys.readouterr().err
 
 
