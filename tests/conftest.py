@@ -24,6 +24,11 @@ hypothesis.settings.register_profile("thorough", max_examples=2000, **_HYPOTHESI
 hypothesis.settings.load_profile("ci")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes ``-n logical`` starts: half of its time a test waits for another process or a clock."""
+    return (os.cpu_count() or 1) * 3 // 2
+
+
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests that press it need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

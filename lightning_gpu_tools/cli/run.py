@@ -23,7 +23,7 @@ _SRUN_INSIDE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what this command takes and what its help says."""
+    """Add the arguments of this command and its help."""
     parser.description = (
         "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
         "The claim lives exactly as long as the command and its children, however they end. Under srun, torchrun or "
