@@ -1,12 +1,15 @@
 """The plugin in real Trainers: files of every kind and place, inner plugins, several processes."""
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import described_by, number, storage, tensor
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +18,9 @@ from plugin_trainings import Lit, make_net, no_tracing, same, trained, trainer, 
 from rank_processes import run_ranks
 from torch import nn
 
+from lightning_gpu_tools import load_from_checkpoint, load_weights
+from lightning_gpu_tools.checkpoints import torch_files
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
@@ -44,9 +50,58 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
         run.test(Lit(), ckpt_path=tmp_path / "list.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint at"):
         run.test(Lit(), ckpt_path=tmp_path / "gone.ckpt")
-    with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.PosixPath"):
-        run.test(Lit(), ckpt_path=tmp_path / "path.ckpt")
-    run.test(Lit(), ckpt_path=tmp_path / "path.ckpt", weights_only=False, verbose=False)
+    for plugin in (None, PortableCheckpointIO(TorchCheckpointIO())):  # which runs a file's code on Lightning 2.5
+        with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.PosixPath"):
+            trainer(tmp_path, plugin).test(Lit(), ckpt_path=tmp_path / "path.ckpt")
+    if "weights_only" in inspect.signature(run.test).parameters:  # since Lightning 2.6
+        run.test(Lit(), ckpt_path=tmp_path / "path.ckpt", weights_only=False, verbose=False)
+
+
+# torch before 2.10 sets the item, and reads beyond the record (CVE-2026-24747); mapped, newer ones load what there is.
+CRAFTED = {
+    "puts items into what is not a dictionary": tensor(storage()) + number(0) + number(9) + b"s",
+    "record data/0 is shorter than the weights": tensor(storage(5)),
+}
+
+
+@pytest.mark.parametrize("match", CRAFTED)
+def test_no_way_to_load_leads_past_the_reader(match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(described_by(CRAFTED[match]))
+    (tmp_path / "a.bin.index.json").write_text('{"weight_map": {"w": "a.bin"}}')
+    plugins = [
+        PortableCheckpointIO(),
+        PortableCheckpointIO(TorchCheckpointIO()),
+        PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO())),
+        AsyncCheckpointIO(PortableCheckpointIO()),
+    ]
+    ways: list[Callable[..., Any]] = [
+        *(functools.partial(plugin.load_checkpoint, path) for plugin in plugins),
+        functools.partial(load_weights, Lit(), path),
+        functools.partial(load_weights, Lit(), tmp_path),
+        functools.partial(load_from_checkpoint, Lit, path),
+    ]
+    for load in [*ways, *(functools.partial(way, weights_only=False) for way in ways)]:
+        with pytest.raises(BrokenCheckpointError, match=match):
+            load()
+    with pytest.raises(BrokenCheckpointError, match=match):
+        trainer(tmp_path).fit(Lit(), ckpt_path=path)
+    for command in ("inspect", "verify", "diff", "convert"):
+        second = {"diff": [str(path)], "convert": [str(tmp_path / "b.pt")]}.get(command, [])
+        assert main(["checkpoint", command, str(path), *second]) in (1, 3)
+        assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("version", "warnings"), [("2.9.1+cu126", 1), ("2.10.0", 0)])
+def test_a_torch_with_known_holes_is_warned_of_once(
+    version: str, warnings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.save({"lr": 1}, tmp_path / "a.ckpt")
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    torch_files._warn_of_old_torch.cache_clear()
+    for _ in range(2):
+        PortableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert sum("CVE-2026-24747" in str(one.message) for one in recwarn) == warnings
 
 
 def test_verify_finds_what_loading_alone_does_not(tmp_path: Path) -> None:
