@@ -272,10 +272,12 @@ def _sharded_like(value: Any, target: Any) -> torch.Tensor:
     if is_sharded(value) and not part_of(value):  # each process has all of it
         value = value.to_local()
     if is_sharded(target) and not is_sharded(value):
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor, Replicate
 
         # Every process has read the file, so each takes its part without asking the others.
-        return distribute_tensor(value.detach(), target.device_mesh, target.placements, src_data_rank=None)
+        mesh = target.device_mesh
+        whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(placements=target.placements)
     return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
 
 

@@ -96,7 +96,7 @@ import sys, torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from lightning_gpu_tools import CheckpointMismatchError, load_weights
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -115,7 +115,7 @@ except CheckpointMismatchError as error:
     assert 'It holds one part of a sharded checkpoint: "0.weight" is that of rank 0 of 2, Shard(dim=0).' in str(error)
 else:
     raise AssertionError("took the part of rank 0 for the one of rank 1")
-copies = {key: distribute_tensor(value, mesh, [Replicate()], src_data_rank=None) for key, value in whole.items()}
+copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
 if rank == 0:
     torch.save(copies, f"{folder}/copies.pt")
 torch.distributed.barrier()
