@@ -15,6 +15,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renamin
 from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_numbers,
     check_repetition,
     choose_weights,
     weights_in,
@@ -103,9 +104,10 @@ def compare(
 
 
 def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
-    content, _ = read_weights(path)
-    has_one = len(weights_in(content, path)) == 1
-    return choose_weights(path, content, None if has_one else entry)[1]
+    entries = weights_in(read_weights(path)[0], path)
+    _, weights = choose_weights(path, entries, None if len(entries) == 1 else entry)
+    check_numbers(path, weights)
+    return weights
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
@@ -118,9 +120,8 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         return
     if one.dtype != two.dtype:
         yield Difference(key=key, what="dtype", detail=f"{_dtype(one)} and {_dtype(two)}")
-    if one.is_meta or two.is_meta:
-        if one.is_meta is not two.is_meta:
-            yield Difference(key=key, what="values", detail="in one file only")
+    if one.is_meta or two.is_meta:  # in an extra state
+        yield Difference(key=key, what="values", detail="no numbers")
         return
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
     if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):

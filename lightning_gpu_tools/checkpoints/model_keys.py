@@ -21,10 +21,9 @@ from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, wit
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Top-level package and class; all keep what they wrap in the attribute ``module``.
-_DEEPSPEED = ("deepspeed", "DeepSpeedEngine")
 _WRAPPERS_BY_NAME = frozenset(
     {
-        _DEEPSPEED,
+        ("deepspeed", "DeepSpeedEngine"),
         ("apex", "DistributedDataParallel"),
         ("fairscale", "ShardedDataParallel"),
         ("timm", "ModelEmaV2"),
@@ -129,16 +128,8 @@ def _live_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(_class_names(module))
-
-
-def is_deepspeeds(module: nn.Module) -> bool:
-    """Whether this is DeepSpeed's engine."""
-    return _DEEPSPEED in _class_names(module)
-
-
-def _class_names(module: nn.Module) -> list[tuple[str, str]]:
-    return [(base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__]
+    classes = ((base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__)
+    return isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(classes)
 
 
 def _inside(path: str, name: str) -> str:

@@ -134,7 +134,7 @@ class PortableCheckpointIO(CheckpointIO):
             if map_location is not None:
                 options["map_location"] = map_location
             checkpoint = self.inner.load_checkpoint(path, weights_only=weights_only, **options)
-            check_contents(checkpoint, path, torch.Tensor)
+            check_contents(checkpoint, path)
         else:
             content = read_checkpoint(
                 path,
@@ -142,7 +142,7 @@ class PortableCheckpointIO(CheckpointIO):
                 weights_only=weights_only is not False,
                 verify=self.verify,
             )
-            check_contents(content, path, torch.Tensor)
+            check_contents(content, path)
             checkpoint = own_all_but_weights(content)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
         return fitted

@@ -60,6 +60,21 @@ def test_inspect_says_what_is_no_dictionary(content: object, words: str, tmp_pat
     assert code == 0 if isinstance(content, nn.Module) else f"holds no weights but {words}." in err
 
 
+def test_weights_without_numbers_are_shown_and_refused(tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    torch.save({**WEIGHTS, "bias": WEIGHTS["bias"].to("meta"), "mask": torch.eye(3).to_sparse()}, path)
+    shown = [line.split() for line in run("inspect", path)[1].splitlines()]
+    assert [*shown[-3:]] == [
+        ["weight", "2x2", "float32", "16", "B"],
+        ["bias", "2", "float32", "(meta)", "-"],
+        ["mask", "3x3", "float32", "(sparse)", "-"],
+    ]
+    for arguments, code in ((("convert", path, target), 1), (("diff", path, path), 3)):
+        answer = run(*arguments)
+        assert answer[:2] == (code, "")
+        assert "has no numbers for bias: it was saved from the meta device" in answer[2]
+
+
 class Node:
     """Stands for OmegaConf's DictConfig, which holds its values in ``_content``."""
 
