@@ -105,9 +105,9 @@ def describe_content(content: Any) -> str:
         shape = "x".join(map(str, content.shape or ())) or "scalar"
         return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        first = (
-            f", first {describe_content(content[0])}" if content and not isinstance(content[0], (list, tuple)) else ""
-        )
+        if not content:
+            return "an empty list"
+        first = f", first {describe_content(content[0])}" if not isinstance(content[0], (list, tuple)) else ""
         return f"a list of {len(content)}{first}"
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"

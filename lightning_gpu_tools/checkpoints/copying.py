@@ -20,6 +20,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
     has_own_hooks,
+    is_packed,
     is_sharded,
     loads_itself,
     part_of,
@@ -290,6 +291,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         and value.is_nested == target.is_nested
         and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
+        and (type(value) is type(target) or not (is_packed(value) or is_packed(target)))
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
@@ -332,6 +334,8 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 
 
 def _kind(value: torch.Tensor) -> str:
+    if is_packed(value):
+        return f"a tensor of the class {printable(type(value).__name__)}"
     layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
     return f"a {'quantized ' * value.is_quantized}{layout} tensor"
 

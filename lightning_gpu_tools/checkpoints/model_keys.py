@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
@@ -104,6 +105,13 @@ def shape_of(value: object) -> Shape | None:
 def is_sharded(value: Any) -> bool:
     """Whether this is a tensor whose numbers may be divided among processes."""
     return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
+
+
+def is_packed(value: Any) -> bool:
+    """Whether this is a tensor that keeps its numbers in other tensors, as torchao's quantized ones do."""
+    if type(value) in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
+        return False
+    return is_traceable_wrapper_subclass(value) and not (is_sharded(value) or value.is_nested)
 
 
 def part_of(value: Any) -> str:

@@ -51,7 +51,8 @@ def naming_another(path: str | os.PathLike[str]) -> Iterator[None]:
 def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
     """Return the newest other whole checkpoint in a folder, of these names and shapes if they are known."""
     try:
-        others = [entry for entry in path.parent.iterdir() if entry.suffix in SUFFIXES and entry.name != path.name]
+        kinds = (path.suffix,) if path.exists() else SUFFIXES  # beside a broken .json nobody looks for a .ckpt
+        others = [entry for entry in path.parent.iterdir() if entry.suffix in kinds and entry.name != path.name]
         newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
         whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
         for other in whole[:_MAX_NEIGHBORS]:

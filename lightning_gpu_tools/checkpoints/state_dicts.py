@@ -20,7 +20,7 @@ from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
-from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_packed, is_sharded, part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
@@ -117,7 +117,7 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     places = {
         key: value.data_ptr()
         for key, value in weights.items()
-        if shape_of(value) is not None and value.layout is torch.strided and value.numel()
+        if shape_of(value) is not None and value.layout is torch.strided and value.numel() and not is_packed(value)
     }
     keys_at = Counter(places.values())
     return {key: place_of(weights[key]) for key, place in places.items() if keys_at[place] > 1}
@@ -175,8 +175,8 @@ def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype |
     needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
     held: dict[int, int] = {}
     for value in (weights[key] for key in sizes):
-        if isinstance(value, LazyTensor):
-            held[value.data_ptr()] = value.numel() * item_bytes(value)
+        if isinstance(value, LazyTensor) or is_packed(value):
+            held[id(value)] = value.numel() * item_bytes(value)
         elif value.layout is torch.strided:
             storage = value.untyped_storage()
             bytes_there = storage.nbytes() // value.element_size() * item_bytes(value)

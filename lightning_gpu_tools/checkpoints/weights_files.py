@@ -17,7 +17,7 @@ import torch
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.descriptions import DTYPE_OF_STORAGE
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.model_keys import shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_packed, shape_of
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor, put_in_place
 from lightning_gpu_tools.checkpoints.state_dicts import place_of, same_tensors
 from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
@@ -218,6 +218,6 @@ def _fits_safetensors(key: str, value: Any) -> bool:
     # Half of a surrogate pair is no Unicode; the second is the name of the format's own entry.
     if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
         return False
-    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta or is_packed(value):
         return False
     return value.dtype in _SAFETENSORS_DTYPES

@@ -134,7 +134,7 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         sound = "all checksums are right"
         if not structure.has_checksums:
-            sound = "the structure is sound (this file has no checksums)"
+            sound = "the structure is sound (there are no checksums)"
         size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
         _print(f"{printable_path(args.file)}: {sound}, {size} in {took}")
     return 0
