@@ -159,8 +159,9 @@ def step_overhead() -> str:
         table(head, *rows),
         f"Steps of {step_us / 1e3:.1f} ms; everything at its defaults; `log_every_n_steps=50` unless stated. Medians "
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
-        f"{plain['steps_per_turn']} steps, with 95 % intervals. What threads and processes do beside the training is "
-        "not in them. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+        f"{plain['steps_per_turn']} steps, averaged over {plain.get('processes', 1)} processes of each, with 95 % "
+        "intervals. What threads and processes do beside the training is not in them. "
+        + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
     )
 
 

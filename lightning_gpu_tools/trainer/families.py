@@ -163,11 +163,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer as Trainer
     from lightning.pytorch.accelerators import CUDAAccelerator as CUDAAccelerator
     from lightning.pytorch.loggers import Logger as Logger
-    from lightning.pytorch.profilers import Profiler as Profiler
     from lightning.pytorch.strategies import Strategy as _Strategy
 else:
     # For annotations: they stand for the classes of whichever family.
-    LightningModule = Logger = Profiler = Trainer = Any
+    LightningModule = Logger = Trainer = Any
     _Strategy = Root
 
     class Callback(Root):
