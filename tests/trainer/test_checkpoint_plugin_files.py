@@ -3,8 +3,6 @@
 import functools
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plugin_trainings import Lit, make_net, no_tracing, same, trained, trainer, weights  # noqa: F401 - a fixture
+from rank_processes import run_ranks
 from torch import nn
 
-import lightning_gpu_tools
 from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.checkpoints import torch_files
 from lightning_gpu_tools.cli import main
@@ -259,45 +257,17 @@ def test_saving_does_not_change_what_it_is_given(tmp_path: Path) -> None:
     assert keys[0] == "net.module.0.weight"
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-import torch
-from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
-sys.path.insert(0, {tests!r})
-from plugin_trainings import Lit, same, trainer
-
-torch.compiler.set_stance("force_eager")
-
-if __name__ == "__main__":
-    folder, strategy = Path(sys.argv[1]), sys.argv[2]
-    run = trainer(folder, strategy=strategy, devices=2)
-    model = Lit("compile" if strategy == "ddp_spawn" else "DataParallel")
-    start = next(model.parameters()).detach().clone()
+def train_save_and_test(folder: Path, rank: int) -> None:
+    torch.compiler.set_stance("force_eager")
+    run, model = trainer(folder, strategy="ddp", devices=2), Lit("DataParallel")
     run.fit(model)
-    assert not torch.equal(start, next(model.parameters())), "the trained weights did not come back"
-    if strategy == "ddp":
-        run.save_checkpoint(folder / "two.ckpt")
-        target = Lit("compile", seed=1)
-        trainer(folder, strategy="ddp", devices=2).test(target, ckpt_path=folder / "two.ckpt", verbose=False)
-        assert same(model, target)
-    print("all is well", flush=True)
-"""
+    run.save_checkpoint(folder / "two.ckpt")
+    target = Lit("compile", seed=1)
+    trainer(folder, strategy="ddp", devices=2).test(target, ckpt_path=folder / "two.ckpt", verbose=False)
+    assert same(model, target)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_two_processes(strategy: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(tests=str(Path(__file__).parents[1])))
-    source = str(Path(lightning_gpu_tools.__file__).parents[1])
-    child = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), strategy],
-        env={**os.environ, "PYTHONPATH": source, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.count("all is well") == (2 if strategy == "ddp" else 1)
-    if strategy == "ddp":
-        assert next(iter(torch.load(tmp_path / "two.ckpt")["state_dict"])) == "net.0.weight"
+def test_two_ranks_save_one_file_and_load_it(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, train_save_and_test)
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert next(iter(torch.load(tmp_path / "two.ckpt")["state_dict"])) == "net.0.weight"
