@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.settings import settings_of
+from lightning_gpu_tools.trainer.families import Trainer, base_of
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 
 def trains_on_gpu(trainer: Trainer) -> bool:
     """Return whether the Trainer trains on NVIDIA GPUs."""
-    return isinstance(trainer.accelerator, CUDAAccelerator)
+    return base_of(trainer.accelerator, "CUDAAccelerator") is not None
 
 
 def is_plain_ddp(trainer: Trainer) -> bool:

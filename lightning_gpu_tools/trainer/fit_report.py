@@ -17,11 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
@@ -40,6 +37,7 @@ from lightning_gpu_tools.reports.report import (
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
+from lightning_gpu_tools.trainer.families import Logger, Trainer, version_of
 from lightning_gpu_tools.trainer.run_recorder import HostReading
 from lightning_gpu_tools.trainer.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
@@ -117,6 +115,7 @@ def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
 
 def _settings(trainer: Trainer, cores: float) -> dict[str, Any]:
     loader, settings = train_loader(trainer), train_loader_settings(trainer)
+    package, version = version_of(trainer)
     return {
         "model": type(trainer.lightning_module).__qualname__,
         "dataset": None if loader is None else type(loader.dataset).__qualname__,
@@ -128,7 +127,7 @@ def _settings(trainer: Trainer, cores: float) -> dict[str, Any]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         **({} if settings is None else dataclasses.asdict(settings)),
         "torch": torch.__version__,
-        "lightning": lightning.__version__,
+        package: version,
         "lightning_gpu_tools": VERSION,
     }
 

@@ -10,7 +10,6 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.sharing import Sharing
@@ -20,6 +19,7 @@ from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach,
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import is_plain_ddp, local_ranks, train_loader_settings, trains_on_gpu
+from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.phases import (
     BACKWARD,

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
@@ -24,6 +23,7 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import trainer_gpus
+from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.run_recorder import RunRecorder
 from lightning_gpu_tools.training.background import BackgroundJobs
