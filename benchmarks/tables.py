@@ -85,6 +85,25 @@ def pick_speed() -> str:
     )
 
 
+def versions() -> str:
+    """Return how the suite went with each pair of torch and Lightning."""
+    runs = results("versions")["runs"]
+    rows = []
+    for run in runs:
+        machine = run["machine"]
+        build = "CPU" if run["cuda"] is None else f"CUDA {run['cuda']}"
+        counts = (str(run[count]) for count in ("passed", "failed", "skipped"))
+        torch = f"{machine['torch'].partition('+')[0]} ({build})"
+        rows.append((torch, machine["lightning"], machine["python"], *counts))
+    dates = sorted({run["machine"]["date"] for run in runs})
+    where = {f"{run['machine']['cores']} CPU cores ({run['machine']['processor']}), no GPU" for run in runs}
+    return block(
+        table(("torch (its build)", "Lightning", "Python", "tests passed", "failed", "skipped"), *rows),
+        f"`python tests/matrix.py` on {'; '.join(sorted(where))}, {' to '.join(sorted({dates[0], dates[-1]}))}: "
+        "[versions.json](benchmarks/results/versions.json), which has the reasons of skips.",
+    )
+
+
 def diagnosis() -> str:
     suite, peers = results("diagnosis_suite"), results("diagnosis_peers")
     kinds = {
@@ -209,6 +228,34 @@ def checkpoint_io() -> str:
     return block(
         table((f"{found['gib']:g} GiB", f"`{ours}`", f"Lightning's `{theirs}`"), *rows),
         f"Medians of {found['repeats']} and their ranges. " + source("checkpoint_io.py", "checkpoint_io"),
+    )
+
+
+def checkpoint_keys() -> str:
+    found = results("checkpoint_keys")
+    files, harmful = found["files"], found["what must not load as it is"]
+    rules = {"torch": "consume", "this package": "ours"}  # by which a tool changes keys, if not under its own name
+    names = {"this package": "ours", "torch": "torch", "Lightning's `Fabric.load_raw`": "lightning"}
+    names |= {tool: tool for tool in ("timm", "mmengine", "accelerate") if tool in files}
+    wrappings = [row for table_ in found["who_loads_what"].values() for row in table_.values()]
+    rows = []
+    for name, tool in names.items():
+        rule = rules.get(name, tool)
+        keys = str(sum(row[rule] for row in wrappings)) if rule in wrappings[0] else "-"
+        loaded, wrong = ([*one[tool].values()].count(what) for one, what in ((files, "loads"), (harmful, "WRONG")))
+        rows.append((name, keys, str(loaded), str(wrong)))
+    versions = ", ".join(f"{tool} {found['machine'][tool]}" for tool in names.values() if tool != "ours")
+    head = (
+        "loads into the bare network",
+        f"keys, of {len(wrappings)} wrappings",
+        f"files, of {len(files['ours'])} kinds",
+        f"wrong without an error, of {len(harmful['ours'])} traps",
+    )
+    return block(
+        table(head, *rows),
+        f"{versions}. Peers' rules for keys are retyped, files go through the tools themselves. The kinds: "
+        f"{', '.join(files['ours'])}. The traps: {', '.join(harmful['ours'])}. "
+        + source("checkpoint_keys.py", "checkpoint_keys"),
     )
 
 
@@ -347,7 +394,17 @@ def phases() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{
         one.__name__: one
-        for one in (pick_speed, diagnosis, step_overhead, loader_settings, checkpoint_io, phases, real_projects)
+        for one in (
+            pick_speed,
+            versions,
+            diagnosis,
+            step_overhead,
+            loader_settings,
+            checkpoint_keys,
+            checkpoint_io,
+            phases,
+            real_projects,
+        )
     },
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{

@@ -13,6 +13,7 @@ import pickle
 import re
 import shlex
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
@@ -21,11 +22,10 @@ import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import put_weights
-from lightning_gpu_tools.checkpoints.distributed_folder import PickledObject, Slice
-from lightning_gpu_tools.checkpoints.envelope import check_contents
+from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, TensorInfo
+from lightning_gpu_tools.checkpoints.distributed_folder import Place, Slice
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, TensorInfo
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import Files, opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
@@ -71,8 +71,7 @@ def read_checkpoint(
         try:
             return _load(file, structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
-            entries = check_contents(structure.content, path, TensorInfo)
-            values = [value for weights in entries.values() for value in weights.values()]
+            values = [value for weights in structure.entries.values() for value in weights.values()]
             is_shard = structure.path != os.fspath(path)  # then the weights are elsewhere
             if is_shard or (values and all(_is_plain(value) or not _holds_tensors(value) for value in values)):
                 shown = printable_path(path)
@@ -180,9 +179,9 @@ def _load_shards(
                 if part.file not in numbers and 0 not in part.shape:
                     numbers[part.file] = _numbers(files[part.file]).untyped_storage()
             return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
-        if isinstance(leaf, PickledObject):
-            file = io.BytesIO(Slice(files[leaf.place.file], leaf.place).read())
-            return load(file, describe(file, os.path.join(structure.path, leaf.place.file)))
+        if isinstance(leaf, Place):
+            file = io.BytesIO(Slice(files[leaf.file], leaf).read())
+            return load(file, describe(file, os.path.join(structure.path, leaf.file)))
         return leaf
 
     try:
@@ -200,6 +199,8 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
     can_be_mapped = structure.format == "zip" and not structure.is_packed and not _guesses_places()
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
+    if weights_only:
+        _warn_of_old_torch()
     try:
         with _checking_sparse_tensors(structure):
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
@@ -210,6 +211,17 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         raise
 
 
+@functools.cache
+def _warn_of_old_torch() -> None:
+    """Warn, once, where ``weights_only=True`` alone would not be safe."""
+    if torch.__version__ < "2.10":  # which compares versions, not text
+        warnings.warn(
+            f"torch {torch.__version__} has known holes in weights_only=True (CVE-2026-24747). Each file is checked "
+            "before torch opens it, but update to torch 2.10 or later.",
+            stacklevel=2,
+        )
+
+
 def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[str, str]]:
     """Return the described content with tensors in its sets of weights, and the keys that had to be left out of these.
 
@@ -218,7 +230,6 @@ def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[
     Raises:
         BrokenCheckpointError: Nothing can work with these contents.
     """
-    entries = check_contents(structure.content, structure.path, TensorInfo)
     storage = _storages(file, structure)
     made: dict[int, Any] = {}  # one that stands in many places is one
 
@@ -243,7 +254,7 @@ def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[
 
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: dict[str, str] = {}
-    for entry, weights in entries.items():
+    for entry, weights in structure.entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:
@@ -354,6 +365,9 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
             why = reason[1] if reason else ""
             raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
+        unknown = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        if unknown and not foreign:
+            raise broken(structure.path, _needs_newer_torch(unknown[1])) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
@@ -364,6 +378,10 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
         return
     fault = Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
     raise broken(structure.path, fault) from None
+
+
+def _needs_newer_torch(name: str) -> Fault:
+    return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
 
 
 def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
@@ -388,6 +406,8 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
         in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])
         for dtype, run in itertools.groupby(in_order, key=lambda item: item[1].dtype):
             named = list(run)
+            if not hasattr(torch, dtype):
+                raise broken(structure.path, _needs_newer_torch(f"torch.{dtype}"))
             start = structure.places[named[0][0]]
             sizes = [info.storage.numel for _, info in named]
             itemsize = getattr(torch, dtype).itemsize
