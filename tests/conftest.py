@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import fake_driver
 import hypothesis
 import pytest
+from slurm_cluster import slurm_cluster
 
 # The same examples in every run, so that a failure is due to the change; --hypothesis-profile=thorough finds others.
 # How long an example takes says nothing on a machine that is shared.
@@ -20,6 +22,11 @@ _HYPOTHESIS = {"deadline": None, "suppress_health_check": list(hypothesis.Health
 hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_HYPOTHESIS)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **_HYPOTHESIS)
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes ``-n logical`` starts: half of its time a test waits for another process or a clock."""
+    return (os.cpu_count() or 1) * 3 // 2
 
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests that press it need it.
@@ -78,3 +85,10 @@ def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")  # so that it is put back, whatever a selection does with it
         monkeypatch.delenv(name)
     return directory
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[dict[str, str]]:
+    """A real SLURM, and what its commands need in their environment."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm_cluster(Path(folder)) as environment:
+        yield environment

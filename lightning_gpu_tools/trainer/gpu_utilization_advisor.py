@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -102,9 +103,10 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         self._warned = False
 
     @override
-    def _stepped(self, trainer: Trainer, session: Session) -> None:
+    def _stepped(self, trainer: Trainer, session: Session) -> float:
         if session.clock.steps >= self._next_judgment and not self._warned:
             session.clock.as_own_work(self._judge, trainer, session)
+        return math.inf if self._warned else self._next_judgment
 
     def _judge(self, trainer: Trainer, session: Session) -> None:
         # A tenth later each time: soon enough for short steps, and rare for very short ones.
