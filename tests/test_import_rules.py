@@ -16,8 +16,8 @@ PACKAGE = Path(lightning_gpu_tools.__file__).parent
 
 # From top to bottom: a room imports what stands below it and itself.
 ROOMS = [
-    *("__init__", "__main__", "cli", "trainer", "loaders", "reports", "selection", "advice", "gpus", "training"),
-    *("checkpoints", "host", "processes", "errors", "units", "environment"),
+    *("__init__", "__main__", "cli", "trainer", "runs", "loaders", "reports", "selection", "advice", "gpus"),
+    *("training", "checkpoints", "host", "processes", "errors", "units", "environment"),
 ]
 # What only some rooms know of; whatever is not named here may be imported everywhere.
 HOMES = {
@@ -25,7 +25,7 @@ HOMES = {
     "pytorch_lightning": {"trainer"},
     "pynvml": {"gpus/nvml"},
     "matplotlib": {"reports/plot"},
-    "torch": {"trainer", "loaders", "training", "checkpoints", "cli"},
+    "torch": {"trainer", "runs", "loaders", "training", "checkpoints", "cli"},
 }
 # What decides on data: nothing but the standard library, and nothing of it that asks the world outside.
 PURE = [
@@ -84,12 +84,19 @@ def test_a_decision_knows_its_arguments_and_nothing_else(module: str) -> None:
 
 
 def test_all_but_the_trainer_works_without_lightning(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     names = [f"{NAME}.{m.removesuffix('/__init__')}".replace("/", ".") for m in FILES if room(m) > room("trainer")]
-    blocked = "import importlib, sys; sys.modules.update(lightning=None, pytorch_lightning=None); "
-    child = run_python("-c", f"{blocked}[importlib.import_module(name) for name in {names}]")
+    blocked = "import importlib, sys; sys.modules.update(lightning=None, pytorch_lightning=None, lightning_fabric=None)"
+    loop = (
+        f"from {NAME} import watch\n"
+        "with watch(folder='.') as run:\n"
+        "    for batch in run.batches([1, 2, 3]): pass\n"
+        "print(run.diagnosis.verdict)"
+    )
+    child = run_python("-c", f"{blocked}\nfor name in {names}: importlib.import_module(name)\n{loop}", cwd=tmp_path)
     assert child.returncode == 0, child.stderr
+    assert child.stdout.endswith("too_short\n")
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

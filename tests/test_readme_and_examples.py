@@ -29,7 +29,7 @@ def test_readme_blocks_and_small_examples_run(driver: Driver, run_python: Run, t
     """One process runs them all, each in a namespace of its own. The fake GPUs can be picked, but not computed on."""
     driver.gpus = [gpu(), gpu()]
     examples = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "train.py"]
-    assert len(examples) == 3
+    assert len(examples) == 5
     (tmp_path / "programs.json").write_text(json.dumps([*RUNNABLE, *examples]))
     code = (
         "import json, sys\n"

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 from trainings import HandClock, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training import worker_watch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
@@ -27,7 +27,7 @@ class Watching(Callback):
     """Polls after every step; waits count after the first ten."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = Session.of(trainer).clock
+        self.clock = FitSession.of(trainer).clock
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.watch = WorkerWatch(lambda: compat.train_iterator(trainer))
