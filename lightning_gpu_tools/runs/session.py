@@ -100,7 +100,8 @@ class Session:
         self._turn = self._epochs_published = 0
         self._own_pids: frozenset[int] | None = None
         self._pids_are_ours = False
-        self._last_step = self._logged_step = -1
+        self._last_step = -1
+        self._logs: int | None = None
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
@@ -191,12 +192,19 @@ class Session:
         # What the first steps fill does not count: caches, workers, the allocator, what torch.compile keeps.
         return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
 
-    def log_if_due(self) -> None:
-        """Log the GPUs at the steps at which the loggers get metrics."""
-        every, step = self.run.log_every_n_steps, self.run.logged_step
-        if every and (step + 1) % every == 0 and step != self._logged_step:
-            self._logged_step = step
+    def log_if_due(self) -> float:
+        """Log the GPUs at the steps at which loggers get metrics; return after which of the clock's to ask again."""
+        every = self.run.log_every_n_steps
+        if not every:
+            return math.inf
+        step = self.run.logged_step
+        turn, since = divmod(step + 1, every)
+        if self._logs is None:  # of the steps before this one, which may be of an earlier fit
+            self._logs = step // every
+        if turn > self._logs:
+            self._logs = turn
             self.clock.as_own_work(self._log, step)
+        return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
 
     def _log(self, step: int) -> None:
         self.memory.note_allocated()

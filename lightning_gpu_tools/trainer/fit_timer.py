@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import is_plain_ddp, trains_on_gpu
-from lightning_gpu_tools.trainer.wrappers import StandIn, Wrappers, after, before
+from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
@@ -212,14 +212,14 @@ class FitTimer:
     def _time_actions(self) -> None:
         trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
         contexts = _Contexts(lambda action: action_context(action, trainer, self.clock))
-        if type(profiler) is PassThroughProfiler:
-            self._wrap(profiler, "profile", lambda profile: _Profile(profiler, contexts))
+        # The parameters are called as in Lightning, so that they can be given by name.
+        if type(profiler) is PassThroughProfiler:  # which does nothing but at a price
+            self._wrap(profiler, "profile", lambda profile: lambda action_name: contexts[action_name])
         else:
             self._wrap(profiler, "profile", lambda profile: _around(profile, contexts))
         fetch = compat.fetch_action(self._trainer)
         begin_fetch, end_fetch = self.clock.begin_fetch, self.clock.end_fetch
 
-        # The parameters are called as in Lightning, so that they can be given by name.
         def starting(start: Callable[[str], None]) -> Callable[[str], None]:
             def started(action_name: str) -> None:
                 if action_name == fetch:
@@ -240,6 +240,18 @@ class FitTimer:
         self._wrap(profiler, "stop", stopping)
 
 
+class _Untimed(str):
+    """The context of an action that is not timed; it gives the action's name.
+
+    Some twenty of them are entered in every step. Both methods are C functions, because the Python frames of a
+    ``nullcontext`` were a third of what a step cost. What ``__exit__`` returns is empty, so no error is held back.
+    """
+
+    __slots__ = ()
+    __enter__ = str.__str__
+    __exit__: ClassVar[Any] = staticmethod("".format)
+
+
 class _Contexts(dict[str, _Context]):
     """The context of each action, made when it is asked for."""
 
@@ -251,21 +263,10 @@ class _Contexts(dict[str, _Context]):
         try:
             context = self._make(action)
         except Exception:  # noqa: BLE001 - a callback that is unlike any other: it is not timed, and training goes on
-            context = nullcontext(action)
+            context = _Untimed(action)
         if len(self) < _MAX_CONTEXTS:
             self[action] = context
         return context
-
-
-class _Profile(StandIn):
-    """In the place of ``PassThroughProfiler.profile``, which does nothing but at a price."""
-
-    def __init__(self, profiler: Profiler, contexts: _Contexts) -> None:
-        super().__init__(profiler, "profile")
-        self.contexts = contexts
-
-    def __call__(self, action_name: str) -> _Context:
-        return self.contexts[action_name]
 
 
 def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]) -> Callable[[str], _Context]:
@@ -300,7 +301,7 @@ def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     elif owner == "Strategy":
         phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, Strategy, hook)
     if phase is None:
-        return nullcontext(action)
+        return _Untimed(action)
     return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
 
 

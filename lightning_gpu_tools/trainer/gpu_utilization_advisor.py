@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -89,9 +90,8 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         self._advisor = Advisor(session, self._thresholds, partial(self._look_inside, trainer, session))
 
     @override
-    def _stepped(self, trainer: Trainer, session: FitSession) -> None:
-        if self._advisor is not None:
-            self._advisor.after_step()
+    def _stepped(self, trainer: Trainer, session: FitSession) -> float:
+        return math.inf if self._advisor is None else self._advisor.after_step()
 
     def _look_inside(self, trainer: Trainer, session: FitSession, measured: RunMeasurements) -> int:
         """Profile the next steps if that is wanted, and return after how many to judge again."""

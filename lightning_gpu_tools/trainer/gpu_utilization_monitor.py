@@ -114,10 +114,11 @@ class GPUUtilizationMonitor(MeasuringCallback):
             self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(session.gpus))
 
     @override
-    def _stepped(self, trainer: Trainer, session: FitSession) -> None:
-        session.log_if_due()
+    def _stepped(self, trainer: Trainer, session: FitSession) -> float:
+        next_step = session.log_if_due()
         if session.report_wanted and self._running is not None:
             self._running.measure()
+        return next_step
 
     @override
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:

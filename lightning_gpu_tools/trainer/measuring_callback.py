@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -23,6 +24,7 @@ class MeasuringCallback(GuardedCallback):
     def __init__(self) -> None:
         self.yields = False
         self._session: FitSession | None = None
+        self._next_step = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_session": None}
@@ -33,8 +35,9 @@ class MeasuringCallback(GuardedCallback):
     def _began(self, trainer: Trainer, session: FitSession) -> None:
         """Do what is to be done when training starts."""
 
-    def _stepped(self, trainer: Trainer, session: FitSession) -> None:
-        """Do what is to be done after a step, seldom and at little cost."""
+    def _stepped(self, trainer: Trainer, session: FitSession) -> float:
+        """Do what is to be done after a step; return the step of the clock after which there is more to do."""
+        return math.inf
 
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
         """Use what the session has measured of a fit that has ended."""
@@ -53,6 +56,7 @@ class MeasuringCallback(GuardedCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is not None:
             self._session.begin()
+            self._next_step = 0.0
             self._began(trainer, self._session)
 
     @override
@@ -62,7 +66,8 @@ class MeasuringCallback(GuardedCallback):
         session = self._session
         if session is not None:
             session.after_step(batch)
-            self._stepped(trainer, session)
+            if session.clock.steps >= self._next_step or session.report_wanted:
+                self._next_step = self._stepped(trainer, session)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

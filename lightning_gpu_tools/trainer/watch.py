@@ -86,6 +86,7 @@ class TrainingWatch:
         self._advisor: Advisor | None = None
         self._running: RunningReport | None = None
         self._diagnosis: Diagnosis | None = None
+        self._next_step = 0.0
 
     def __enter__(self) -> TrainingWatch:
         self._reset()
@@ -166,10 +167,10 @@ class TrainingWatch:
         assert session is not None
         assert self._advisor is not None
         session.begin().after_step()
-        session.log_if_due()
-        self._advisor.after_step()
-        if session.report_wanted and self._running is not None:
-            self._running.measure()
+        if session.clock.steps >= self._next_step or session.report_wanted:
+            self._next_step = min(session.log_if_due(), self._advisor.after_step())
+            if session.report_wanted and self._running is not None:
+                self._running.measure()
 
     def _open(self, loop: Loop, loader: object) -> None:
         timer = self._timer or self._begin(loader)

@@ -9,32 +9,21 @@ from typing import Any
 _Function = Callable[..., Any]
 
 
-class StandIn:
+class _StandIn(functools.partial[Any]):
     """Stands on an object in the place of one of its methods; a copy or a pickle of the object has the method again.
 
-    Args:
+    A ``partial``, because calling one adds no Python frame: some are called in every step.
+
+    Attributes:
         owner: The object.
         name: Of the method.
     """
 
-    def __init__(self, owner: object, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the method is to do."""
-        raise NotImplementedError
+    owner: object
+    name: str
 
     def __reduce__(self) -> tuple[_Function, tuple[object, str]]:
-        return getattr, (self._owner, self._name)
-
-
-class _Wrapped(StandIn):
-    def __init__(self, owner: object, name: str, function: _Function) -> None:
-        super().__init__(owner, name)
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        return getattr, (self.owner, self.name)
 
 
 class Wrappers:
@@ -49,7 +38,7 @@ class Wrappers:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
-        """Replace a method of one object alone by what the wrapper makes of it: a function, or a :class:`StandIn`.
+        """Replace a method of one object alone by the function that the wrapper makes of it.
 
         Args:
             owner: The object, or one that leads to it.
@@ -70,8 +59,9 @@ class Wrappers:
             # Whoever has wrapped it since may have taken it off altogether.
             self._undo.append(functools.partial(vars(owner).pop, method, None))
         wrapped = wrapper(function)
-        if not isinstance(owner, type) and not isinstance(wrapped, StandIn):  # a class binds functions alone
-            wrapped = _Wrapped(owner, method, wrapped)
+        if not isinstance(owner, type):  # a class binds functions alone
+            wrapped = _StandIn(wrapped)
+            wrapped.owner, wrapped.name = owner, method
         setattr(owner, method, wrapped)
 
     def miss(self, name: str) -> None:

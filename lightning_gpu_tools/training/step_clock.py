@@ -40,11 +40,10 @@ from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, sec
 
 # Kernels are chosen, caches are filled and workers come up during the first steps.
 WARM_UP_STEPS = 20
+# Our defaults. Only where a block ends its steps are added up, and the CPU time of a fetch is taken: that costs more
+# than all the rest of a step.
 _STEPS_PER_BLOCK = 10
 _MAX_BLOCKS = 128
-# Every tenth step the steps before it are added up, and the CPU time of its own fetch is taken: asking the kernel for
-# it costs as much as all the rest of a step.
-_SUM_EVERY = 10
 _PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
 
 _Function = Callable[..., Any]
@@ -323,7 +322,7 @@ class StepClock(Stopwatch):
             self._next_sum = self.warm_up_steps + 1
         else:
             self._sum_from = totals
-            self._next_sum = self.steps + _SUM_EVERY - self._open.steps % _SUM_EVERY
+            self._next_sum = self.steps + self._steps_per_block - self._open.steps
             self._fetch_cpu_since_s = time.thread_time(), time.process_time()
 
     def _totals(self, now_s: float) -> StepBlock:

@@ -89,7 +89,29 @@ class Stopwatch:
             action: What ``with`` is to give.
             except_in: A phase in which this one does not count.
         """
-        return _Booked(self, self.account(phase), action, self.account(except_in) if except_in else None)
+        watch, account, excepted = self, self.account(phase), self.account(except_in) if except_in else None
+        clock, push, pop = self._clock, self._around.append, self._around.pop
+
+        # Both methods do themselves what `switch` does, and find what they need in their closure: between the kernels
+        # of a training, every call and every look into an object counts.
+        class Booked:
+            __slots__ = ()
+
+            def __enter__(self) -> str:
+                now_s, around = clock(), watch.current
+                push(around)
+                watch.entered += 1
+                if around is not excepted:
+                    around.seconds += now_s - watch.since_s
+                    watch.since_s, watch.current = now_s, account
+                return action
+
+            def __exit__(self, *error: object) -> None:
+                now_s = clock()
+                watch.current.seconds += now_s - watch.since_s
+                watch.since_s, watch.current = now_s, pop()
+
+        return Booked()
 
     def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
         """Return the function with its time booked on a phase, except in another one."""
@@ -100,36 +122,6 @@ class Stopwatch:
                 return function(*args, **kwargs)
 
         return timed
-
-
-class _Booked(AbstractContextManager[str]):
-    """See :meth:`Stopwatch.booked`."""
-
-    __slots__ = ("_account", "_action", "_clock", "_except_in", "_watch")
-
-    def __init__(self, watch: Stopwatch, account: Account, action: str, except_in: Account | None) -> None:
-        self._watch, self._clock = watch, watch._clock
-        self._account = account
-        self._action = action
-        self._except_in = except_in
-
-    # Both do themselves what `Stopwatch.switch` does: between the kernels of a training, every call that is not made
-    # counts.
-
-    def __enter__(self) -> str:
-        watch, now_s = self._watch, self._clock()
-        around = watch.current
-        watch._around.append(around)
-        watch.entered += 1
-        if around is not self._except_in:
-            around.seconds += now_s - watch.since_s
-            watch.since_s, watch.current = now_s, self._account
-        return self._action
-
-    def __exit__(self, *error: object) -> None:
-        watch, now_s = self._watch, self._clock()
-        watch.current.seconds += now_s - watch.since_s
-        watch.since_s, watch.current = now_s, watch._around.pop()
 
 
 def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: int = 5) -> float:
