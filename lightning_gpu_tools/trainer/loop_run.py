@@ -64,7 +64,7 @@ class LoopRun:
     def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
         """Return the GPUs of this node that are trained on, where torch has memory, and the one of this rank."""
         used: list[torch.device] = []
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             count = torch.cuda.device_count()
             used = [torch.device("cuda", i) for i in range(count) if torch.cuda.memory_allocated(i)]
         if not used:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,7 @@ class LoopTimer:
         self._step_is_open = False
         self._gpu_is_in_step = False
         self._asides = 0
+        self._booked: dict[str, AbstractContextManager[str]] = {}
         self._has_trained = self._has_evaluated = False
         self._optimizer_depth = self._optimizer_steps = 0
         self._usual_optimizer_steps = 1
@@ -249,12 +250,14 @@ class LoopTimer:
             return
         phase = name if name in PHASES else f"{CALLBACK}/{name}"
         is_validation = phase == VALIDATION
+        if phase not in self._booked:
+            self._booked[phase] = self._clock.booked(phase)
         self._asides += 1
         if is_validation:
             self._enter("validation")
         try:
             apart = self._clock.span_of_its_own() if phase in PAUSES else nullcontext()
-            with apart, self._clock.booked(phase):
+            with apart, self._booked[phase]:
                 yield
         finally:
             self._asides -= 1

@@ -205,10 +205,16 @@ class TrainingWatch:
         session, timer, running = self._session, self._timer, self._running
         self._session = self._timer = self._advisor = self._running = None
         self._is_on = False
-        ends = [timer and timer.stop, session and session.close, running and running.give_up]
-        for end in filter(None, ends):
-            with suppress(Exception):  # what is broken may break here, too
-                end()
+        # What is broken may break here, too.
+        if timer is not None:
+            with suppress(Exception):
+                timer.stop()
+        if session is not None:
+            with suppress(Exception):
+                session.close()
+        if running is not None:
+            with suppress(Exception):
+                running.give_up()
 
 
 class _Batches(Generic[_T]):
