@@ -223,7 +223,7 @@ def test_what_is_iterated_looks_like_the_loader(tmp_path: Path) -> None:
         assert len(batches) == 3  # type: ignore[arg-type]
         assert [one.tolist() for one in batches] == [one.tolist() for one in batches] == [x.tolist() for x in samples]
         with pytest.raises(TypeError):
-            len(run.batches(iter(samples)))  # type: ignore[arg-type]
+            len(run.batches(one for one in samples))  # type: ignore[arg-type]
     assert [one.tolist() for one in batches] == [one.tolist() for one in samples]  # also when the watch has ended
 
 

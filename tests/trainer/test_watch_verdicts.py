@@ -20,7 +20,6 @@ from lightning_gpu_tools import TrainingWatch, watch
 # Toy -> how many steps show it. Their labels are what the diagnosis suite demands under a Trainer.
 STEPS = {
     "a2": 60,
-    "costly to unpack": 80,
     "another loader": 60,
     "n": 1000,
     "f": 100,
