@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from trainings import Boom, Model, Raise, Samples, Stream, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
-from lightning_gpu_tools.trainer import session
+from lightning_gpu_tools.runs import session
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
