@@ -85,6 +85,25 @@ def pick_speed() -> str:
     )
 
 
+def versions() -> str:
+    """Return how the suite went with each pair of torch and Lightning."""
+    runs = results("versions")["runs"]
+    rows = []
+    for run in runs:
+        machine = run["machine"]
+        build = "CPU" if run["cuda"] is None else f"CUDA {run['cuda']}"
+        counts = (str(run[count]) for count in ("passed", "failed", "skipped"))
+        torch = f"{machine['torch'].partition('+')[0]} ({build})"
+        rows.append((torch, machine["lightning"], machine["python"], *counts))
+    dates = sorted({run["machine"]["date"] for run in runs})
+    where = {f"{run['machine']['cores']} CPU cores ({run['machine']['processor']}), no GPU" for run in runs}
+    return block(
+        table(("torch (its build)", "Lightning", "Python", "tests passed", "failed", "skipped"), *rows),
+        f"`python tests/matrix.py` on {'; '.join(sorted(where))}, {' to '.join(sorted({dates[0], dates[-1]}))}: "
+        "[versions.json](benchmarks/results/versions.json), which has the reasons of skips.",
+    )
+
+
 def diagnosis() -> str:
     suite, peers = results("diagnosis_suite"), results("diagnosis_peers")
     kinds = {
@@ -159,8 +178,9 @@ def step_overhead() -> str:
         table(head, *rows),
         f"Steps of {step_us / 1e3:.1f} ms; everything at its defaults; `log_every_n_steps=50` unless stated. Medians "
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
-        f"{plain['steps_per_turn']} steps, with 95 % intervals. What threads and processes do beside the training is "
-        "not in them. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+        f"{plain['steps_per_turn']} steps, averaged over {plain.get('processes', 1)} processes of each, with 95 % "
+        "intervals. What threads and processes do beside the training is not in them. "
+        + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
     )
 
 
@@ -346,7 +366,16 @@ def phases() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{
         one.__name__: one
-        for one in (pick_speed, diagnosis, step_overhead, loader_settings, checkpoint_io, phases, real_projects)
+        for one in (
+            pick_speed,
+            versions,
+            diagnosis,
+            step_overhead,
+            loader_settings,
+            checkpoint_io,
+            phases,
+            real_projects,
+        )
     },
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{

@@ -47,6 +47,8 @@ def main(folder: str) -> None:
 
     assert run.diagnosis is not None
     print(run.diagnosis.verdict, [finding.cause for finding in run.diagnosis.findings])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def records_of(data: bytes) -> list[tuple[str, bytes]]:
 
 def zipped(records: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
-    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(buffer, "w", method) as archive:  # duplicate names
+    with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", method) as archive:
+        warnings.simplefilter("ignore")  # duplicate names
         for name, data in records:
             archive.writestr(name, data)
     return buffer.getvalue()

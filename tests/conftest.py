@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import fake_driver
 import hypothesis
 import pytest
+from slurm_cluster import slurm_cluster
 
 if TYPE_CHECKING:
     from trainings import HandClock
@@ -24,6 +26,11 @@ _HYPOTHESIS = {"deadline": None, "suppress_health_check": list(hypothesis.Health
 hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_HYPOTHESIS)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **_HYPOTHESIS)
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes ``-n logical`` starts: half of its time a test waits for another process or a clock."""
+    return (os.cpu_count() or 1) * 3 // 2
 
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests that press it need it.
@@ -95,3 +102,10 @@ def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     clock = HandClock()
     monkeypatch.setattr(session, "StepClock", functools.partial(StepClock, clock))
     return clock
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[dict[str, str]]:
+    """A real SLURM, and what its commands need in their environment."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm_cluster(Path(folder)) as environment:
+        yield environment

@@ -21,7 +21,8 @@ def say(*words):  # in one write, because the ranks share the pipe
 def place_and_say(devices=2, **options):
     request = Request(**options)
     place(how_many(request) if devices == "auto" else devices, request, list)
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK", "0")
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "LOCAL_RANK")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
     say("placed", rank, *os.environ["CUDA_VISIBLE_DEVICES"].split(","))
 """
 # A claim that nobody holds any more cannot be found, so ranks have to live at the same time, as in a training.
@@ -44,9 +45,35 @@ def torchrun(rank: int, **changed: str) -> dict[str, str]:
 def slurm(task: int, **changed: str) -> dict[str, str]:
     """What ``srun`` tells a task of two on one node."""
     names = {"JOB_ID": "77", "STEP_ID": "0", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1"}
-    own = {"NODEID": "0", "PROCID": str(task), "LOCALID": str(task)}
+    own = {"NODEID": "0", "PROCID": str(task), "LOCALID": str(task), "STEP_TASKS_PER_NODE": "2"}
     told = {f"SLURM_{name}": value for name, value in {**names, **own}.items()}
     return {**os.environ, **told, "MASTER_ADDR": "127.0.0.1", **changed}
+
+
+def mpirun(rank: int, **changed: str) -> dict[str, str]:
+    """What Open MPI tells a process of two on one node."""
+    names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
+    told = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+    return {**os.environ, **told, "PMIX_NAMESPACE": "790888449", **changed}
+
+
+def mpiexec(rank: int, **changed: str) -> dict[str, str]:
+    """What MPICH and Intel MPI tell a process of two on one node."""
+    names = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": str(rank), "PMI_SIZE": "2", "PMI_RANK": str(rank)}
+    return {**os.environ, **names, **changed}
+
+
+def jsrun(rank: int, **changed: str) -> dict[str, str]:
+    """What LSF's ``jsrun`` tells a process of two on one node."""
+    names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
+    told = {f"JSM_NAMESPACE_{name}": value for name, value in names.items()}
+    return {**os.environ, **told, "LSB_JOBID": "77", "PMIX_NAMESPACE": "1", **changed}
+
+
+def by_hand(rank: int, **changed: str) -> dict[str, str]:
+    """What a user tells a rank whom no launcher starts, as Lightning's guide to general-purpose clusters says."""
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    return {**os.environ, **names, "LOCAL_RANK": str(rank), **changed}
 
 
 def free_port() -> str:

@@ -1,22 +1,22 @@
 """The README's code blocks and the examples, run as a reader would."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
-import pytest
+import torch
 from fake_driver import Driver, gpu
+from rank_processes import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 # Blocks under this comment need hardware.
 RUNNABLE = re.findall(r"(?<!<!-- needs a GPU -->\n)^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-Run = Callable[..., "CompletedProcess[str]"]
 
 
 def test_the_readme_has_a_runnable_block_for_every_part() -> None:
@@ -24,21 +24,52 @@ def test_the_readme_has_a_runnable_block_for_every_part() -> None:
         assert any(name in block for block in RUNNABLE), name
 
 
-@pytest.mark.usefixtures("claims_dir")
-def test_readme_blocks_and_small_examples_run(driver: Driver, run_python: Run, tmp_path: Path) -> None:
+EXAMPLES = {path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
+PROGRAMS = {f"README block {number}": block for number, block in enumerate(RUNNABLE)} | EXAMPLES
+OPTIONS = {"train.py": "--epochs 1 --batch-size 2 --num-workers 1 --devices 1 --min-free 500MB"}
+
+
+def run_programs(folder: Path, rank: int, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    for name, program in PROGRAMS.items():
+        print("---", name, file=sys.stderr)  # the last one is the one that failed
+        (folder / name).mkdir()
+        os.chdir(folder / name)
+        sys.argv = [name, *OPTIONS.get(name, "").split()]
+        before = dict(os.environ)
+        with (folder / f"{name}.txt").open("w") as shown, contextlib.redirect_stdout(shown):
+            exec(compile(program, name, "exec"), {"__name__": "__main__"})
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_readme_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
     """One process runs them all, each in a namespace of its own. The fake GPUs can be picked, but not computed on."""
     driver.gpus = [gpu(), gpu()]
-    examples = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "train.py"]
-    assert len(examples) == 5
-    (tmp_path / "programs.json").write_text(json.dumps([*RUNNABLE, *examples]))
-    code = (
-        "import json, sys\n"
-        "for program in json.load(open('programs.json')):\n"
-        "    print('---', program[:200], file=sys.stderr)\n"  # the last one is the one that failed
-        "    exec(compile(program, 'program', 'exec'), {'__name__': '__main__'})"
-    )
-    result = run_python("-c", code, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert len(EXAMPLES) == 6
+    environ = {"LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(claims_dir)}
+    (result,) = run_ranks(tmp_path, run_programs, ranks=1, machines=[driver], options={"environ": environ})
     assert result.returncode == 0, result.stderr
+
+    shown = (tmp_path / "load_checkpoint_anywhere.py.txt").read_text()
+    for words in (
+        'loaded 4 weights; removed "net." from 4 keys, added "_orig_mod." to 4 keys',
+        'fit: "student" and "teacher"',
+        "is cut short",
+    ):
+        assert words in shown
+    assert list((tmp_path / "load_checkpoint_anywhere.py").iterdir()) == []
+
+    shown = (tmp_path / "train.py.txt").read_text()
+    assert "Verdict:" in shown
+    assert re.search(r"loaded \d+ weights", shown)
+    assert re.search(r"Accuracy on unseen crops: \d+\.\d%", shown)
+    (report,) = (tmp_path / "train.py").rglob("gpu_report.json")
+    data = json.loads(report.read_text())
+    assert data["steps"] == 40
+    assert data["settings"]["num_workers"] == 1
+    assert list((tmp_path / "train.py").rglob("*.ckpt"))
 
 
 def test_the_readmes_metrics_are_the_logged_ones() -> None:
@@ -55,20 +86,3 @@ def test_the_readmes_metrics_are_the_logged_ones() -> None:
             table |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
     logged = gpu_metrics(0, filled(GpuWindow), filled(Sharing), energy_joules=1.0)
     assert {f"gpu/0/{name}" for name in table} == set(logged)
-
-
-@pytest.mark.usefixtures("claims_dir")
-def test_the_main_example_trains_reports_and_loads(driver: Driver, run_python: Run, tmp_path: Path) -> None:
-    driver.gpus = [gpu(), gpu()]
-    options = ["--epochs", "1", "--batch-size", "2", "--num-workers", "1", "--devices", "1", "--min-free", "500MB"]
-    example = str(ROOT / "examples" / "train.py")
-    result = run_python(example, *options, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert result.returncode == 0, result.stderr
-    assert "Verdict:" in result.stdout
-    assert re.search(r"loaded \d+ weights", result.stdout)
-    assert re.search(r"Accuracy on unseen crops: \d+\.\d%", result.stdout)
-    (report,) = tmp_path.rglob("gpu_report.json")
-    data = json.loads(report.read_text())
-    assert data["steps"] == 40
-    assert data["settings"]["num_workers"] == 1
-    assert list(tmp_path.rglob("*.ckpt"))

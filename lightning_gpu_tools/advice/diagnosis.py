@@ -68,33 +68,27 @@ def _diagnosed(
     else:
         findings = _epoch_starts(run) if run.steps >= min_steps else ()
         verdict = "low" if findings else "too_short"
-    if verdict == "too_short":
-        return Diagnosis(
-            verdict=verdict,
-            why=f"Measured {steady} steady steps; at least {min_steps} are needed. The first steps of the run and of "
-            "each epoch do not count.",
-            next_step="Train longer, or lower min_steps of GPUUtilizationAdvisor.",
-            utilization_percent=run.utilization_percent,
-            waiting_share=_waiting_share(run),
-            step_p50_s=run.step_p50_s,
-            step_p95_s=run.step_p95_s,
+    is_judged = verdict != "too_short"
+    if is_judged:
+        why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
+    else:
+        why = (
+            f"Measured {steady} steady steps; at least {min_steps} are needed. The first steps of the run and of each "
+            "epoch do not count."
         )
+        next_step = "Train longer, or lower min_steps of GPUUtilizationAdvisor."
     return Diagnosis(
         verdict=verdict,
         findings=findings,
-        why=_why(run, verdict, findings),
-        next_step=_next_step(verdict, findings),
+        why=why,
+        next_step=next_step,
         utilization_percent=run.utilization_percent,
-        gpu_idle_percent=_idle_percent(run),
-        gpu_idle_residual_percent=100 * run.idle_residual,
-        waiting_share=_waiting_share(run),
+        gpu_idle_percent=_idle_percent(run) if is_judged else {},
+        gpu_idle_residual_percent=100 * run.idle_residual if is_judged else 0.0,
+        waiting_share=run.phase_s.get(DATA_LOADING, 0.0) / run.wall_s if run.wall_s > 0 else None,
         step_p50_s=run.step_p50_s,
         step_p95_s=run.step_p95_s,
     )
-
-
-def _waiting_share(run: RunMeasurements) -> float | None:
-    return run.phase_s.get(DATA_LOADING, 0.0) / run.wall_s if run.wall_s > 0 else None
 
 
 def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:

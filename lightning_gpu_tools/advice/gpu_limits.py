@@ -1,4 +1,4 @@
-"""What slows a busy GPU down: heat, the power limit, other people's processes."""
+"""What slows a busy GPU down: heat, the power limit, other jobs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _throttled(run: RunMeasurements, cause: Cause, throttled_percent: dict[str, 
 
 
 def shared_gpu(run: RunMeasurements) -> Finding | None:
-    """Return that other people compute on the same GPU, so that its utilization says nothing about this training."""
+    """Return that other jobs compute on the same GPU, so that its utilization says nothing about this training."""
     gpu = run.gpu
     if gpu is None:
         return None

@@ -88,12 +88,12 @@ def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
         return None
     if all("backward" in rank.phase_s for rank in run.ranks):
         why = (
-            "No rank always works longer than the others: the network is slow, or cores are short and now one rank is "
-            "late, now another."
+            "No rank always works longer than the others: the network is slow, or there are too few cores and a "
+            "different rank is late each time."
         )
     else:
         why = (
-            "For which rank cannot be told: with this strategy ranks wait inside forward, backward and optimizer, too."
+            "Which rank is slow cannot be told. With this strategy ranks also wait in forward, backward and optimizer."
         )
     return counted(
         "communication",

@@ -209,7 +209,7 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
     for one in uneven(run):
         if not one.lasting or one.evidence.get("period") == "accumulate_grad_batches":
             continue  # the optimizer's step is due then
-        place = next((i for i, finding in enumerate(findings) if tells(finding, one)), None)
+        place = next((i for i, finding in enumerate(findings) if _is_about(finding, one)), None)
         before = None if place is None else findings.pop(place)
         group = base_phase(one.phase)
         if group == DATA_LOADING:
@@ -224,14 +224,16 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
 
 def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
     """Return in words what is the most uneven beside the findings; empty if there is nothing."""
-    rest = (one for one in uneven(run) if one.phase not in PAUSES and not any(tells(each, one) for each in findings))
+    rest = (
+        one for one in uneven(run) if one.phase not in PAUSES and not any(_is_about(each, one) for each in findings)
+    )
     first = next(rest, None)
     if first is None:
         return ""
     return f"{details({**first.evidence, 'phase': first.phase})}: {100 * first.share:.0f} % of the wall time"
 
 
-def tells(finding: Finding, one: Uneven) -> bool:
+def _is_about(finding: Finding, one: Uneven) -> bool:
     """Return whether a finding is about the phase that is uneven."""
     if finding.cause == "slow_steps":
         return finding.evidence["phase"] == one.phase

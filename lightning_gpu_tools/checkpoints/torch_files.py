@@ -13,6 +13,7 @@ import pickle
 import re
 import shlex
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
@@ -200,6 +201,8 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
     can_be_mapped = structure.format == "zip" and not structure.is_packed and not _guesses_places()
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
+    if weights_only:
+        _warn_of_old_torch()
     try:
         with _checking_sparse_tensors(structure):
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
@@ -208,6 +211,17 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
             raise refusal from None
         _explain(structure, error, weights_only, map_location)
         raise
+
+
+@functools.cache
+def _warn_of_old_torch() -> None:
+    """Warn, once, where ``weights_only=True`` alone would not be safe."""
+    if torch.__version__ < "2.10":  # which compares versions, not text
+        warnings.warn(
+            f"torch {torch.__version__} has known holes in weights_only=True (CVE-2026-24747). Each file is checked "
+            "before torch opens it, but update to torch 2.10 or later.",
+            stacklevel=2,
+        )
 
 
 def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[str, str]]:
@@ -354,6 +368,9 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
             why = reason[1] if reason else ""
             raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
+        unknown = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        if unknown and not foreign:
+            raise broken(structure.path, _needs_newer_torch(unknown[1])) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
@@ -364,6 +381,10 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
         return
     fault = Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
     raise broken(structure.path, fault) from None
+
+
+def _needs_newer_torch(name: str) -> Fault:
+    return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
 
 
 def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
@@ -388,6 +409,8 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
         in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])
         for dtype, run in itertools.groupby(in_order, key=lambda item: item[1].dtype):
             named = list(run)
+            if not hasattr(torch, dtype):
+                raise broken(structure.path, _needs_newer_torch(f"torch.{dtype}"))
             start = structure.places[named[0][0]]
             sizes = [info.storage.numel for _, info in named]
             itemsize = getattr(torch, dtype).itemsize

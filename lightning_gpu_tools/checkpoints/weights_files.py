@@ -33,7 +33,11 @@ _STORAGE_OF_DTYPE = {
     for storage, dtype in DTYPE_OF_STORAGE.items()
     if not storage.startswith(("Q", "Untyped"))
 }
-_SAFETENSORS_DTYPES = {getattr(torch, dtype): name for name, dtype in DTYPE_OF_SAFETENSORS.items()}
+_SAFETENSORS_DTYPES = {
+    getattr(torch, dtype): name
+    for name, dtype in DTYPE_OF_SAFETENSORS.items()
+    if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7, F4 since 2.8
+}
 # Our defaults: a copy of a MiB costs nothing.
 _SMALL_BYTES = 1 << 10
 _BATCH = 1 << 10
@@ -174,7 +178,7 @@ def write_safetensors(
     for key, value in order:
         start, end = end, end + value.nbytes
         dtype, shape = _SAFETENSORS_DTYPES[value.dtype], list(value.shape)
-        if value.dtype is getattr(torch, TWO_IN_A_BYTE):
+        if DTYPE_OF_SAFETENSORS[dtype] == TWO_IN_A_BYTE:
             shape[-1] *= 2
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -21,7 +21,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what this command takes and what its help says."""
+    """Add the arguments of this command and its help."""
     parser.description = (
         "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. A folder of "
         "shards, or the index that lists them, is one checkpoint (Hugging Face, torch.distributed.checkpoint, FSDP, "

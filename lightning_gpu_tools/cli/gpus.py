@@ -21,7 +21,7 @@ _REFRESH_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what this command takes and what its help says."""
+    """Add the arguments of this command and its help."""
     parser.description = (
         "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: free memory, utilization over "
         "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used."
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them."""
+    """Print the table or the JSON."""
     if args.json:
         import json
 

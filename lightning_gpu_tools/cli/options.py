@@ -35,8 +35,8 @@ def percent(text: str) -> float:
     return float(text.removesuffix("%"))
 
 
-def select(args: argparse.Namespace, *, claim: bool) -> GpuSelection:
-    """Pick what the options ask for."""
+def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -> GpuSelection:
+    """Pick what the options ask for; a ``group`` as in ``picking.Attempt``."""
     from lightning_gpu_tools.selection.picking import Attempt, pick
 
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
@@ -45,6 +45,6 @@ def select(args: argparse.Namespace, *, claim: bool) -> GpuSelection:
     except ValueError as error:
         args.parser.error(str(error))
     try:
-        return pick(request, Attempt.choose)
+        return pick(request, Attempt.choose, group=group)
     except KeyboardInterrupt:  # while waiting
         raise SystemExit(130) from None  # as of a program that SIGINT ended, POSIX "Exit Status for Commands"

@@ -8,7 +8,7 @@ from lightning_gpu_tools.cli import options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what this command takes and what its help says."""
+    """Add the arguments of this command and its help."""
     parser.description = (
         "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. It exits at once and so "
         "claims nothing; `run` claims GPUs for a command."

@@ -7,16 +7,29 @@ import contextlib
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.cli import options
+from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.units import printable_path
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.selection.picking import GpuSelection
+
+_SRUN_INSIDE = (
+    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so a program that does not pick with this package "
+    "sees all GPUs. Write srun ... lightning-gpu-tools run ... -- CMD instead."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what this command takes and what its help says."""
+    """Add the arguments of this command and its help."""
     parser.description = (
         "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
-        "The claim lives exactly as long as the command and its children, however they end."
+        "The claim lives exactly as long as the command and its children, however they end. Under srun, torchrun or "
+        "mpirun the processes on one machine share one choice if N is at least their number; with a smaller N each "
+        "picks for itself. SLURM hides CUDA_VISIBLE_DEVICES from tasks without --gres: write `srun ... "
+        "lightning-gpu-tools run ... -- CMD`, because the tasks of `run -- srun CMD` see all GPUs."
     )
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
@@ -53,14 +66,32 @@ def run(args: argparse.Namespace) -> int:
                 from lightning_gpu_tools.selection.affinity import bind_to_gpus
 
                 one_session.enter_context(nvml.session())
-            selection = options.select(args, claim=True)
+            launch = _sharing_launch(args.count or 1)
+            if launch and not launch.job:
+                args.parser.error(f"{launch.program} gives its processes no name to share a choice by. {launch.remedy}")
+            selection = options.select(args, claim=True, group=launch.group(args.count or 1) if launch else None)
             selection.apply()
             selection.pass_on()
             if args.bind_numa:
                 bind_to_gpus(selection.uuids)
         with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the command may not need anybody to
-            print(f"lightning-gpu-tools: {selection.reason}", file=sys.stderr, flush=True)
+            print(f"lightning-gpu-tools: {_reason(selection, launch)}", file=sys.stderr, flush=True)
+            if os.path.basename(command[0]) == "srun":
+                print(f"lightning-gpu-tools: {_SRUN_INSIDE}", file=sys.stderr, flush=True)
     return _execute(command)
+
+
+def _sharing_launch(count: int) -> Launch | None:
+    """Return what has started processes here that share that many GPUs: there is one for each of them, or more."""
+    launch = find_launch(os.environ, has_mpi4py=True)
+    return launch if launch and 1 < (launch.processes or 1) <= count else None
+
+
+def _reason(selection: GpuSelection, launch: Launch | None) -> str:
+    if launch is None:
+        return selection.reason
+    picked = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
+    return f"{picked} The {launch.processes} processes of this {launch.program} on this machine share them."
 
 
 def _execute(command: list[str]) -> int:

@@ -23,7 +23,7 @@ class GpuSample:
         uuid: The GPU or MIG instance.
         time_s: ``time.time()`` of the sample.
         utilization: The driver's own samples since then, oldest first.
-        memory_used_bytes: Memory in use by everyone, by the driver's word.
+        memory_used_bytes: Memory in use by everyone, as the driver reports it.
         memory_total_bytes: All memory of the GPU.
         power_watts: Power draw at this moment.
         energy_joules: Energy counter since the driver was loaded; take differences.

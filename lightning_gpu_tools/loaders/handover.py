@@ -157,14 +157,14 @@ class Switch:
         """Return why the settings had better not be changed, as far as the batches so far show; ends the watch."""
         self._watched = False
         if any(epoch.source.drew_late for epoch in self._epochs):
-            return "its sampler draws random numbers during the epoch, which other workers would ask for earlier"
+            return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
         after = self._contents()
         if isinstance(after, str):
             return f"worker processes cannot have copies of its dataset ({after})"
         if after != self._before:
             return (
-                "its dataset changes while it is used (a cache, or a random generator of its own), which copies in "
-                "worker processes would each do by themselves"
+                "its dataset changes while it is used (a cache, or a random generator of its own), and the copy of "
+                "each worker would change by itself"
             )
         return None
 

@@ -235,8 +235,8 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     best, original = _best(trials), trial_of(trials, case.original)
     failures = [trial.failed for trial in trials if trial.failed is not None]
     if best is None or original is None or not any(one.measured for one in combined(trials)):
-        why = f": {failures[0]}" if failures else " in the time there was"
-        return case.original, f"Nothing could be tried{why}."
+        why = f"Nothing could be tried: {failures[0]}" if failures else "There was no time to try anything"
+        return case.original, f"{why}."
     good = [one for one in combined(trials) if _seconds(one) <= (1 + TOLERANCE) * _seconds(best)]
     chosen = min(good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE

@@ -44,9 +44,9 @@ class Comparison:
         verdict: ``slower`` or ``faster`` only if the difference exceeds the noise and, if slower, the limit.
         reasons: Why the runs cannot be compared; empty if they can.
         of: Which step is compared: the mean one if it has changed beyond the noise, otherwise the median one.
-        old_step_s: Its time in the older run; ``None`` if a run has too few steady steps.
+        old_step_s: Its time in the older run; ``None``, as the next four, if a run has too few steady steps.
         new_step_s: The same for the newer run.
-        slowdown: How much longer a step takes now: 0.07 = 7 % longer; negative = faster. ``None`` if unknown.
+        slowdown: How much longer a step takes now: 0.07 = 7 % longer; negative = faster.
         slowdown_low: Lower end of its 95 % interval.
         slowdown_high: Upper end.
         max_slowdown: The limit.
@@ -55,12 +55,12 @@ class Comparison:
 
     verdict: Verdict
     reasons: tuple[str, ...]
-    of: Literal["mean", "median"]
-    old_step_s: float | None
-    new_step_s: float | None
-    slowdown: float | None
-    slowdown_low: float | None
-    slowdown_high: float | None
+    of: Literal["mean", "median"] = "median"
+    old_step_s: float | None = None
+    new_step_s: float | None = None
+    slowdown: float | None = None
+    slowdown_low: float | None = None
+    slowdown_high: float | None = None
     max_slowdown: float
     changes: tuple[Change, ...]
 
@@ -94,33 +94,28 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     verdict: Verdict = "same"
     if reasons or change is None:
         verdict = "not_comparable"
-    elif change.slowdown > max_slowdown and change.low > 0:
+    elif change.slowdown > max_slowdown and change.slowdown_low > 0:
         verdict = "slower"
-    elif change.high < 0:
+    elif change.slowdown_high < 0:
         verdict = "faster"
     return Comparison(
         verdict=verdict,
         reasons=tuple(reasons),
-        of="median" if change is None else change.of,
-        old_step_s=None if change is None else change.old_s,
-        new_step_s=None if change is None else change.new_s,
-        slowdown=None if change is None else change.slowdown,
-        slowdown_low=None if change is None else change.low,
-        slowdown_high=None if change is None else change.high,
         max_slowdown=max_slowdown,
         changes=changes,
+        **({} if change is None else change._asdict()),
     )
 
 
 class SpeedChange(NamedTuple):
-    """How much longer the mean or the median step takes: 0.07 = 7 %, with its 95 % interval."""
+    """What a :class:`Comparison` says of the time of a step."""
 
     of: Literal["mean", "median"]
-    old_s: float
-    new_s: float
+    old_step_s: float
+    new_step_s: float
     slowdown: float
-    low: float
-    high: float
+    slowdown_low: float
+    slowdown_high: float
 
 
 def change_of_speed(old: Sequence[float], new: Sequence[float]) -> SpeedChange | None:
@@ -130,7 +125,7 @@ def change_of_speed(old: Sequence[float], new: Sequence[float]) -> SpeedChange |
     with too few values.
     """
     by_mean = _change("mean", fmean, mean_interval, old, new)
-    if by_mean is not None and by_mean.low <= 0 <= by_mean.high:
+    if by_mean is not None and by_mean.slowdown_low <= 0 <= by_mean.slowdown_high:
         return _change("median", median, median_interval, old, new)
     return by_mean
 
@@ -147,11 +142,11 @@ def _change(
         return None
     return SpeedChange(
         of=of,
-        old_s=typical(old),
-        new_s=typical(new),
+        old_step_s=typical(old),
+        new_step_s=typical(new),
         slowdown=typical(new) / typical(old) - 1,
-        low=new_interval[0] / old_interval[1] - 1,
-        high=new_interval[1] / old_interval[0] - 1,
+        slowdown_low=new_interval[0] / old_interval[1] - 1,
+        slowdown_high=new_interval[1] / old_interval[0] - 1,
     )
 
 

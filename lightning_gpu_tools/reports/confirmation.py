@@ -101,7 +101,7 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
     measured = change_of_speed(_per_sample_s(new), _per_sample_s(old))
     if measured is None:
         return None
-    return Confirmation(what=what, speedup=measured.slowdown, low=measured.low, high=measured.high)
+    return Confirmation(what=what, speedup=measured.slowdown, low=measured.slowdown_low, high=measured.slowdown_high)
 
 
 def _per_sample_s(report: Report) -> list[float]:

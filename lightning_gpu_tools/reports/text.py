@@ -125,7 +125,7 @@ def _unfinished_lines(report: Report) -> list[str]:
         return []
     known = f"This is what was known {format_duration(report.wall_s)} into the run."
     if report.outcome.startswith(RUNNING):
-        return [f"The run goes on. {known}"]
+        return [f"The run is still going. {known}"]
     return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
 
 

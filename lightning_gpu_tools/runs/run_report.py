@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
@@ -205,12 +206,14 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
                 from lightning_gpu_tools.reports.plot import save_plot
 
                 paths.append(save_plot(report, folder))
+    text = ""
+    with _failure_added_to(lines, "The report could not be shown"):
+        text = render_text(report)
+        lines.insert(1, text)
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                log_summary(report.diagnosis, logger, run.logged_step - 1)
-    with _failure_added_to(lines, "The report could not be shown"):
-        lines.insert(1, render_text(report))
+                log_summary(report.diagnosis, text, logger, run.logged_step - 1)
     if paths:
         lines.append("Report: " + " ".join(map(printable_path, paths)))
         if report.diagnosis.verdict == "low":
@@ -218,9 +221,17 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     say("\n".join(lines))
 
 
-def log_summary(diagnosis: Diagnosis, logger: Any, step: int) -> None:
-    """Send a diagnosis to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them."""
-    named = {f"gpu_tools{logger.group_separator}{name}": value for name, value in diagnosis.summary().items()}
+def log_summary(diagnosis: Diagnosis, report: str, logger: Any, step: int) -> None:
+    """Send a diagnosis to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
+
+    Args:
+        diagnosis: Its summary is sent.
+        report: The text of the whole report, which is sent as ``gpu_tools/report``.
+        logger: Any logger of Lightning's.
+        step: Of the metrics.
+    """
+    summary = {**diagnosis.summary(), "report": report}
+    named = {f"gpu_tools{logger.group_separator}{name}": value for name, value in summary.items()}
     numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
     if numbers:
         logger.log_metrics(numbers, step=step)
@@ -232,9 +243,12 @@ def log_summary(diagnosis: Diagnosis, logger: Any, step: int) -> None:
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
     """Log a text for which Lightning has no method that all loggers share. CSV files have no place for it."""
     experiment = logger.experiment
-    if hasattr(experiment, "add_text"):  # TensorBoard
-        experiment.add_text(name, text, step)
-    elif hasattr(experiment, "set_tag"):  # MLflow
+    is_long = "\n" in text
+    if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
+        experiment.add_text(name, textwrap.indent(text, "    ") if is_long else text, step)
+    elif hasattr(experiment, "set_tag") and is_long:  # MLflow, whose tags are short
+        experiment.log_text(logger.run_id, text, f"{name}.txt")
+    elif hasattr(experiment, "set_tag"):
         experiment.set_tag(logger.run_id, name, text)
     elif hasattr(experiment, "log_other"):  # Comet
         experiment.log_other(name, text)

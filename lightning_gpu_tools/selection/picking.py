@@ -284,7 +284,9 @@ class Attempt:
     def _go_on_without(self, error: ClaimsError) -> None:
         """Warn that claims cannot be read or made; raise the error if a promise rests on them."""
         promises = self.request.exclusive or self.request.min_free_bytes is not None
-        if self.group is not None or (self.request.claim and promises):
+        # Where all of them are asked for by number, every process of the group comes to the same.
+        named = self.among is not None and len(self.among) == self.request.count
+        if (self.group is not None and not named) or (self.request.claim and promises):
             raise error
         claims.warn_once(f"{error}{' The GPUs of this job are not claimed.' if self.request.claim else ''}")
 

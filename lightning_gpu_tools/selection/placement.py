@@ -7,16 +7,17 @@ they agree without talking to each other, and the claim lives as long as the las
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection import claims, cuda
+from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import rank_gpus
 from lightning_gpu_tools.selection.request import Request
@@ -114,35 +115,36 @@ def _how_many(attempt: Attempt) -> int:
     divided = any(uuid.startswith("MIG-") for uuid in attempt.visible_uuids)
     if _is_masked() and attempt.visible_uuids and not divided:
         return len(attempt.visible_uuids)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
-    if ranks and _launcher_group(-1):
-        return int(ranks)
+    launch = _launch()
+    if launch and launch.processes:
+        return launch.processes
     # Several, because MIG instances do not qualify then: they cannot be combined.
     several = replace(attempt.request, count=2)
     return max(1, len(rank_gpus(attempt.visible, attempt.others, several, {os.getpid()}).candidates))
 
 
-def _launcher_group(devices: int) -> str | None:
-    """Return a name for the processes of one job that a launcher started on this machine, ``None`` if it started one.
+def _launch() -> Launch | None:
+    """Return what has started this process together with others that train with it; ``None`` if nothing has."""
+    launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
+    if launch is None or launch.processes == 1 or (launch.job and not launch.needs):
+        return launch
+    started = f"{launch.program} started {launch.processes} processes on this machine"
+    if launch.local_rank == "0" and launch.needs:
+        claims.warn_once(
+            f"{started}, but Lightning trains in each of them separately, with GPUs of its own. One training of all of "
+            f"them needs {launch.needs}."
+        )
+    elif launch.local_rank == "0" and not claims.own_jobs():
+        claims.warn_once(f"{started} without a name for their job, so each picks for itself. {launch.remedy}")
+    return None
 
-    Restarted processes get a new name: they make a new choice.
-    """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        names = ["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"]
-        # <folder of this start>/<rank>/error.json: an earlier start may have left ranks behind, with all else the same.
-        start = os.path.dirname(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")))
-    elif (
-        int(os.environ.get("SLURM_NTASKS", "1")) > 1
-        and "SLURM_STEP_ID" in os.environ
-        and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")  # to Lightning, too, a shell for any jobs
-    ):
-        names = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"]
-        start = ""
-    else:
+
+def _launcher_group(devices: int) -> str | None:
+    """Return a name for the processes of one training that a launcher started on this machine, ``None`` if none did."""
+    launch = _launch()
+    if launch is None or (launch.processes or devices) == 1:
         return None
-    # The host's name, because containers that share the claims may use the same port.
-    values = [socket.gethostname(), start, *(os.environ.get(name, "") for name in names)]
-    return " ".join([*values, f"devices={devices}"])
+    return launch.group(devices)
 
 
 def _is_masked() -> bool:

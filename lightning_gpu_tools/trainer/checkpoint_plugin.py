@@ -53,7 +53,8 @@ class PortableCheckpointIO(CheckpointIO):
     comes back exactly as it was given.
 
     Args:
-        inner: The plugin that reads and writes the files; this one then only changes keys. ``None``: it does both.
+        inner: The plugin that reads and writes the files; this one then only changes keys. ``None``: it does both. It
+            also reads the files itself where the inner plugin would leave that to Lightning.
         verify: Whether to compare a file with its checksums before loading it. torch itself loads a file with a flipped
             bit without a word.
 
@@ -128,12 +129,12 @@ class PortableCheckpointIO(CheckpointIO):
                 left to itself. What ``fit`` restores beside the weights is checked after all hooks.
         """
         checkpoint: Any
-        if self.inner is not None:
+        if self.inner is not None and not compat.loads_with_torch(self.inner):
             if self.verify:
                 verify_checkpoint(path)
-            if map_location is not None:
-                options["map_location"] = map_location
-            checkpoint = self.inner.load_checkpoint(path, weights_only=weights_only, **options)
+            given = {"map_location": map_location, "weights_only": weights_only}
+            options.update((name, value) for name, value in given.items() if value is not None)
+            checkpoint = self.inner.load_checkpoint(path, **options)
             check_contents(checkpoint, path, torch.Tensor)
         else:
             content = read_checkpoint(

@@ -43,6 +43,16 @@ def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     return getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None) or {}
 
 
+def loads_with_torch(plugin: Any) -> bool:
+    """Return whether a checkpoint plugin leaves loading to Lightning's own, which on Lightning 2.5 runs a file's code.
+
+    Where these modules have other names, the plugin is asked to load.
+    """
+    while type(plugin).load_checkpoint.__module__.endswith(".plugins.io.wrapper"):  # AsyncCheckpointIO
+        plugin = plugin.checkpoint_io
+    return bool(type(plugin).load_checkpoint.__module__.endswith(".plugins.io.torch_io"))
+
+
 def train_iterator(trainer: Trainer) -> object | None:
     """Return the iterator of the first training loader. Without it nothing is known of what the workers do."""
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)

@@ -122,7 +122,7 @@ class GpuFacts:
         name: Product name.
         compute_capability: For example (9, 0).
         memory_total_bytes: All memory of the GPU.
-        others_memory_bytes: Memory of other people's processes.
+        others_memory_bytes: Memory of other jobs.
         others_utilization_percent: How busy they kept the GPU.
         sm_active_percent: Share of the streaming multiprocessors that had work; Hopper and later.
         tensor_active_percent: Share of the time the tensor cores were busy; Hopper and later.

@@ -78,7 +78,8 @@ def test_the_advice_fits_the_phase(phase: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "words"), [("backward", "No rank always works longer"), ("data_loading", "For which rank cannot be told")]
+    ("phase", "words"),
+    [("backward", "No rank always works longer"), ("data_loading", "Which rank is slow")],
 )
 def test_a_wait_without_a_slow_rank_is_communication(phase: str, words: str) -> None:
     ranks = tuple(RankStep(rank=i, node=0, own_step_s=0.01, phase_s={phase: 0.01}, wait_s=0.02) for i in range(2))

@@ -1,17 +1,23 @@
-"""The demo, as a real process."""
+"""The demo, in a process of its own."""
 
+import os
 import re
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 
+from rank_processes import run_ranks
+
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import load_report
 
-RunCli = Callable[..., "CompletedProcess[str]"]
+
+def demo(folder: Path, rank: int) -> None:
+    os.environ["LIGHTNING_GPU_TOOLS_DISABLE"] = "1"
+    sys.exit(main(["demo", "--folder", str(folder)]))
 
 
-def test_it_finds_the_slow_loader_and_confirms_the_fix(run_cli: RunCli, tmp_path: Path) -> None:
-    result = run_cli("demo", "--folder", str(tmp_path), env={"LIGHTNING_GPU_TOOLS_DISABLE": "1"})
+def test_it_finds_the_slow_loader_and_confirms_the_fix(tmp_path: Path) -> None:
+    (result,) = run_ranks(tmp_path, demo, ranks=1)
     assert result.returncode == 0, result.stderr
     verdicts = re.findall(r"^Verdict: (\w+)", result.stdout, re.MULTILINE)
     assert verdicts[0] == "LOW"

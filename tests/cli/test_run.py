@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
+from launched_jobs import mpiexec
 
 from lightning_gpu_tools import NotEnoughGpusError, select_gpus
 
@@ -147,6 +148,14 @@ def test_a_closed_stream_does_not_become_the_claim(driver: Driver, claims_dir: P
         ["sh", "-c", '"$@" 2>&-', "sh", *RUN, "--", "sh", "-c", job], capture_output=True, text=True
     )
     assert json.loads(answer.stdout)["uuids"] == [driver.gpus[0].uuid]
+
+
+def test_processes_that_cannot_share_a_choice_are_refused(driver: Driver, run_cli: RunCli) -> None:
+    driver.gpus = [gpu(), gpu()]
+    answer = run_cli("run", "-n", "2", "--", "echo", "started", env=mpiexec(0))
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "put `lightning-gpu-tools run -n 2 --` before mpiexec" in answer.stderr
+    assert run_cli("run", "-n", "1", "--", "echo", "started", env=mpiexec(0)).returncode == 0
 
 
 UNEDITED_SCRIPT = """

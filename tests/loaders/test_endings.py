@@ -8,22 +8,20 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 from loader_switching import CHANGES, LOADERS, SwitchAt, arguments, settings, train
-from torch.utils.data import DataLoader
-from trainings import Raise, Samples
+from rank_processes import run_ranks
+from torch.utils.data import DataLoader, get_worker_info
+from trainings import Model, Raise, Samples, quiet_trainer
 
-from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools import LoaderSettings, NumWorkersFinder
 from lightning_gpu_tools.loaders.handover import restore, switchable
 from lightning_gpu_tools.loaders.workers import Batches
 
-Run = Callable[..., "CompletedProcess[str]"]
 ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
 
 
@@ -51,7 +49,7 @@ def iterators() -> set[int]:
     return {id(thing) for thing in gc.get_objects() if type(thing).__name__ in ITERATORS}
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES[::2])
+@pytest.mark.parametrize(("before", "after"), CHANGES[1::2])
 @pytest.mark.parametrize("end", ["the last epoch", "a limit", "an exception"])
 @pytest.mark.usefixtures("stalls_are_long")
 def test_nothing_is_left_without_the_garbage_collector(
@@ -145,47 +143,36 @@ def test_a_forked_process_does_not_end_its_parents_workers() -> None:
     restore(made)
 
 
-INTERRUPTED = """
-import json, multiprocessing, os, signal, sys, time
-from pathlib import Path
-import torch
-from torch.utils.data import DataLoader, get_worker_info
-from trainings import Model, Samples, quiet_trainer
-from lightning_gpu_tools import NumWorkersFinder
+def interrupt_searches(folder: Path, rank: int) -> None:
+    """Press Ctrl-C in a trial, and then while the first worker starts; say how each training ended."""
+    home, when, sent = os.getpid(), "in a trial", []
 
-folder, home = sys.argv[1], os.getpid()
-when = "in a trial"
+    class Interrupting(Samples):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if when == "in a trial" and get_worker_info() and index % 7 == 0:
+                os.kill(home, signal.SIGINT)
+                time.sleep(0.2)
+            return super().__getitem__(index)
 
-class Interrupting(Samples):
-    def __getitem__(self, index):
-        if when == "in a trial" and get_worker_info() and index % 7 == 0:
-            os.kill(home, signal.SIGINT)
-            time.sleep(0.2)
-        return super().__getitem__(index)
+    def after_fork() -> None:
+        # Where Ctrl-C is most likely to come during the start of a worker, and where Python ignores exceptions.
+        if when == "in a fork" and not sent:
+            sent.append(True)
+            signal.raise_signal(signal.SIGINT)
 
-def after_fork():
-    # Where Ctrl-C is most likely to come during the start of a worker, and where Python ignores exceptions.
-    if when == "in a fork" and not sent:
-        sent.append(True)
-        signal.raise_signal(signal.SIGINT)
-
-sent = []
-os.register_at_fork(after_in_parent=after_fork)
-for when in ("in a trial", "in a fork"):
-    trainer = quiet_trainer(folder, callbacks=[NumWorkersFinder(budget_s=2.0)])
-    try:
-        trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
-        ended = "as usual"
-    except BaseException as error:
-        ended = type(error).__name__
-    print(json.dumps([ended, trainer.global_step, len(multiprocessing.active_children())]))
-"""
+    os.register_at_fork(after_in_parent=after_fork)
+    for when in ("in a trial", "in a fork"):  # noqa: B007 - read above
+        trainer = quiet_trainer(folder, callbacks=[NumWorkersFinder(budget_s=2.0)])
+        try:
+            trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
+            ended = "as usual"
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C itself
+            ended = type(error).__name__
+        print(json.dumps([ended, trainer.global_step, len(multiprocessing.active_children())]))
 
 
-def test_ctrl_c_during_the_search_ends_the_training_as_always(run_python: Run, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(INTERRUPTED)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = run_python(str(tmp_path / "script.py"), str(tmp_path), env={"PYTHONPATH": path})
+def test_ctrl_c_during_the_search_ends_the_training_as_always(tmp_path: Path) -> None:
+    (result,) = run_ranks(tmp_path, interrupt_searches, ranks=1)
     assert result.returncode == 0, result.stderr
     assert "Exception ignored" not in result.stderr
     for line in result.stdout.splitlines()[-2:]:

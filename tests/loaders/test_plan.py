@@ -126,7 +126,7 @@ KILLED = trial(4, None, failed="killed")
         (case(), [trial(0, 0.0113), trial(2, 0.0100)], 2, "batches/s against"),
         # Nothing is changed for a prediction alone.
         (case(original=workers(4)), [trial(0, 0.05), KILLED, trial(2, 0.01)], 4, "killed"),
-        (case(), [trial(0, 0.05)], 0, "Nothing could be tried in the time there was."),
+        (case(), [trial(0, 0.05)], 0, "There was no time to try anything."),
         (
             case(cost=LoadCost(wall_s=0.4, cpu_s=0.4)),
             [trial(0, 0.41), trial(8, 0.05)],

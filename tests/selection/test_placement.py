@@ -6,13 +6,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, live_claims, said, slurm, torchrun
+from launched_jobs import PLACE, by_hand, live_claims, mpiexec, said, slurm, torchrun
+
+from lightning_gpu_tools import ClaimsError
+from lightning_gpu_tools.selection.placement import place
+from lightning_gpu_tools.selection.request import Request
 
 STAY = "\nsys.stdin.read()"
+BY_ARGUMENT = f"""
+devices = sys.argv[1] if sys.argv[1] == "auto" else int(sys.argv[1])
+place_and_say(devices, min_free="5GiB", exclusive=True){STAY}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -62,16 +71,10 @@ sys.stdin.read()
         assert live_claims(claims_dir) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("GROUP_RANK", "{}"), ("TORCHELASTIC_ERROR_FILE", "/tmp/none_{}/attempt_0/0/error.json")],
-    ids=["node", "start"],
-)
-def test_every_node_and_every_start_chooses_for_itself(
-    driver: Driver, script: Callable[[str], str], name: str, value: str
-) -> None:
-    # Both nodes are this machine. Ranks of a torchrun that was killed may live on beside those of a new one.
-    ranks = [torchrun(rank, **{name: value.format(group)}) for group in "01" for rank in (0, 1)]
+def test_another_start_of_torchrun_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
+    # Ranks of a torchrun that was killed may live on beside those of a new one.
+    starts = [f"/tmp/none_{start}/attempt_0/0/error.json" for start in "01"]
+    ranks = [torchrun(rank, TORCHELASTIC_ERROR_FILE=start) for start in starts for rank in (0, 1)]
     chosen = placed(driver, script(f"place_and_say(exclusive=True){STAY}"), ranks)
     assert chosen == [[3, 2], [3, 2], [1, 0], [1, 0]]
 
@@ -86,7 +89,7 @@ def test_jobs_of_two_users_share_no_choice_whatever_their_names(
             folder.chmod(0o755)
     (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
     # What it would import only then may lie where this user may not read.
-    become = "import lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
+    become = "import socket, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
     names = {"USER", "LOGNAME", "LNAME", "USERNAME"}  # as in a container that was given just a number
     users = [
         {name: value for name, value in torchrun(0, BECOME=user).items() if name not in names} for user in ("4711", "0")
@@ -108,11 +111,49 @@ def test_a_claim_of_two_ranks_lives_until_the_last_ends(
 
 
 @pytest.mark.parametrize(
-    ("job", "devices", "expected"), [("train", "auto", [[3, 2], [3, 2]]), ("bash", "1", [[3], [2]])]
+    ("ranks", "devices", "expected"),
+    [
+        (slurm, "auto", [[3, 2], [3, 2]]),
+        (by_hand, "2", [[3, 2], [3, 2]]),
+        (by_hand, "1", [[3], [2]]),  # of a training on two nodes, both of which are this machine
+    ],
 )
-def test_tasks_of_slurm_agree_but_not_jobs_in_a_shell(
-    driver: Driver, script: Callable[[str], str], job: str, devices: str, expected: list[list[int]]
+def test_ranks_agree_however_they_were_started(
+    driver: Driver, script: Callable[[str], str], ranks: Callable[[int], dict[str, str]], devices: str, expected: object
 ) -> None:
-    code = "devices = sys.argv[1] if sys.argv[1] == 'auto' else int(sys.argv[1])\n"
-    path = script(f"{code}place_and_say(devices, min_free='5GiB', exclusive=True){STAY}")
-    assert placed(driver, path, [slurm(task, SLURM_JOB_NAME=job) for task in (0, 1)], devices) == expected
+    assert placed(driver, script(BY_ARGUMENT), [ranks(0), ranks(1)], devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        (
+            partial(slurm, SLURM_JOB_NAME="bash"),
+            "srun started 2 processes on this machine, but Lightning trains in each",
+        ),
+        (mpiexec, "without a name for their job, so each picks for itself. To pick once for all, put `lightning-gpu"),
+    ],
+    ids=["bash", "mpich"],
+)
+def test_tasks_that_choose_separately_say_so_once(
+    driver: Driver,
+    script: Callable[[str], str],
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    ranks: Callable[[int], dict[str, str]],
+    line: str,
+) -> None:
+    (tmp_path / "mpi4py.py").touch()  # as if it were installed
+    assert placed(driver, script(BY_ARGUMENT), [ranks(0), ranks(1)], "1") == [[3], [2]]
+    assert capfd.readouterr().err.count(line) == 1
+
+
+def test_named_devices_need_no_claims_to_agree_on(
+    driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims_dir.touch()  # no folder
+    for name, value in torchrun(1).items():
+        monkeypatch.setenv(name, value)
+    assert place([1, 3], Request(), list) == [1, 3]
+    with pytest.raises(ClaimsError, match="cannot be used"):
+        place(2, Request(), list)

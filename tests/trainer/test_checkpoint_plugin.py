@@ -13,7 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plugin_trainings import (  # noqa: F401 - a fixture
     WRAPPINGS,
@@ -97,8 +97,9 @@ def test_resuming_is_bitwise_the_same_as_not_having_stopped(wrapping: str, tmp_p
 
 
 def test_ema_weights_and_the_raw_ones_are_both_renamed(tmp_path: Path) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.6 added it")
     source = Lit("compile")
-    run = trainer(tmp_path, epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    run = trainer(tmp_path, epochs=2, callbacks=[averaging.EMAWeightAveraging(decay=0.5)])
     path = tmp_path / "ema.ckpt"
 
     class Save(Callback):
@@ -113,7 +114,7 @@ def test_ema_weights_and_the_raw_ones_are_both_renamed(tmp_path: Path) -> None:
     assert not torch.equal(stored["current_model_state"]["net.0.weight"], stored["state_dict"]["net.0.weight"])
     for wrapping in WRAPPINGS:
         target = Lit(wrapping, seed=1)
-        ema = EMAWeightAveraging(decay=0.5)
+        ema = averaging.EMAWeightAveraging(decay=0.5)
         resumed = trainer(tmp_path, epochs=2, callbacks=[ema])
         resumed.fit(target, ckpt_path=path)
         average = ema._average_model

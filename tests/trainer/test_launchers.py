@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import MEET, PLACE, free_port, live_claims, said, slurm
+from launched_jobs import MEET, PLACE, free_port, live_claims, said
+from launched_jobs import slurm as slurm_task
+from slurm_cluster import WHY_NOT as WHY_NO_SLURM
 
 TESTS = Path(__file__).parents[1]
 AGREED = {0: [3, 2], 1: [3, 2]}
@@ -122,7 +127,37 @@ def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
     assert live_claims(claims_dir) == []
 
 
+@pytest.mark.skipif(bool(WHY_NO_SLURM), reason=WHY_NO_SLURM)
 def test_tasks_of_slurm_agree(
+    driver: Driver, script: Callable[[str], str], claims_dir: Path, slurm: dict[str, str]
+) -> None:
+    # Names of nodes mean nothing outside of this SLURM, so Lightning is told where rank 0 is.
+    env = {**os.environ, **slurm, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    code = f"{FIT}fit('trained', strategy='ddp_free_memory')\nend()\n"
+    command = ["srun", "-N1", "--ntasks-per-node=2", "--job-name=train", sys.executable, script(code)]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert said(answer.stdout, driver) == {"trained": AGREED}
+    assert answer.stderr.count("Picked GPU") == 1
+    assert live_claims(claims_dir) == []
+
+
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
+    reason="Open MPI and mpi4py are not installed (apt-get install openmpi-bin, pip install mpi4py)",
+)
+def test_processes_of_mpirun_agree(driver: Driver, script: Callable[[str], str], claims_dir: Path) -> None:
+    code = f"{FIT}fit('trained', accelerator=FreeMemoryCUDAAccelerator(), strategy='ddp')\nend()\n"
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script(code)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert said(answer.stdout, driver) == {"trained": AGREED}
+    assert answer.stderr.count("Picked GPU") == 1
+    assert live_claims(claims_dir) == []
+
+
+@pytest.mark.skipif(not WHY_NO_SLURM, reason="SLURM is installed, and the test above runs it")
+def test_tasks_as_of_slurm_agree(
     driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
 ) -> None:
     # Forked from one process, which imports Lightning for both.
@@ -135,7 +170,7 @@ for task in "01":
         os._exit(0)
 sys.exit(any(os.wait()[1] for _ in range(2)))
 """
-    answer = run_python(script(FIT + code), env=slurm(0, MASTER_PORT=free_port()))
+    answer = run_python(script(FIT + code), env=slurm_task(0, MASTER_PORT=free_port()))
     assert answer.returncode == 0, answer.stderr
     assert said(answer.stdout, driver) == {"trained": AGREED}
     assert live_claims(claims_dir) == []

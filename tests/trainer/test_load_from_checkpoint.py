@@ -307,13 +307,3 @@ def test_what_lightning_cli_saved_is_built_as_there(tmp_path: Path) -> None:
     }
     write_checkpoint(content, path)
     assert isinstance(load_from_checkpoint(Lit, path).net, nn.DataParallel)
-
-
-def test_the_example_runs(run_python: Callable[..., Any], tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "load_checkpoint_anywhere.py"
-    answer = run_python(str(example), cwd=tmp_path)
-    assert answer.returncode == 0, answer.stderr
-    assert 'loaded 4 weights; removed "net." from 4 keys, added "_orig_mod." to 4 keys' in answer.stdout
-    assert 'fit: "student" and "teacher"' in answer.stdout
-    assert "is cut short" in answer.stdout
-    assert list(tmp_path.iterdir()) == []

@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fake_driver import Driver, gpu, process
-from rank_processes import run_ranks, train_ranks, train_slow_ranks
+from rank_processes import run_ranks, train_on_two_nodes, train_slow_ranks
 from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO
 from lightning_gpu_tools.reports.report import load_report
+
+# How much longer a sample takes on the second node.
+SLOWER_S = 0.03
 
 
 def two_nodes(folder: Path, failing_rank: int | None = None) -> list[subprocess.CompletedProcess[str]]:
@@ -23,26 +27,16 @@ def two_nodes(folder: Path, failing_rank: int | None = None) -> list[subprocess.
         (folder / f"node{node}").mkdir()
         machines.append(Driver(folder / f"node{node}"))
         machines[node].gpus = [gpu(utilization=90 - 60 * node, processes=[process(4711, "3GiB")])]
-    return train_ranks(folder, nodes=2, machines=machines, failing_rank=failing_rank, sample_s=(0.002, 0.012))
-
-
-def test_rank_zero_reports_for_all_ranks(tmp_path: Path) -> None:
-    results = train_ranks(tmp_path, sample_s=(0.02, 0.02), min_seconds=(0.1, 1e9))
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
-    assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
-    assert [result.stderr.count("Waiting for data takes") for result in results] == [1, 0]
-    assert "reported nothing" not in results[0].stderr
-    (report_file,) = tmp_path.rglob("gpu_report.json")
-    report = load_report(report_file)
-    assert report.settings["world_size"] == 2
-    assert [rank.rank for rank in report.ranks] == [0, 1]
-    assert report.phase_s["rank_wait/signal check"] > 0
+    options = {"slower_s": SLOWER_S, "failing_rank": failing_rank}
+    return run_ranks(folder, train_on_two_nodes, nodes=2, machines=machines, options=options)
 
 
 def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> None:
     results = two_nodes(tmp_path)
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
+    assert [result.stderr.count("Speedup: up to") for result in results] == [1, 0]
+    assert "reported nothing" not in results[0].stderr
     (report_file,) = tmp_path.rglob("gpu_report.json")
     with (report_file.parent / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -56,13 +50,13 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     assert set(other.values()) == {30.0}
     report = load_report(report_file)
     assert [(one.node, one.index, one.utilization_percent_mean) for one in report.gpus] == [(0, 0, 90), (1, 0, 30)]
-    fast, slow = report.ranks
-    assert (slow.rank, slow.node) == (1, 1)
-    assert slow.own_step_s > fast.own_step_s + 0.008
+    assert report.settings["world_size"] == 2
+    assert report.phase_s["rank_wait/signal check"] > 0
+    assert [(one.rank, one.node) for one in report.ranks] == [(0, 0), (1, 1)]
     straggler = next(finding for finding in report.diagnosis.findings if finding.cause == "straggler")
     assert (straggler.evidence["rank"], straggler.evidence["node"]) == (1, 1)
     assert straggler.evidence["phase"] == "data_loading"
-    assert straggler.evidence["behind_ms_per_step"] > 8
+    assert straggler.evidence["behind_ms_per_step"] > 500 * SLOWER_S
     line = next(line for line in results[0].stdout.splitlines() if line.startswith("Slowest rank: "))
     assert line.startswith("Slowest rank: 1 (node 1), ")
 
@@ -81,12 +75,11 @@ def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, failing_rank: i
     assert [rank.rank for rank in report.ranks] == [0, 1]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path, ranks: int) -> None:
+def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path) -> None:
     phases = ["data_loading", "forward", "backward", "optimizer", "callback"]
-    slow_ranks = {"healthy": None, "checkpoint": 0, **{phase: i % ranks for i, phase in enumerate(phases)}}
-    results = run_ranks(tmp_path, train_slow_ranks, ranks=ranks, options={"slow_ranks": slow_ranks})
-    assert [result.returncode for result in results] == [0] * ranks, results[0].stderr
+    slow_ranks = {"healthy": None, "checkpoint": 0, **{phase: i % 3 for i, phase in enumerate(phases)}}
+    results = run_ranks(tmp_path, train_slow_ranks, ranks=3, options={"slow_ranks": slow_ranks})
+    assert [result.returncode for result in results] == [0] * 3, results[0].stderr
     blamed = json.loads((tmp_path / "blamed.json").read_text())
     assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
 
@@ -103,9 +96,18 @@ def test_gpus_are_compared_by_their_own_clock(tmp_path: Path) -> None:
     assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
 
 
-def test_a_spawned_process_gets_the_callbacks_and_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+class Wrapped(Model):
+    def __init__(self) -> None:
+        super().__init__(time.sleep, step_s=0.001)
+        self.layer = torch.compile(self.layer, backend="eager")  # type: ignore[assignment]
+
+
+def test_a_spawned_process_reports_and_its_weights_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor()]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, strategy="ddp_spawn")
-    trainer.fit(Model(time.sleep, step_s=0.001), loader(Samples(30)))
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, strategy="ddp_spawn", plugins=[PortableCheckpointIO()])
+    model = Wrapped()
+    before = next(model.parameters()).detach().clone()
+    trainer.fit(model, loader(Samples(30)))
     assert capfd.readouterr().out.count("Verdict:") == 1
     assert load_report(tmp_path).steps == 30
+    assert not torch.equal(before, next(model.parameters()))

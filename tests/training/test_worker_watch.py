@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,43 +13,24 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 from trainings import HandClock, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training import worker_watch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
-from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
+from lightning_gpu_tools.training.worker_watch import WorkerWatch
 
 
 class Watching(Callback):
-    """Polls after every step; waits count after the first ten."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = FitSession.of(trainer).clock
+    """Polls after every step."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.watch = WorkerWatch(lambda: compat.train_iterator(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step > 10 and self.clock.last_fetch_s > LONG_WAIT_S:
-            self.watch.after_long_wait()
-        self.watch.before_fetch()
         self.watch.poll(trainer.global_step)
-
-
-class OneSlow(Dataset[torch.Tensor]):
-    """Worker 1 takes 40 ms a sample, the others 1 ms."""
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        info = get_worker_info()
-        time.sleep(0.04 if info is None or info.id == 1 else 0.001)
-        return torch.zeros(4)
 
 
 def seen(folder: Path, dataset: Dataset[torch.Tensor], workers: int, *others: Callback) -> LoadingFacts:
@@ -57,35 +39,56 @@ def seen(folder: Path, dataset: Dataset[torch.Tensor], workers: int, *others: Ca
     return watching.watch.facts()
 
 
-@pytest.mark.parametrize(("dataset", "behind_one"), [(OneSlow(), True), (Samples(60, time.sleep, 0.02), False)])
-def test_behind_one_slow_worker_batches_lie_ready(tmp_path: Path, dataset: Any, behind_one: bool) -> None:
-    facts = seen(tmp_path, dataset, 3)
-    assert facts.long_waits >= 10
-    assert facts.ready_out_of_order_share is not None
-    assert (facts.ready_out_of_order_share >= 0.5) is behind_one
-
-
 class Gated(Dataset[torch.Tensor]):
-    """Delivers nothing before it may."""
+    """Delivers no sample before it may."""
 
-    def __init__(self) -> None:
-        self.gate = multiprocessing.Event()
+    def __init__(self, count: int) -> None:
+        self.gates = [multiprocessing.Event() for _ in range(count)]
 
     def __len__(self) -> int:
-        return 2
+        return len(self.gates)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        self.gate.wait()
+        self.gates[index].wait()
         return torch.zeros(4)
+
+    def open(self, *indices: int) -> None:
+        for index in indices:
+            self.gates[index].set()
+
+
+@pytest.mark.parametrize("ready", [(2, 3, 5), ()])
+def test_behind_one_slow_worker_batches_lie_ready(ready: tuple[int, ...]) -> None:
+    """Of three workers the second one loads batches 1 and 4."""
+    dataset = Gated(6)
+    iterator = iter(loader(dataset, num_workers=3))
+    watch = WorkerWatch(lambda: iterator)
+
+    def open_the_slow_one() -> None:
+        while (torch_compat.ready_share(iterator) or 0.0) < len(ready) / 5:
+            time.sleep(0.001)
+        dataset.open(1)
+
+    dataset.open(0, *ready)
+    next(iterator)
+    opening = threading.Thread(target=open_the_slow_one)
+    opening.start()
+    next(iterator)
+    watch.after_long_wait()
+    facts = watch.facts()
+    assert (facts.long_waits, facts.ready_out_of_order_share) == (1, len(ready) / 4)
+    opening.join()
+    dataset.open(*range(6))
+    assert len(list(iterator)) == 4  # which also ends the workers
 
 
 def test_batches_that_are_ready_are_seen() -> None:
-    dataset = Gated()
+    dataset = Gated(2)
     iterator = iter(loader(dataset, num_workers=1))
     watch = WorkerWatch(lambda: iterator)
     watch.before_fetch()
     assert watch.facts().ready_share == 0
-    dataset.gate.set()
+    dataset.open(0, 1)
     while not torch_compat.is_batch_ready(iterator):
         time.sleep(0.001)
     watch.before_fetch()

@@ -1,0 +1,118 @@
+"""Which processes of this machine a launcher has started as one job, by what it put into their environment."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class _Launcher(NamedTuple):
+    """The variables of a launcher.
+
+    Attributes:
+        program: Its name.
+        processes: How many processes of the job are on this machine.
+        local_rank: The number of this process among them.
+        job: What names the job on this machine, and a restarted one differently, because it chooses again; empty if
+            nothing does.
+    """
+
+    program: str
+    processes: str
+    local_rank: str
+    job: tuple[str, ...]
+
+
+# Those for which Lightning looks, in its order. Kubeflow is missing: it starts one process in each container.
+_LAUNCHERS = (
+    _Launcher(
+        "torchrun",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_RANK",
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
+    ),
+    _Launcher(
+        "srun",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_LOCALID",
+        ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
+    ),
+    # Both have a PMIx server, which names the job.
+    _Launcher("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
+    _Launcher("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
+    _Launcher("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
+)
+
+
+class Launch(NamedTuple):
+    """The processes that a launcher has started on this machine.
+
+    Attributes:
+        program: The launcher.
+        processes: How many there are; ``None`` if that is unknown.
+        local_rank: The number of this one among them.
+        job: The same for all of them, and for no other process of this machine; empty if nothing is.
+        needs: What Lightning lacks to see that they are one job, so that it trains in each of them separately; ``None``
+            if it does see it.
+    """
+
+    program: str
+    processes: int | None
+    local_rank: str
+    job: tuple[str, ...]
+    needs: str | None = None
+
+    @property
+    def remedy(self) -> str:
+        """How processes without a name for their job get a common choice."""
+        return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
+
+    def group(self, gpus: int) -> str:
+        """Return a name for a choice of that many GPUs which all of them share."""
+        # The host's name, because containers that share the claims may use the same port.
+        return " ".join([platform.node(), *self.job, f"devices={gpus}"])
+
+
+def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | None:
+    """Return what has started this process: what Lightning recognizes comes first; ``None`` if nothing has.
+
+    Args:
+        environ: The environment.
+        has_mpi4py: Whether mpi4py is installed, without which Lightning does not recognize MPI.
+    """
+    unrecognized = None
+    for program, count, rank, names in _LAUNCHERS:
+        if not {count, *names[:1]} <= environ.keys():
+            continue
+        job = [environ.get(name, "") for name in names]
+        if program == "torchrun":
+            # <folder of this start>/<rank>/error.json: an earlier start may have left ranks behind with these names.
+            job.append(environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/")[0].rpartition("/")[0])
+        node = int(environ["SLURM_NODEID"]) if program == "srun" else 0
+        needs = _needs(program, environ, has_mpi4py)
+        launch = Launch(program, _processes(environ[count], node), environ.get(rank, ""), tuple(job), needs)
+        if needs is None:
+            return launch
+        if launch.processes != 1:
+            unrecognized = unrecognized or launch
+    if {"LOCAL_RANK", "MASTER_PORT"} <= environ.keys():  # by Lightning's DDP, or by hand
+        job = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")]
+        return Launch("", None, environ["LOCAL_RANK"], tuple(job))
+    return unrecognized
+
+
+def _processes(counts: str, node: int) -> int:
+    """Return those of a node; SLURM writes ``"2(x3),1"`` for two on each of three nodes and one on the fourth."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(processes) for processes, nodes in runs for _ in range(int(nodes or 1))][node]
+
+
+def _needs(program: str, environ: Mapping[str, str], has_mpi4py: bool) -> str | None:
+    if program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        # To Lightning a shell in which jobs are started otherwise, see SLURMEnvironment.detect.
+        return f"another name than {environ['SLURM_JOB_NAME']!r} for the job: put SLURM_JOB_NAME=train before srun"
+    if program in ("mpirun", "mpiexec") and not has_mpi4py:
+        return "the package mpi4py"
+    return None

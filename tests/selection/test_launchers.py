@@ -1,0 +1,101 @@
+"""Which processes belong together, by what launchers put into their environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from launched_jobs import by_hand, jsrun, mpiexec, mpirun, slurm, torchrun
+
+from lightning_gpu_tools.selection.launchers import Launch, find_launch
+
+Environment = Callable[..., dict[str, str]]
+ALL = [torchrun, slurm, mpirun, jsrun, by_hand]
+
+
+def launched(environ: dict[str, str], *, has_mpi4py: bool = True) -> Launch:
+    launch = find_launch(environ, has_mpi4py=has_mpi4py)
+    assert launch is not None
+    return launch
+
+
+@pytest.mark.parametrize("environment", ALL)
+def test_processes_of_one_job_share_a_name_and_others_do_not(environment: Environment) -> None:
+    first, second = (launched(environment(rank)) for rank in (0, 1))
+    assert first.group(2) == second.group(2) != first.group(1)
+    assert (first.local_rank, second.local_rank) == ("0", "1")
+    assert (first.needs, first.processes) == (None, None if environment is by_hand else 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "changed"),
+    [
+        (torchrun, {"TORCHELASTIC_RUN_ID": "other"}),
+        (torchrun, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        (torchrun, {"TORCHELASTIC_ERROR_FILE": "/tmp/none_1/attempt_0/0/error.json"}),
+        (torchrun, {"GROUP_RANK": "1"}),
+        (torchrun, {"MASTER_PORT": "1"}),
+        (slurm, {"SLURM_JOB_ID": "78"}),
+        (slurm, {"SLURM_STEP_ID": "1"}),
+        (slurm, {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}),
+        (slurm, {"SLURM_RESTART_COUNT": "1"}),
+        (mpirun, {"PMIX_NAMESPACE": "790888450"}),
+        (jsrun, {"PMIX_NAMESPACE": "2"}),
+        (jsrun, {"LSB_JOBID": "78"}),
+        (by_hand, {"MASTER_PORT": "1"}),
+        (by_hand, {"NODE_RANK": "1"}),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else min(value),
+)
+def test_another_job_node_or_start_has_another_name(environment: Environment, changed: dict[str, str]) -> None:
+    assert launched(environment(0)).group(2) != launched(environment(0, **changed)).group(2)
+
+
+@pytest.mark.parametrize(("node", "tasks"), [("0", 3), ("1", 3), ("2", 1), ("3", 2)])
+def test_slurm_may_start_another_number_on_each_node(node: str, tasks: int) -> None:
+    environ = slurm(0, SLURM_STEP_TASKS_PER_NODE="3(x2),1,2", SLURM_NODEID=node)
+    assert launched(environ).processes == tasks
+
+
+def test_torchrun_decides_inside_of_slurm() -> None:
+    environ = {**slurm(0), **torchrun(1, LOCAL_WORLD_SIZE="4")}
+    assert launched(environ)[:3] == ("torchrun", 4, "1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "needs"),
+    [
+        (slurm(0, SLURM_JOB_NAME="bash"), "another name than 'bash'"),
+        (slurm(0, SLURM_JOB_NAME="interactive"), "another name than 'interactive'"),
+        (mpirun(0), "the package mpi4py"),
+        (mpiexec(0), "the package mpi4py"),
+        ({**slurm(0, SLURM_JOB_NAME="bash"), **mpirun(0)}, "another name than 'bash'"),
+    ],
+    ids=["bash", "interactive", "mpirun", "mpiexec", "both"],
+)
+def test_what_lightning_does_not_recognize_says_what_it_needs(environ: dict[str, str], needs: str) -> None:
+    assert needs in str(launched(environ, has_mpi4py=False).needs)
+    told = launched({**environ, **by_hand(1)}, has_mpi4py=False)  # as a wrapper script does that exports the ranks
+    assert (told.needs, told.local_rank) == (None, "1")
+
+
+def test_mpich_does_not_name_its_job() -> None:
+    assert launched(mpiexec(1))[:4] == ("mpiexec", 2, "1", ())
+
+
+def test_a_launcher_that_lightning_recognizes_comes_first() -> None:
+    environ = {**slurm(0, SLURM_JOB_NAME="interactive", SLURM_STEP_TASKS_PER_NODE="1"), **mpirun(1)}
+    assert launched(environ)[:3] == ("mpirun", 2, "1")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+        {"SLURM_JOB_ID": "1"},
+    ],
+    ids=["alone", "kubeflow", "sbatch-without-srun"],
+)
+def test_a_process_without_others_on_its_machine_has_no_launch(environ: dict[str, str]) -> None:
+    assert find_launch(environ, has_mpi4py=True) is None

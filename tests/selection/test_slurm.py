@@ -1,0 +1,154 @@
+"""Jobs of a real SLURM on this machine: one choice a node and job, one claim, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from fake_driver import Driver, gpu
+from launched_jobs import PLACE, live_claims
+from slurm_cluster import WHY_NOT, wait_for
+
+from lightning_gpu_tools.selection.claims import read_ledger
+
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(60)]
+ONE_NODE = ("-N1", "--ntasks-per-node=2")
+TWO_NODES = ("-N2", "--ntasks-per-node=1")
+RUN = (sys.executable, "-m", "lightning_gpu_tools", "run", "--exclusive")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+# A claim that nobody holds any more cannot be found, so tasks stay until the test tells them to end.
+TASK = f"""{PLACE}
+import pathlib, time
+say("MASK", os.environ.get("CUDA_VISIBLE_DEVICES"))
+place_and_say(int(sys.argv[1]), exclusive=True)
+while not pathlib.Path("end").exists():
+    time.sleep(0.02)
+"""
+
+
+class Job:
+    """A job whose tasks stay where they have been placed."""
+
+    def __init__(self, driver: Driver, claims_dir: Path, output: Path, command: Sequence[str]) -> None:
+        self._driver, self._claims_dir, self._output = driver, claims_dir, output
+        with output.open("a") as file:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def gpus(self, tasks: int = 2) -> list[list[int]]:
+        """Wait until so many tasks have been placed, and return the GPUs of the latest two, by rank."""
+        wait_for(lambda: self.output().count("SAID placed") == tasks, self._output)
+        lines = [line.split()[2:] for line in self.output().splitlines() if line.startswith("SAID placed")]
+        uuids = [one.uuid for one in self._driver.gpus]
+        return [[int(gpu) if gpu.isdecimal() else uuids.index(gpu) for gpu in gpus] for _, *gpus in sorted(lines[-2:])]
+
+    def end(self) -> None:
+        """Let the tasks end; then none of their claims is left."""
+        Path("end").touch()
+        self._process.wait(timeout=30)
+        wait_for(lambda: live_claims(self._claims_dir) == [], self._output)
+
+
+@pytest.fixture
+def start(
+    slurm: dict[str, str], driver: Driver, claims_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Job]]:
+    """Starts jobs on four idle GPUs; the higher the number, the more free memory."""
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    Path("task.py").write_text(TASK)
+    jobs: list[Job] = []
+
+    def start_job(*command: str, devices: int = 2) -> Job:
+        output, task = Path(f"output{len(jobs)}"), [sys.executable, "task.py", str(devices)]
+        if command[0] == "sbatch":
+            task = ["-o", str(output), "--open-mode=append", "--wrap", f"srun {' '.join(task)}"]
+        elif command[-len(TORCHRUN) :] == TORCHRUN:
+            task = task[1:]
+        jobs.append(Job(driver, claims_dir, output, [*command, *task]))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.end()
+
+
+def answer(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+SHARED = [[3, 2], [3, 2]]
+# The command, the devices, the GPUs of both tasks, the claims, and what is written to stderr how often.
+CASES: list[tuple[tuple[str, ...], int, list[list[int]], int, dict[str, int]]] = [
+    (("srun", *ONE_NODE), 2, SHARED, 1, {}),
+    (("sbatch", *ONE_NODE), 2, SHARED, 1, {}),
+    (("srun", *TWO_NODES), 2, [[1, 0], [3, 2]], 2, {}),
+    (("sbatch", *TWO_NODES), 2, [[1, 0], [3, 2]], 2, {}),
+    (("srun", *ONE_NODE, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 1, {}),
+    (("srun", *TWO_NODES, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 2, {}),  # both nodes give the GPUs of this machine
+    (("srun", *ONE_NODE, "--gpus-per-task=1"), 1, [[0], [1]], 2, {}),
+    (("srun", "-N1", "-n1", *TORCHRUN), 2, SHARED, 1, {}),
+    (("salloc", *ONE_NODE, "srun"), 1, [[2], [3]], 2, {"put SLURM_JOB_NAME=train before srun": 1}),
+    (("salloc", *ONE_NODE, "env", "SLURM_JOB_NAME=train", "srun"), 2, SHARED, 1, {}),
+    (("srun", *ONE_NODE, *RUN, "-n2", "--"), 2, SHARED, 1, {"Picked GPU": 1, "2 processes of this srun on": 2}),
+    (("srun", *ONE_NODE, *RUN, "-n1", "--"), 1, [[2], [3]], 2, {"Picked GPU": 2}),
+    ((*RUN, "-n2", "--", "srun", *ONE_NODE), 2, SHARED, 1, {"SLURM removes CUDA_": 1, "SAID MASK None": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "devices", "gpus", "claims", "lines"),
+    CASES,
+    ids=[" ".join(case[0]).replace(sys.executable, "python") for case in CASES],
+)
+def test_a_node_has_one_choice_and_one_claim_of_a_job(
+    start: Callable[..., Job],
+    claims_dir: Path,
+    command: tuple[str, ...],
+    devices: int,
+    gpus: list[list[int]],
+    claims: int,
+    lines: dict[str, int],
+) -> None:
+    job = start(*command, devices=devices)
+    assert sorted(job.gpus()) == gpus
+    assert len(live_claims(claims_dir)) == claims
+    assert {line: job.output().count(line) for line in lines} == lines
+
+
+def test_two_jobs_at_once_are_apart_and_scancel_frees_both(start: Callable[..., Job], claims_dir: Path) -> None:
+    jobs = [start("srun", *ONE_NODE) for _ in range(2)]
+    assert sorted(job.gpus() for job in jobs) == [[[1, 0], [1, 0]], [[3, 2], [3, 2]]]
+    answer("scancel", "--user=root")
+    wait_for(lambda: live_claims(claims_dir) == [])
+
+
+def test_the_claim_outlives_a_killed_rank_but_not_the_job(start: Callable[..., Job], claims_dir: Path) -> None:
+    job = start("srun", *ONE_NODE)
+    job.gpus()
+    with read_ledger(str(claims_dir)) as ledger:
+        os.kill(ledger.claims()[0].pid, signal.SIGKILL)
+    wait_for(lambda: "Killed" in job.output())
+    assert live_claims(claims_dir) == [("exclusive", 2)]
+
+
+def test_a_requeued_job_chooses_again(start: Callable[..., Job], driver: Driver, claims_dir: Path) -> None:
+    job = start("sbatch", "--requeue", *ONE_NODE)
+    assert job.gpus() == [[3, 2], [3, 2]]
+    number = answer("squeue", "-ho", "%A").strip()
+    answer("scontrol", "requeue", number)
+    with driver.change():
+        driver.gpus[3].memory_free = 0
+    wait_for(lambda: answer("squeue", "-ho", "%T").strip() == "PENDING")
+    assert live_claims(claims_dir) == []
+    answer("scontrol", "update", f"jobid={number}", "StartTime=now")  # else it waits for two minutes
+    assert job.gpus(tasks=4) == [[2, 1], [2, 1]]

@@ -1,0 +1,104 @@
+"""What each of Lightning's loggers that is installed keeps of one training: metrics, summary and report."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_driver import Driver, gpu
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from trainings import Model, Samples, loader, logged, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.reports.text import render_text
+
+# The last value of each metric, and each text.
+Kept = tuple[dict[str, Any], dict[str, Any]]
+
+
+def tensorboard(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
+    logger = TensorBoardLogger(folder)
+
+    def read() -> Kept:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(logger.log_dir).Reload()
+        texts = {
+            tag.removesuffix("/text_summary"): textwrap.dedent(
+                events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+            )
+            for tag in events.Tags()["tensors"]
+        }
+        return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}, texts
+
+    return logger, read
+
+
+def wandb(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
+    logger = WandbLogger(save_dir=folder, offline=True)
+
+    def read() -> Kept:
+        kept = dict(logger.experiment.summary)
+        logger.experiment.finish()
+        return kept, kept
+
+    return logger, read
+
+
+def mlflow(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
+    folder.mkdir()
+    logger = MLFlowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db", artifact_location=str(folder / "artifacts"))
+
+    def read() -> Kept:
+        client, run = logger.experiment, logger.run_id
+        kept = client.get_run(run).data
+        report = Path(client.download_artifacts(run, "gpu_tools/report.txt")).read_text()
+        return kept.metrics, {**kept.tags, "gpu_tools/report": report}
+
+    return logger, read
+
+
+def comet(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
+    logger = CometLogger(online=False, offline_directory=str(folder))
+
+    def read() -> Kept:
+        logger.experiment.end()
+        (archive,) = folder.glob("*.zip")
+        with zipfile.ZipFile(archive) as file:
+            messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+        print(messages)
+        return {}, {}
+
+    return logger, read
+
+
+LOGGERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "comet_ml": comet}
+
+
+@pytest.mark.parametrize("libraries", [*([name] for name in LOGGERS), [*LOGGERS]], ids="-".join)
+def test_a_logger_keeps_metrics_summary_and_report(driver: Driver, tmp_path: Path, libraries: list[str]) -> None:
+    for library in libraries:
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    driver.gpus = [gpu(utilization=80, memory_total="80GiB", memory_free="30GiB")]
+    csv = CSVLogger(tmp_path / "csv")
+    made = {library: LOGGERS[library](tmp_path / library) for library in libraries}
+    callbacks = [GPUUtilizationMonitor(interval_s=0.05, devices="all"), GPUUtilizationAdvisor()]
+    trainer = quiet_trainer(
+        tmp_path, logger=[csv, *(logger for logger, _ in made.values())], log_every_n_steps=20, callbacks=callbacks
+    )
+    trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(80)))
+    report = load_report(csv.log_dir)
+    ours = {name: values for name, values in logged(Path(csv.log_dir)).items() if name.startswith("gpu")}
+    last = {name: values[max(values)] for name, values in ours.items()}
+    assert {"gpu/0/utilization_percent/mean", "gpu/0/memory_used_bytes", "gpu_tools/step_p50_s"} <= last.keys()
+    for _, read in made.values():
+        metrics, texts = read()
+        assert {name: metrics[name] for name in last} == pytest.approx(last, rel=1e-6)  # TensorBoard keeps 32 bits
+        assert texts["gpu_tools/verdict"] == report.diagnosis.verdict
+        assert texts["gpu_tools/report"] == render_text(report)
