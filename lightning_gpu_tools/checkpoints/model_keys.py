@@ -37,7 +37,13 @@ _NORMS = (
 )
 _BATCH_COUNTER = "num_batches_tracked"
 # Hooks that only put back the prefix of their own wrapper.
-_PREFIX_HOOK_PACKAGES = ("torch.distributed.", "torch._dynamo.", "lightning.")
+_PREFIX_HOOK_PACKAGES = (
+    "torch.distributed.",
+    "torch._dynamo.",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+)
 
 
 def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:

@@ -7,20 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.runs.run import Place, Run
 from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 
 
 def trains_on_gpu(trainer: Trainer) -> bool:
     """Return whether the Trainer trains on NVIDIA GPUs."""
-    return isinstance(trainer.accelerator, CUDAAccelerator)
+    return base_of(trainer.accelerator, "CUDAAccelerator") is not None
 
 
 def is_plain_ddp(trainer: Trainer) -> bool:
@@ -122,11 +120,12 @@ class TrainerRun(Run):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The names of the model and the accelerator, and Lightning's version."""
+        """The names of the model and the accelerator, and the version of the Trainer's package."""
+        package, version = version_of(self._trainer)
         return {
             "model": type(self._trainer.lightning_module).__qualname__,
             "accelerator": type(self._trainer.accelerator).__name__,
-            "lightning": lightning.__version__,
+            package: version,
         }
 
 

@@ -6,14 +6,13 @@ import math
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.advice.inside_step import wants_profile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.families import Trainer, base_of
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.compat import is_profiling
@@ -121,5 +120,5 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
 def can_profile(trainer: Trainer) -> bool:
     """Return whether a step can be profiled: a process has one profiler, and it may be in use."""
-    users_own = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+    users_own = base_of(trainer.profiler, "PyTorchProfiler") is not None  # type: ignore[attr-defined]
     return is_profiling() is False and not users_own and compat.step_runner(trainer) is not None

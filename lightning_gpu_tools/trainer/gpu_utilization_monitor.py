@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, warn_if_not_writable
 from lightning_gpu_tools.runs.session import check_interval
+from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers

@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.runs.run import Place
+from lightning_gpu_tools.trainer.families import version_of
 
 # Lightning's own default.
 _LOG_EVERY_N_STEPS = 50
@@ -176,24 +176,14 @@ class FabricRun(LoopRun):
     @property
     def settings(self) -> Mapping[str, Any]:
         """Also the accelerator and Lightning's version."""
-        package = sys.modules[family_of(self._fabric).__name__.partition(".")[0]]
-        return {
-            **super().settings,
-            "accelerator": type(self._fabric.accelerator).__name__,
-            "lightning": package.__version__,
-        }
+        package, version = version_of(self._fabric)
+        return {**super().settings, "accelerator": type(self._fabric.accelerator).__name__, package: version}
 
     @property
     def folder(self) -> str:
         """Where the first logger writes, or the current directory."""
         logger = next(iter(self.loggers), None)
         return getattr(logger, "log_dir", None) or getattr(logger, "root_dir", None) or super().folder
-
-
-def family_of(fabric: Any) -> ModuleType:
-    """Return the package that a Fabric is of: ``lightning.fabric`` or ``lightning_fabric``."""
-    home = next(cls.__module__ for cls in type(fabric).__mro__ if cls.__name__ == "Fabric")
-    return sys.modules[home.rpartition(".")[0]]
 
 
 def _number(variable: str, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
-from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun, family_of
+from lightning_gpu_tools.trainer.families import family_of
+from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import (
@@ -122,7 +124,7 @@ class LoopTimer:
             put(torch.distributed, "Work.wait", self.rank_waits.timed)
         if self._fabric is not None:
             copy = partial(clock.timed_here, HOST_TO_DEVICE_COPY, except_in=VALIDATION)
-            put(family_of(self._fabric), f"wrappers.{MOVE_BATCH}", copy)
+            put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)
             put(self._fabric, "to_device", copy)
             put(self._fabric, "backward", self._timed_backward)
             put(self._fabric, "clip_gradients", partial(clock.timed_here, GRADIENT_CLIPPING))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
@@ -44,13 +45,17 @@ class MeasuringCallback(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if self.yields and any(type(other) is type(self) and other is not self for other in callbacks):
+        if self.yields and self._is_replaced(trainer.callbacks):  # type: ignore[attr-defined]
             return
         if stage == "fit" and not is_disabled():
             self._give_up()  # a fit whose end was not announced
             self._session = FitSession.of(trainer)
             self._opened(trainer, self._session)
+
+    def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
+        # Lightning adds what an entry point gives to the user's own list, which the next Trainer may get, too.
+        same = [other for other in callbacks if isinstance(other, type(self))]
+        return any(not other.yields for other in same) or self not in same[:1]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -9,9 +9,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -34,6 +32,7 @@ from lightning_gpu_tools.loaders.plan import (
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
+from lightning_gpu_tools.trainer.families import LightningModule, Logger, Trainer, base_of
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -447,7 +446,7 @@ def _words(settings: LoaderSettings) -> str:
 
 def _log_to(logger: Logger, found: dict[str, Any]) -> None:
     try:
-        if isinstance(logger, TensorBoardLogger):
+        if base_of(logger, "TensorBoardLogger"):
             # Without metrics it adds them to hparams.yaml and leaves the user's summary and hp_metric as they are.
             logger.log_hyperparams(found, metrics={})
         else:

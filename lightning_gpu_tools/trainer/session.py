@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Trainer
-
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer.facts import TrainerRun
+from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 
 

@@ -101,7 +101,7 @@ def test_fabrics_calls_are_phases_of_their_own(
         "logging/Recording": pytest.approx(40 * 0.003),
     }
     assert report.settings["precision"] == "32-true"
-    assert report.settings["lightning"] == importlib.import_module(family.partition(".")[0]).__version__
+    assert {"lightning", "lightning_fabric"} & set(report.settings) == {family.partition(".")[0]}
     summary = [metrics for metrics, _ in logger.logged if "gpu_tools/waiting_share" in metrics]
     assert len(summary) == 1
 
