@@ -102,8 +102,13 @@ def test_fabrics_calls_are_phases_of_their_own(
     }
     assert report.settings["precision"] == "32-true"
     assert {"lightning", "lightning_fabric"} & set(report.settings) == {family.partition(".")[0]}
+    with watch(fabric) as run:
+        for _ in range(2):
+            for _ in run.batches(fabric.setup_dataloaders(loader(Samples(25), num_workers=1))):
+                hand_clock.spend(0.01)
+    assert load_report(logger.log_dir).unseen == ()
     summary = [metrics for metrics, _ in logger.logged if "gpu_tools/waiting_share" in metrics]
-    assert len(summary) == 1
+    assert len(summary) == 2
 
 
 def test_gpus_are_sampled_and_logged(
@@ -150,8 +155,8 @@ def train_ranks(folder: Path, rank: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
 
-    def slow(steps: int, **options: Any) -> DataLoader[torch.Tensor]:
-        return loader(Samples(steps, time.sleep, 0.02 * rank), **options)
+    def slow(steps: int) -> DataLoader[torch.Tensor]:
+        return loader(Samples(steps, time.sleep, 0.03 * rank))
 
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -164,7 +169,7 @@ def train_ranks(folder: Path, rank: int) -> None:
     layer = torch.nn.Linear(4, 1)
     wrapped, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
     run = watch(fabric, folder=str(folder / "fabric"), **options)
-    train(run, fabric.setup_dataloaders(slow(50, num_workers=1)), wrapped, optimizer, fabric.backward)
+    train(run, fabric.setup_dataloaders(slow(50)), wrapped, optimizer, fabric.backward)
 
 
 def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
@@ -174,7 +179,6 @@ def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
     for name in ("plain", "fabric"):
         report = load_report(tmp_path / name)
         assert report.settings["world_size"] == 2
-        assert report.unseen == ()
         fast, slow = report.ranks
         assert (fast.rank, slow.rank) == (0, 1)
         assert {"data_loading", "forward", "backward", "optimizer"} <= set(slow.phase_s)
