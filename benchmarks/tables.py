@@ -231,6 +231,34 @@ def checkpoint_io() -> str:
     )
 
 
+def checkpoint_keys() -> str:
+    found = results("checkpoint_keys")
+    files, harmful = found["files"], found["what must not load as it is"]
+    rules = {"torch": "consume", "this package": "ours"}  # by which a tool changes keys, if not under its own name
+    names = {"this package": "ours", "torch": "torch", "Lightning's `Fabric.load_raw`": "lightning"}
+    names |= {tool: tool for tool in ("timm", "mmengine", "accelerate") if tool in files}
+    wrappings = [row for table_ in found["who_loads_what"].values() for row in table_.values()]
+    rows = []
+    for name, tool in names.items():
+        rule = rules.get(name, tool)
+        keys = str(sum(row[rule] for row in wrappings)) if rule in wrappings[0] else "-"
+        loaded, wrong = ([*one[tool].values()].count(what) for one, what in ((files, "loads"), (harmful, "WRONG")))
+        rows.append((name, keys, str(loaded), str(wrong)))
+    versions = ", ".join(f"{tool} {found['machine'][tool]}" for tool in names.values() if tool != "ours")
+    head = (
+        "loads into the bare network",
+        f"keys, of {len(wrappings)} wrappings",
+        f"files, of {len(files['ours'])} kinds",
+        f"wrong without an error, of {len(harmful['ours'])} traps",
+    )
+    return block(
+        table(head, *rows),
+        f"{versions}. Peers' rules for keys are retyped, files go through the tools themselves. The kinds: "
+        f"{', '.join(files['ours'])}. The traps: {', '.join(harmful['ours'])}. "
+        + source("checkpoint_keys.py", "checkpoint_keys"),
+    )
+
+
 def real_projects() -> str:
     """Return what each project showed, for a page in docs/."""
     projects = results("real_projects")["projects"]
@@ -372,6 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
             diagnosis,
             step_overhead,
             loader_settings,
+            checkpoint_keys,
             checkpoint_io,
             phases,
             real_projects,

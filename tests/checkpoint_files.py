@@ -6,12 +6,14 @@ import pickle
 import struct
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
@@ -98,3 +100,31 @@ def refuse_everywhere(path: Path, match: str) -> None:
     ):
         with pytest.raises(BrokenCheckpointError, match=match):
             act()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(4)
+        self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def wrapped(net: nn.Module) -> OrderedDict[str, Any]:
+    system = nn.Module()
+    system.model = nn.DataParallel(torch.compile(net, backend="eager"))  # type: ignore[arg-type]
+    return system.state_dict()  # type: ignore[return-value]
+
+
+def lightning_checkpoint(weights: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "pytorch-lightning_version": "2.6.6",
+        "epoch": 3,
+        "global_step": 812,
+        "state_dict": weights,
+        "hyper_parameters": {"width": 4},
+        "callbacks": {"ModelCheckpoint": {}},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": []}],
+        **more,
+    }

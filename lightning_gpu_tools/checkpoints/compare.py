@@ -12,9 +12,10 @@ import torch
 
 from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.model_keys import shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_packed, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_numbers,
     check_repetition,
     choose_weights,
     weights_in,
@@ -103,9 +104,10 @@ def compare(
 
 
 def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
-    content, _ = read_weights(path)
-    has_one = len(weights_in(content, path)) == 1
-    return choose_weights(path, content, None if has_one else entry)[1]
+    entries = weights_in(read_weights(path)[0], path)
+    _, weights = choose_weights(path, entries, None if len(entries) == 1 else entry)
+    check_numbers(path, weights)
+    return weights
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
@@ -118,9 +120,12 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         return
     if one.dtype != two.dtype:
         yield Difference(key=key, what="dtype", detail=f"{_dtype(one)} and {_dtype(two)}")
-    if one.is_meta or two.is_meta:
-        if one.is_meta is not two.is_meta:
-            yield Difference(key=key, what="values", detail="in one file only")
+    if one.is_meta or two.is_meta:  # in an extra state
+        yield Difference(key=key, what="values", detail="no numbers")
+        return
+    if is_packed(one) or is_packed(two):
+        if not _have_same_parts(one, two):
+            yield Difference(key=key, what="values", detail="not plain tensors, and different")
         return
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
     if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):
@@ -163,6 +168,14 @@ def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> b
     if isinstance(one, (set, frozenset)):
         return bool(one == two)
     return pickle.dumps(one) == pickle.dumps(two)  # also where there is no ==, or one that is not true of a NaN
+
+
+def _have_same_parts(one: Any, two: Any) -> bool:
+    if type(one) is not type(two):
+        return False
+    (names, context), (others, other_context) = one.__tensor_flatten__(), two.__tensor_flatten__()
+    parts = ((getattr(one, name), getattr(two, name)) for name in names)
+    return names == others and _same(context, other_context) and all(_same(a, b) for a, b in parts)
 
 
 def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:

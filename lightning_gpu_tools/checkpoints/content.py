@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
+from lightning_gpu_tools.checkpoints.descriptions import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.checkpoints.formats import Fault
-from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.units import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -29,35 +31,38 @@ def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, A
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
-def all_state_dicts(content: Any, tensor_type: type) -> dict[str, Mapping[str, Any]]:
-    """Return every set of weights in a checkpoint's content, by the name of its entry; ``""`` for the content itself.
+def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
+    """Return every set of weights in what a file holds, loaded or described, by the name of its entry.
 
-    That is every dictionary of tensors except an optimizer's state, and every module.
+    The name is ``""`` if they are all that it holds. A set is every dictionary of tensors except an optimizer's state,
+    and every module.
 
     Raises:
         Fault: A module in it has more parts than any model.
     """
     mapping = _as_mapping(content)
-    if is_state_dict(mapping, tensor_type):
+    if is_state_dict(mapping):
         return {"": mapping}
     if not is_lightning_checkpoint(content):
-        return dict(_nested_state_dicts(mapping, "", 2, tensor_type))
+        return dict(_nested_state_dicts(mapping, "", 2))
     # Callbacks keep averages a level deeper, beside scores and counters. The model may have no weights at all.
-    found = _nested_state_dicts(mapping, "", _MAX_LEVELS, tensor_type)
+    found = _nested_state_dicts(mapping, "", _MAX_LEVELS)
     return {"state_dict": content["state_dict"]} | {
         name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
     }
 
 
-def is_state_dict(value: Any, tensor_type: type) -> bool:
+def is_state_dict(value: Any) -> bool:
     """Whether this is a model's state: tensors by name, apart from extra states and settings of quantised modules."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     if hasattr(value, "_metadata"):  # torch puts it there and keeps it in the file
         return bool(value)
+    torch = sys.modules.get("torch")  # without it, nobody has loaded a tensor
+    kinds = (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
     tensors = 0
     for key, item in value.items():
-        if type(item) is tensor_type or isinstance(item, tensor_type):  # the first is true nearly always, and faster
+        if type(item) in kinds or isinstance(item, kinds):  # the first is true nearly always, and faster
             tensors += 1
         elif isinstance(item, Mapping) and not key.endswith("_extra_state"):
             return False
@@ -93,16 +98,16 @@ def describe_content(content: Any) -> str:
     if isinstance(content, Mapping):
         if "param_groups" in content and "state" in content:
             return "the state of an optimizer"
-        names = [printable(name) for name in content]
-        more = f" and {len(names) - 8} more" * (len(names) > 8)
-        return f"a dictionary with {', '.join(names[:8])}{more}" if names else "an empty dictionary"
+        names = ", ".join(printable(name) for name in islice(content, 8))
+        more = f" and {len(content) - 8} more" * (len(content) > 8)
+        return f"a dictionary with {names}{more}" if content else "an empty dictionary"
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         shape = "x".join(map(str, content.shape or ())) or "scalar"
         return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        first = (
-            f", first {describe_content(content[0])}" if content and not isinstance(content[0], (list, tuple)) else ""
-        )
+        if not content:
+            return "an empty list"
+        first = f", first {describe_content(content[0])}" if not isinstance(content[0], (list, tuple)) else ""
         return f"a list of {len(content)}{first}"
     if isinstance(content, Opaque):
         what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
@@ -175,16 +180,14 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
     return weights
 
 
-def _nested_state_dicts(
-    content: Mapping[str, Any], path: str, depth: int, tensor_type: type
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _nested_state_dicts(content: Mapping[str, Any], path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in content.items():
         mapping = _as_mapping(value)
         if not mapping or not isinstance(name, str) or name in _ARGUMENTS:
             continue
         if "param_groups" in mapping:  # an optimizer's
             continue
-        if is_state_dict(mapping, tensor_type):
+        if is_state_dict(mapping):
             yield path + name, mapping
         elif depth > 1:
-            yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1, tensor_type)
+            yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1)

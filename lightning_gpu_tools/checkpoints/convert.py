@@ -19,6 +19,7 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     put_weights,
 )
+from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
@@ -27,6 +28,7 @@ from lightning_gpu_tools.checkpoints.model_keys import shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_numbers,
     check_repetition,
     choose_weights,
     others_of_this_model,
@@ -39,11 +41,9 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.weights_files import (
-    alone,
     has_rest,
     write_content,
     write_safetensors,
-    write_weights,
 )
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
@@ -91,8 +91,8 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     leaves_out_rest = as_safetensors or changes.weights_only
     content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
-    entry, _ = choose_weights(source, content, changes.entry)
     entries = weights_in(content, source)
+    entry, _ = choose_weights(source, entries, changes.entry)
     others = others_of_this_model(entry, entries)
     only_weights = leaves_out_rest or not entry
     plans: dict[str, RenamePlan] = {}
@@ -106,9 +106,9 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
     if as_safetensors:
         write_safetensors(converted[entry], file, _texts(content), progress)
     elif only_weights:
-        write_weights(converted[entry], file, progress)
+        write_content(converted[entry], file, progress)
     else:
-        whole = put_weights(content, {name: alone(state) for name, state in converted.items()})
+        whole = put_weights(content, converted)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_content(whole, file, progress)
@@ -134,7 +134,7 @@ def _about_others(entries: Sequence[str], *, left_out: bool) -> str:
 def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
     source = printable_path(path)
     if changes.like is not None:
-        _, wanted = choose_weights(changes.like, read_weights(changes.like)[0], None)
+        _, wanted = choose_weights(changes.like, weights_in(read_weights(changes.like)[0], changes.like), None)
         try:
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
         except CheckpointError as error:
@@ -176,12 +176,7 @@ def _check_numbers(
 ) -> None:
     """Check that all weights have numbers, and not too many to write out, before any memory is taken for them."""
     taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
-    without_numbers = [key for key, value in taken.items() if isinstance(value, torch.Tensor) and value.is_meta]
-    if without_numbers:
-        raise CheckpointError(
-            f"{printable_path(source)} has no numbers for {list_groups(without_numbers)}: it was saved from the meta "
-            "device. Save the model after its weights are loaded."
-        )
+    check_numbers(source, taken)
     all_numbers = as_safetensors or changes.dtype is not None
     is_written_out = _has_numbers if all_numbers else has_rest
     check_repetition(source, {key: value for key, value in taken.items() if is_written_out(value)}, changes.dtype)
@@ -202,9 +197,11 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
     for key, value in converted.items():
         same = identity.get(key, key)
         if same not in made:
-            made[same] = _to_dtype(key, value, changes.dtype)
-            if _has_overflowed(value, made[same]):
-                beyond_range.append(key)
+            made[same] = value
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not changes.dtype:
+                made[same] = _to_dtype(key, value, changes.dtype)
+                if changed_number(value, changes.dtype):
+                    beyond_range.append(key)
         converted[key] = made[same]
     if beyond_range:
         raise CheckpointError(
@@ -214,9 +211,7 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
     return converted
 
 
-def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is dtype:
-        return value
+def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         is_small = value.numel() * dtype.itemsize <= _SMALL_BYTES
         if is_small or shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
@@ -227,14 +222,6 @@ def _to_dtype(key: str, value: Any, dtype: torch.dtype) -> Any:
             f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
         ) from None
     return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
-
-
-def _has_overflowed(before: Any, after: Any) -> bool:
-    if shape_of(before) is None or before.layout is not torch.strided or before.dtype == after.dtype or before.is_meta:
-        return False
-    if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
-        return False
-    return bool((before.isfinite() & ~after.isfinite()).any())
 
 
 def _texts(content: Any) -> dict[str, str]:

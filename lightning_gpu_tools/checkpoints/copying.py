@@ -7,6 +7,7 @@ model is loaded twice. The first time each weight that fits is replaced by the p
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,14 +20,13 @@ from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
     has_own_hooks,
-    is_deepspeeds,
+    is_packed,
     is_sharded,
     loads_itself,
     part_of,
     shape_of,
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
@@ -215,11 +215,11 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     if "deepspeed" not in sys.modules:
         yield
         return
+    import deepspeed
+
     gathered = contextlib.ExitStack()
 
     def gather(module: nn.Module, *_: Any) -> None:
-        import deepspeed
-
         gathered.close()  # takes the module before this one apart again
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
@@ -232,15 +232,13 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-    parameters = [*model.parameters()]
-    optimizers: list[Any] = [engine.optimizer for engine in filter(is_deepspeeds, model.modules())]
-    optimizers += [getattr(parameter, "_z3_optimizer", None) for parameter in parameters]
-    for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
-        if hasattr(optimizer, "refresh_fp32_params"):  # torch's own keep no copies
-            optimizer.refresh_fp32_params()
-    for copies in (getattr(parameter, "_hp_mapping", None) for parameter in parameters):
-        if copies is not None:  # also where the engine itself was not given
-            copies.update_hp()
+    loaded = {*map(id, model.parameters())}
+    # A model does not know its engine, and may be a part of that one's.
+    engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
+    for engine in engines:
+        is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
+        if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's own keep no copies
+            engine.optimizer.refresh_fp32_params()
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
@@ -293,6 +291,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         and value.is_nested == target.is_nested
         and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
+        and (type(value) is type(target) or not (is_packed(value) or is_packed(target)))
     )
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
@@ -302,25 +301,17 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
         size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
     ):
         return "the model's is an expanded tensor, whose numbers share one place in memory"
-    return "" if value.dtype is target.dtype else _changed_number(value, target.dtype)
+    return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 
-def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
+def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
-    if (
-        value.is_meta
-        or value.is_quantized
-        or value.layout is not torch.strided
-        or type(value)
-        not in (
-            torch.Tensor,
-            LazyTensor,
-        )
-    ):
-        return ""
     numbers = value.detach()
-    if value.is_complex():
-        numbers = torch.view_as_real(value.resolve_conj())
+    is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
+    if not is_plain or numbers.is_meta or numbers.is_quantized:
+        return ""
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers.resolve_conj())
         if not dtype.is_complex:
             if numbers[..., 1].any():
                 return f"a complex number cannot become one of {_name(dtype)}"
@@ -343,6 +334,8 @@ def _changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 
 
 def _kind(value: torch.Tensor) -> str:
+    if is_packed(value):
+        return f"a tensor of the class {printable(type(value).__name__)}"
     layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
     return f"a {'quantized ' * value.is_quantized}{layout} tensor"
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
+from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, describing
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path

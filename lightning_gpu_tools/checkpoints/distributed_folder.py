@@ -14,15 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
+from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, MAX_DEPTH, Opaque, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, damaged
-from lightning_gpu_tools.checkpoints.pickle_structure import (
-    BYTES_OF_DTYPE,
-    MAX_DEPTH,
-    Opaque,
-    StructureReader,
-    TensorInfo,
-    are_sizes,
-)
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import (
     Folder,
     Part,
@@ -42,18 +36,11 @@ _DAMAGE = "its .metadata does not describe a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in which file ``torch.save`` has written a tensor or another object."""
+    """Where in which file ``torch.save`` has written a tensor or another object; that is read when it is loaded."""
 
     file: str
     start: int
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PickledObject:
-    """Something in the folder that is no tensor; it is read when it is loaded."""
-
-    place: Place
 
 
 class Slice(io.RawIOBase):
@@ -123,8 +110,8 @@ def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> A
         for key, (info, found) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(folder, shards, found[0][2])
-                value = PickledObject(found[0][2]) if to_load else described.content
+                described = _described(folder, shards, found[0][2]).content
+                value = found[0][2] if to_load else described
             elif to_load:
                 value = replace(info, parts=tuple(_part(folder, shards, key, info, *block) for block in found))
             _put(tree, paths.get(key, (key,)), value)
@@ -201,7 +188,7 @@ def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) ->
     check_byte_order(file, found)
     records: dict[str, Record] = shards[place.file].records  # type: ignore[assignment]
     for name, record in found.records.items():
-        records[f"{place.start}/{name}"] = replace(record, start=place.start + record.start)
+        records[f"{place.start}/{name}"] = record._replace(start=place.start + record.start)
     return found
 
 

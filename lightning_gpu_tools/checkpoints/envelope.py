@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, all_state_dicts
+from lightning_gpu_tools.checkpoints.descriptions import MAX_DEPTH
 from lightning_gpu_tools.checkpoints.formats import Fault, broken
-from lightning_gpu_tools.checkpoints.pickle_structure import MAX_DEPTH
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -21,19 +21,18 @@ WITH_WEIGHTS = ("callbacks", "current_model_state", "averaging_state", "loops")
 TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
-def check_contents(content: Any, path: object, tensor_type: type) -> dict[str, Mapping[str, Any]]:
+def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     """Check that the weights go by name, and return these as ``all_state_dicts`` does.
 
     Args:
         content: What a file holds, loaded or described.
         path: The file; used in the error.
-        tensor_type: The class of its tensors, or of their descriptions.
 
     Raises:
         BrokenCheckpointError: Nothing can work with these contents.
     """
     try:
-        entries = all_state_dicts(content, tensor_type)
+        entries = all_state_dicts(content)
     except Fault as fault:
         raise broken(str(path), fault) from None
     for entry, weights in entries.items():

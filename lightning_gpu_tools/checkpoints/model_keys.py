@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Top-level package and class; all keep what they wrap in the attribute ``module``.
-_DEEPSPEED = ("deepspeed", "DeepSpeedEngine")
 _WRAPPERS_BY_NAME = frozenset(
     {
-        _DEEPSPEED,
+        ("deepspeed", "DeepSpeedEngine"),
         ("apex", "DistributedDataParallel"),
         ("fairscale", "ShardedDataParallel"),
         ("timm", "ModelEmaV2"),
@@ -110,6 +110,13 @@ def is_sharded(value: Any) -> bool:
     return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
 
 
+def is_packed(value: Any) -> bool:
+    """Whether this is a tensor that keeps its numbers in other tensors, as torchao's quantized ones do."""
+    if type(value) in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
+        return False
+    return is_traceable_wrapper_subclass(value) and not (is_sharded(value) or value.is_nested)
+
+
 def part_of(value: Any) -> str:
     """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` for all that is whole."""
     if not is_sharded(value):
@@ -132,16 +139,8 @@ def _live_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(_class_names(module))
-
-
-def is_deepspeeds(module: nn.Module) -> bool:
-    """Whether this is DeepSpeed's engine."""
-    return _DEEPSPEED in _class_names(module)
-
-
-def _class_names(module: nn.Module) -> list[tuple[str, str]]:
-    return [(base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__]
+    classes = ((base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__)
+    return isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(classes)
 
 
 def _inside(path: str, name: str) -> str:

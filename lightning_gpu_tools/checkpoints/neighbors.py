@@ -13,8 +13,9 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.deepspeed_folder import part_of_deepspeed
+from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
 from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, opened
-from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader, TensorInfo
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import part_of_a_whole
 from lightning_gpu_tools.checkpoints.structure import collector_paused, describe
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
@@ -50,7 +51,8 @@ def naming_another(path: str | os.PathLike[str]) -> Iterator[None]:
 def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
     """Return the newest other whole checkpoint in a folder, of these names and shapes if they are known."""
     try:
-        others = [entry for entry in path.parent.iterdir() if entry.suffix in SUFFIXES and entry.name != path.name]
+        kinds = (path.suffix,) if path.exists() else SUFFIXES  # beside a broken .json nobody looks for a .ckpt
+        others = [entry for entry in path.parent.iterdir() if entry.suffix in kinds and entry.name != path.name]
         newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
         whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
         for other in whole[:_MAX_NEIGHBORS]:
@@ -67,7 +69,7 @@ def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
 
 def _shapes_of(content: Any) -> Shapes | None:
     """Return names and shapes of the weights that are meant if nobody names any; ``None`` if there are none."""
-    sets = likely(all_state_dicts(content, TensorInfo))
+    sets = likely(all_state_dicts(content))
     tensors = [(key, value) for weights in sets.values() for key, value in weights.items() if type(value) is TensorInfo]
     is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # a generator's state is none
     return frozenset((key, value.shape) for key, value in tensors) if is_model else None

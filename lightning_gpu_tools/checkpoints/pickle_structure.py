@@ -13,24 +13,23 @@ import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import IO, Any, ClassVar
 
+from lightning_gpu_tools.checkpoints.descriptions import (
+    BYTES_OF_DTYPE,
+    DTYPE_OF_STORAGE,
+    MAX_DEPTH,
+    Opaque,
+    StandIn,
+    StorageInfo,
+    TensorInfo,
+    are_sizes,
+)
 from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import printable
 
-BYTES_OF_DTYPE = {
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "qint8", "quint8", "quint4x2", "quint2x4", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    **dict.fromkeys(("bit", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
-    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
-    "complex128": 16,
-}
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
 # Their first arguments are a storage, an offset in it, a shape and strides. How many they take in all.
 _MAKERS_OF_VIEWS = {
@@ -50,98 +49,12 @@ _MAKERS_OF_OTHERS = {
 }
 # What torch and its modules make of a view without changing a number.
 _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
-# Legacy storage classes, by the dtype that torch prints.
-DTYPE_OF_STORAGE = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
-    "UntypedStorage": "uint8",
-}
-# Python's own limit of recursion is 1,000, and copying takes three calls for each level.
-MAX_DEPTH = 200
 # A key of a dictionary is a text, a number or a few of them. A tuple in a tuple in a tuple ... is hashed by recursion
 # without a limit, and one that holds another twice, which holds another twice ..., never comes to an end.
 _MAX_KEY_PARTS = 256
 # More of either would only take time. torch's operations take tensors of up to 64 dimensions.
 _MAX_DIMENSIONS = 64
 _MAX_ARGUMENTS = 10
-
-
-# Nobody changes one. But a frozen one takes three times as long to make, and a file may describe 300,000 of them.
-@dataclass(slots=True, unsafe_hash=True)
-class StorageInfo:
-    """A storage in the file: a block of numbers.
-
-    Attributes:
-        key: Its name in the file.
-        dtype: Of its elements, as torch prints it without ``torch.``.
-        location: Device it was saved from, ``"cuda:2"``.
-        numel: Number of elements.
-    """
-
-    key: str
-    dtype: str
-    location: str
-    numel: int
-
-    @property
-    def size_bytes(self) -> int:
-        """What its numbers take."""
-        return self.numel * BYTES_OF_DTYPE[self.dtype]
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class TensorInfo:
-    """A tensor as the pickle describes it.
-
-    Attributes:
-        dtype: As torch prints it without ``torch.``; ``"?"`` if the pickle does not tell.
-        shape: Its size; ``None`` if the pickle does not tell.
-        storage: Where its numbers are; ``None`` for tensors that are not one block of numbers.
-        attributes: What a program has hung on it, which is saved and copied with it.
-        offset: Where in the storage its first number is.
-        strides: How far apart its numbers are in the storage, by dimension; ``None`` where they are in a row.
-        kind: What it is beside these numbers: ``"sparse"``, ``"quantized"``, the name of a subclass; ``""`` if nothing.
-    """
-
-    dtype: str
-    shape: tuple[int, ...] | None
-    storage: StorageInfo | None
-    attributes: Any = field(default=None, compare=False)
-    offset: int = 0
-    strides: tuple[int, ...] | None = None
-    kind: str = ""
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Opaque:
-    """An object that only running code could build, or the class of one: inert, whatever is done to it.
-
-    Attributes:
-        is_plain: Whether ``weights_only=True`` would build it.
-        kind: What it would be built by, ``module.name``; ``""`` if that is not in the pickle either.
-        state: What it would be given then; before that, the arguments of the call that would make it.
-        items: What would be put into it, if it is like a dictionary.
-    """
-
-    is_plain: bool = False
-    kind: str = ""
-    state: Any = ()
-    items: dict[Any, Any] | None = None
 
 
 class _Set(tuple[Any, ...]):
@@ -154,20 +67,6 @@ class _GrowingSet(list[Any]):
     """The elements of a set that are still to come."""
 
     __slots__ = ()
-
-
-class StandIn:
-    """Takes the place of a class, a function or a constant; as text it is their name."""
-
-    __slots__ = ("is_plain", "module", "name")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.is_plain = not beyond_plain_data([f"{module}.{name}"])
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 class StructureReader(pickle._Unpickler):
@@ -187,10 +86,12 @@ class StructureReader(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]
     read: Callable[[int], bytes]
+    readline: Callable[[], bytes]
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
+        self._file = file
         self.globals: set[str] = set()
         self.filled: set[str] = set()
         self.storages: dict[str, StorageInfo] = {}
@@ -204,7 +105,17 @@ class StructureReader(pickle._Unpickler):
         Raises:
             Fault: It contradicts itself, or nests its contents deeper than any program copes with.
         """
-        content = super().load()
+        # As in pickle, whose own read() asks for every byte whether it is in a frame. A frame is only an announcement.
+        self.read, self.readline = self._file.read, self._file.readline
+        self.metastack: list[list[Any]] = []
+        self.stack = []
+        self.append = self.stack.append
+        read, dispatch = self.read, self.dispatch
+        try:
+            while True:
+                dispatch[read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            content = stop.value
         if _is_too_deep(content):
             raise Fault(
                 f"nests its contents more than {MAX_DEPTH} levels deep, or without end",
@@ -329,6 +240,9 @@ class StructureReader(pickle._Unpickler):
         items = self.pop_mark()  # first: it puts another stack in place
         self.append(_Set(items))
 
+    def _frame(self) -> None:
+        self.read(8)
+
     def _bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
         self.append(bytearray(self.read(length)))  # pickle's own reserves whatever it is told to
@@ -348,6 +262,7 @@ class StructureReader(pickle._Unpickler):
         pickle.ADDITEMS[0]: _appends,
         pickle.FROZENSET[0]: _frozenset,
         pickle.BYTEARRAY8[0]: _bytearray8,
+        pickle.FRAME[0]: _frame,
     }
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -407,19 +322,19 @@ class StructureReader(pickle._Unpickler):
         counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
         if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
             raise damaged("it describes a tensor in a way that no version of torch does")
-        dtypes = [a.name for a in arguments if isinstance(a, StandIn) and a.module == "torch" and a.name != "Tensor"]
         if isinstance(first, StorageInfo):
+            _, offset, shape, strides, *rest = arguments
             # Tensors of an untyped storage bring their own dtype.
-            dtype = dtypes[0] if maker.name == "_rebuild_tensor_v3" and dtypes else first.dtype
-            _check_view(first, *arguments[1:4], dtype=dtype)
+            dtype = (_dtypes(rest) or [first.dtype])[0] if maker.name == "_rebuild_tensor_v3" else first.dtype
+            _check_view(first, offset, shape, strides, dtype)
             kind = ""
             if maker.name == "_rebuild_qtensor":
-                _check_channels(arguments[2], arguments[4])
+                _check_channels(shape, rest[0])
                 kind = "quantized"
-            elif len(arguments) == max(counts) > 4 and arguments[-1]:
+            elif len(arguments) == max(counts) > 4 and rest[-1]:
                 kind = "conjugated"
-            _, offset, shape, strides = arguments[:4]
-            return TensorInfo(dtype, tuple(shape), first, offset=offset, strides=tuple(strides), kind=kind)
+            return TensorInfo(dtype, tuple(shape), first, None, offset, tuple(strides), kind)
+        dtypes = _dtypes(arguments)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes == [first.dtype]:
                 return first
@@ -429,6 +344,7 @@ class StructureReader(pickle._Unpickler):
             parts = arguments[1] if len(arguments) == 2 else None
             if not isinstance(parts, tuple) or len(parts) not in (3, 4):
                 raise damaged("it describes a tensor in a way that no version of torch does")
+            arguments, dtypes = parts, [part.dtype for part in parts if isinstance(part, TensorInfo)][-1:]
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
@@ -438,16 +354,15 @@ class StructureReader(pickle._Unpickler):
         return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind=kind)
 
 
-def are_sizes(numbers: Sequence[Any]) -> bool:
-    """Whether these can be sizes, offsets and strides: whole numbers that fit into 64 bits and are not negative."""
-    return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
+def _dtypes(arguments: Sequence[Any]) -> list[str]:
+    return [a.name for a in arguments if isinstance(a, StandIn) and a.module == "torch" and a.name != "Tensor"]
 
 
 def _is_short(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMENSIONS
 
 
-def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, *, dtype: str) -> None:
+def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dtype: str) -> None:
     """Raise unless every element of a tensor is inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, damaged, opened
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.pickle_structure import TensorInfo
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
 from lightning_gpu_tools.checkpoints.zip_records import read_chunks
 from lightning_gpu_tools.errors import CheckpointError
@@ -26,6 +26,8 @@ from lightning_gpu_tools.units import printable, printable_path
 _INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 # And the shards that it lists: huggingface_hub.split_torch_state_dict_into_shards.
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
+# And what torch.distributed.checkpoint's HuggingFaceStorageWriter(save_distributed=True) writes.
+PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 # A million weights with the names of their files.
 _MAX_INDEX_BYTES = 128 << 20
 _INTERRUPTED = "Most likely a save, a copy or a download was interrupted. Copy the whole folder again."
@@ -129,26 +131,27 @@ def describe_index(folder: Folder, name: str) -> Assembly:
 def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
     """Return what a single file is if it is one shard of a checkpoint, and what to open instead; ``None`` if not."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
-    if "DCP_SHARDING_INFO" in structure.metadata:
-        return Fault(
-            "is one rank's part of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
-            "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
-            "storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader"
-            f"({printable_path(str(folder))!r}))",
-        )
     numbers = _SHARD.fullmatch(name)
-    if numbers is not None and int(numbers[2]) > 1:
-        what = f"is shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint"
-        index = next((index for index, names in _indexes_in(folder) if name in names), None)
-        if index is not None:
-            return Fault(what, f"Name its index instead: {printable_path(index)}")
-        return Fault(f"{what} by its name, and the index of that checkpoint is not beside it", "Get all of its files.")
+    what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers and int(numbers[2]) > 1 else ""
     for index, names in _indexes_in(folder):
-        if name in names and len(names) > 1:
-            return Fault(
-                f"is one of the {len(names)} shards of a checkpoint", f"Name its index: {printable_path(index)}"
-            )
+        if name in names:
+            if len(names) > 1:
+                what = what or f"one of the {len(names)} shards of a checkpoint"
+            return Fault(f"is {what}", f"Name its index instead: {printable_path(index)}") if what else None
+    if "DCP_SHARDING_INFO" in structure.metadata:
+        return parts_by_dcp("is one rank's part", str(folder))
+    if what:
+        return Fault(f"is {what} by its name, and the index of that checkpoint is not beside it", "Get all its files.")
     return None
+
+
+def parts_by_dcp(what: str, folder: str) -> Fault:
+    """Return the fault of parts that do not say how large the whole is: the last rank's may be missing."""
+    return Fault(
+        f"{what} of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
+        "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
+        f"storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader({printable_path(folder)!r}))",
+    )
 
 
 def part_of_dtensor(described: Any) -> Fault | None:

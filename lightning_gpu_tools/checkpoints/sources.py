@@ -11,9 +11,18 @@ from typing import BinaryIO
 
 from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
 from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_distributed, is_piece
+from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, opened
 from lightning_gpu_tools.checkpoints.neighbors import naming_another
-from lightning_gpu_tools.checkpoints.shards import Folder, describe_index, describing, is_index, part_of_a_whole
+from lightning_gpu_tools.checkpoints.shards import (
+    PART_BY_DCP,
+    Folder,
+    describe_index,
+    describing,
+    is_index,
+    part_of_a_whole,
+    parts_by_dcp,
+)
 from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -46,6 +55,7 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], No
         CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
     """
     with opened_source(path) as (structure, files):
+        check_contents(structure.content, path)
         for name, file in files.items():
             compare_with_checksums(file, structure.shard(name), progress)
         return structure
@@ -112,6 +122,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
                 "is a folder", f"It holds {len(indexes)} checkpoints; name one: {', '.join(map(printable, indexes))}"
             )
         return _described_folder(os.path.join(path, indexes[0]), stack, to_load)
+    elif any(map(PART_BY_DCP.fullmatch, names)):
+        raise parts_by_dcp("holds the parts of all ranks", local)
     else:
         return None
     shards = assembly.shards

@@ -9,12 +9,18 @@ from typing import Any, cast
 
 import torch
 
-from lightning_gpu_tools.checkpoints import content as contents
-from lightning_gpu_tools.checkpoints.content import MODEL_STATES, describe_content
+from lightning_gpu_tools.checkpoints.content import (
+    MODEL_STATES,
+    all_state_dicts,
+    describe_content,
+    is_state_dict,
+    likely,
+)
 from lightning_gpu_tools.checkpoints.envelope import check_contents
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
-from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_packed, is_sharded, part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
@@ -26,18 +32,13 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 
-def is_state_dict(value: Any) -> bool:
-    """Whether this is a model's state."""
-    return contents.is_state_dict(value, torch.Tensor)
-
-
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Return every set of weights in a loaded checkpoint, by the name of its entry.
+    """Check the contents of a loaded checkpoint, and return every set of weights in it by the name of its entry.
 
     Raises:
-        BrokenCheckpointError: There is none.
+        BrokenCheckpointError: Nothing can work with these contents, or there are no weights among them.
     """
-    entries = contents.all_state_dicts(content, torch.Tensor)
+    entries = check_contents(content, path)
     if not entries:
         raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
     return entries
@@ -55,20 +56,19 @@ def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -
     return [name for name in entries if name != entry and (is_average(name) or are_alike(entries[name]))]
 
 
-def choose_weights(path: str, content: Any, entry: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Check the contents of a file, and return the name and the weights of an entry.
+def choose_weights(
+    path: str, entries: Mapping[str, Mapping[str, Any]], entry: str | None
+) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the weights of one of a file's entries.
 
     Raises:
-        BrokenCheckpointError: Nothing can work with these contents, or there are no weights among them.
         CheckpointMismatchError: There is no such entry.
         CheckpointError: They are one part of a sharded checkpoint.
         AmbiguousCheckpointError: None was named, and there are several that are no averages.
     """
-    check_contents(content, path, torch.Tensor)
-    entries = weights_in(content, path)
     names = ", ".join(map(printable, entries))
     shown = printable_path(path)
-    meant = preferred([*contents.likely(entries)], str)
+    meant = preferred([*likely(entries)], str)
     if entry is None and len(meant) > 1:
         raise AmbiguousCheckpointError(f"{shown} holds several sets of weights: {names}. Choose one with --entry NAME.")
     chosen = meant[0] if entry is None else entry
@@ -117,14 +117,29 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     places = {
         key: value.data_ptr()
         for key, value in weights.items()
-        if shape_of(value) is not None and value.layout is torch.strided and value.numel()
+        if shape_of(value) is not None and value.layout is torch.strided and value.numel() and not is_packed(value)
     }
     keys_at = Counter(places.values())
-    shared = ((key, weights[key]) for key, place in places.items() if keys_at[place] > 1)
-    return {
-        key: (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())
-        for key, value in shared
-    }
+    return {key: place_of(weights[key]) for key, place in places.items() if keys_at[place] > 1}
+
+
+def place_of(value: torch.Tensor) -> Hashable:
+    """Return what is equal for two dense tensors that are the very same numbers in memory."""
+    return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+
+
+def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
+    """Refuse weights that were saved from the meta device, as names and shapes alone.
+
+    Raises:
+        CheckpointError: There are such weights.
+    """
+    without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if without:
+        raise CheckpointError(
+            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved from the meta device. "
+            "Save the model after its weights are loaded."
+        )
 
 
 # Beyond what a file holds. Our default: one float32 mask of 16,384 x 16,384, or as much again as the file holds.
@@ -160,8 +175,8 @@ def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype |
     needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
     held: dict[int, int] = {}
     for value in (weights[key] for key in sizes):
-        if isinstance(value, LazyTensor):
-            held[value.data_ptr()] = value.numel() * item_bytes(value)
+        if isinstance(value, LazyTensor) or is_packed(value):
+            held[id(value)] = value.numel() * item_bytes(value)
         elif value.layout is torch.strided:
             storage = value.untyped_storage()
             bytes_there = storage.nbytes() // value.element_size() * item_bytes(value)
@@ -215,7 +230,7 @@ def own_all_but_weights(content: Any) -> Any:
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content
-    mapped = {*contents.likely(contents.all_state_dicts(content, torch.Tensor)), *MODEL_STATES}
+    mapped = {*likely(all_state_dicts(content)), *MODEL_STATES}
     return {
         name: value if name in mapped and is_state_dict(value) else copy.deepcopy(value)
         for name, value in content.items()

@@ -7,6 +7,7 @@ it holds, on the same open file that is then verified and loaded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, StorageInfo, TensorInfo, are_sizes
+from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.formats import (
     RESTORE,
     Fault,
@@ -28,13 +31,7 @@ from lightning_gpu_tools.checkpoints.formats import (
     damaged,
     identify,
 )
-from lightning_gpu_tools.checkpoints.pickle_structure import (
-    BYTES_OF_DTYPE,
-    StorageInfo,
-    StructureReader,
-    TensorInfo,
-    are_sizes,
-)
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -94,6 +91,15 @@ class Structure:
     filled: frozenset[str] = frozenset()
     part: Fault | None = None
     assembly: Assembly | None = None
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Mapping[str, Any]]:
+        """Every set of weights in it, by the name of its entry; ``""`` if they are all that it holds.
+
+        Raises:
+            BrokenCheckpointError: Nothing can work with these contents.
+        """
+        return check_contents(self.content, self.path)
 
     def shard(self, name: str) -> Structure:
         """Return the description of one of its files; its own, if it is a file."""
@@ -211,19 +217,16 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         raise Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
     reader = StructureReader(BytesIO(b"".join(read_chunks(file, record))), record.size_bytes)
     content = reader.load()
-    for storage in reader.storages.values():
-        _check_record(storage, records.get(f"data/{storage.key}"))
-    devices = frozenset(storage.location for storage in reader.storages.values())
-    places = {key: records[f"data/{key}"].start for key in reader.storages if records[f"data/{key}"].is_stored}
+    found = {key: _record_of(storage, records) for key, storage in reader.storages.items()}
     return Structure(
         path,
         size_bytes,
         "zip",
         content,
         frozenset(reader.globals),
-        devices,
+        frozenset(storage.location for storage in reader.storages.values()),
         records=records,
-        places=places,
+        places={key: record.start for key, record in found.items() if record.is_stored},
         filled=frozenset(reader.filled),
     )
 
@@ -239,16 +242,17 @@ def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
         raise damaged("its record version is missing")
 
 
-def _check_record(storage: StorageInfo, record: Record | None) -> None:
-    excess = -1 if record is None else record.size_bytes - storage.size_bytes
-    # An odd number of bytes can be the storage of wider elements.
-    if record is not None and 0 <= excess < BYTES_OF_DTYPE[storage.dtype]:
-        return
-    name = f"data/{printable(storage.key)}"
-    what = f"its record {name} is {'shorter' if excess < 0 else 'longer'} than the weights in it"
+def _record_of(storage: StorageInfo, records: Mapping[str, Record]) -> Record:
+    """Return the record with the numbers of a storage, if it has as many."""
+    record = records.get(f"data/{storage.key}")
     if record is None:
-        what = f"the weights in its record {name} are missing"
-    raise damaged(what)
+        raise damaged(f"the weights in its record data/{printable(storage.key)} are missing")
+    excess = record.size_bytes - storage.size_bytes
+    # An odd number of bytes can be the storage of wider elements.
+    if not 0 <= excess < BYTES_OF_DTYPE[storage.dtype]:
+        name, how = printable(storage.key), "shorter" if excess < 0 else "longer"
+        raise damaged(f"its record data/{name} is {how} than the weights in it")
+    return record
 
 
 def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:

@@ -12,10 +12,10 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
-    all_state_dicts,
     describe_content,
     is_lightning_checkpoint,
 )
+from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, Opaque, TensorInfo
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_tree import (
@@ -25,7 +25,6 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     child_modules,
     is_wrapper,
 )
-from lightning_gpu_tools.checkpoints.pickle_structure import BYTES_OF_DTYPE, Opaque, TensorInfo
 from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
@@ -47,7 +46,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
     content = structure.content
     lightning = is_lightning_checkpoint(content)
     manifest = _manifest(structure)
-    entries = all_state_dicts(content, TensorInfo)
+    entries = structure.entries
     has_entries = isinstance(content, Mapping) and "" not in entries
     states = content.get("optimizer_states") if lightning else None
     parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
@@ -139,17 +138,19 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
     rows = [("key", "shape", "dtype", "size")]
     for members in groups.values():
         shape = "-" if members[0]["shape"] is None else "x".join(map(str, members[0]["shape"])) or "scalar"
-        size = sum(member["bytes"] or 0 for member in members)
+        sizes = [member["bytes"] for member in members if member["bytes"] is not None]
+        size = format_bytes(sum(sizes)) if sizes else "-"
         names = [member["key"] for member in members]
         keys = [printable(key, MAX_NAME) for key in names] if all_keys else group_keys(names)
-        rows += [(key, shape, printable(members[0]["dtype"] or "-", 30), format_bytes(size) if i == 0 else "\"")
-                 for i, key in enumerate(keys)]  # fmt: skip
+        kind = (members[0]["kind"] or "").rpartition(".")[2]
+        dtype = printable(f"{members[0]['dtype'] or '-'}{kind and f' ({kind})'}", 40)
+        rows += [(key, shape, dtype, size if i == 0 else '"') for i, key in enumerate(keys)]
     return lines + table(rows)
 
 
 def _kind(weight: Mapping[str, Any]) -> tuple[Any, ...]:
     words = tuple(segment for segment in weight["key"].split(".") if not segment.isdigit())
-    return (words, tuple(weight["shape"] or ()), weight["dtype"])
+    return (words, tuple(weight["shape"] or ()), weight["dtype"], weight["kind"])
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -171,11 +172,12 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _describe(key: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, TensorInfo):
-        return dict.fromkeys(("key", "shape", "dtype", "numel", "bytes", "device")) | {"key": key}
+        return dict.fromkeys(("key", "shape", "dtype", "kind", "numel", "bytes", "device")) | {"key": key}
     return {
         "key": key,
         "shape": None if info.shape is None else list(info.shape),
         "dtype": info.dtype,
+        "kind": info.kind or None,
         "numel": None if info.shape is None else math.prod(info.shape),
         "bytes": size_of(info),
         "device": info.storage.location if info.storage else None,
@@ -185,6 +187,8 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
 def size_of(described: Any) -> int | None:
     """Return the bytes that a described tensor takes; ``None`` if they are not known."""
     if not isinstance(described, TensorInfo) or described.shape is None or described.dtype not in BYTES_OF_DTYPE:
+        return None
+    if described.kind and described.storage is None:  # on the meta device, sparse, of a class that packs its numbers
         return None
     return math.prod(described.shape) * BYTES_OF_DTYPE[described.dtype]
 

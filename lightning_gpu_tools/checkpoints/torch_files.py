@@ -22,11 +22,10 @@ import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import put_weights
-from lightning_gpu_tools.checkpoints.distributed_folder import PickledObject, Slice
-from lightning_gpu_tools.checkpoints.envelope import check_contents
+from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, TensorInfo
+from lightning_gpu_tools.checkpoints.distributed_folder import Place, Slice
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.pickle_structure import Opaque, StorageInfo, TensorInfo
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import Files, opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
@@ -72,8 +71,7 @@ def read_checkpoint(
         try:
             return _load(file, structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
-            entries = check_contents(structure.content, path, TensorInfo)
-            values = [value for weights in entries.values() for value in weights.values()]
+            values = [value for weights in structure.entries.values() for value in weights.values()]
             is_shard = structure.path != os.fspath(path)  # then the weights are elsewhere
             if is_shard or (values and all(_is_plain(value) or not _holds_tensors(value) for value in values)):
                 shown = printable_path(path)
@@ -181,9 +179,9 @@ def _load_shards(
                 if part.file not in numbers and 0 not in part.shape:
                     numbers[part.file] = _numbers(files[part.file]).untyped_storage()
             return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
-        if isinstance(leaf, PickledObject):
-            file = io.BytesIO(Slice(files[leaf.place.file], leaf.place).read())
-            return load(file, describe(file, os.path.join(structure.path, leaf.place.file)))
+        if isinstance(leaf, Place):
+            file = io.BytesIO(Slice(files[leaf.file], leaf).read())
+            return load(file, describe(file, os.path.join(structure.path, leaf.file)))
         return leaf
 
     try:
@@ -232,7 +230,6 @@ def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[
     Raises:
         BrokenCheckpointError: Nothing can work with these contents.
     """
-    entries = check_contents(structure.content, structure.path, TensorInfo)
     storage = _storages(file, structure)
     made: dict[int, Any] = {}  # one that stands in many places is one
 
@@ -257,7 +254,7 @@ def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[
 
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: dict[str, str] = {}
-    for entry, weights in entries.items():
+    for entry, weights in structure.entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:

@@ -24,7 +24,6 @@ from lightning_gpu_tools.checkpoints.copying import (
     load_state,
     renewing_deepspeeds_copies,
 )
-from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, Root, is_average, plan_renaming, preferred
 from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape, is_copied_into, without_private_segments
@@ -106,8 +105,7 @@ def load_weights(
     and a local file that another program truncates. With the last two the operating system ends the process (SIGBUS).
 
     Args:
-        model: Any module, wrapped or not. Of DeepSpeed, the engine: only that knows all copies of the weights. Where it
-            is sharded, every process has to call this.
+        model: Any module, wrapped or not. Where it is sharded, every process has to call this.
         path: A local path, of a folder as well if it holds shards, or any URL of a file that fsspec knows.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
             A pair such as ``("bert.", "encoder.")`` puts the second, which the model has, in the place of the first.
@@ -132,7 +130,6 @@ def load_weights(
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
     content, unread = read_weights(path, weights_only=weights_only)
-    check_contents(content, path, torch.Tensor)
     entries = weights_in(content, path)
     with naming_file(path, type(model)):
         fit = fit_weights(model, entries, root, strict)
@@ -272,10 +269,12 @@ def _sharded_like(value: Any, target: Any) -> torch.Tensor:
     if is_sharded(value) and not part_of(value):  # each process has all of it
         value = value.to_local()
     if is_sharded(target) and not is_sharded(value):
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor, Replicate
 
         # Every process has read the file, so each takes its part without asking the others.
-        return distribute_tensor(value.detach(), target.device_mesh, target.placements, src_data_rank=None)
+        mesh = target.device_mesh
+        whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(placements=target.placements)
     return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
 
 

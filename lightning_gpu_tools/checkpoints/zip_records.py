@@ -10,8 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from lightning_gpu_tools.checkpoints.formats import Fault, damaged
 from lightning_gpu_tools.units import format_bytes, printable
@@ -37,8 +36,7 @@ _MIN_UNPACKED_LIMIT_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """Where a record is in the file.
 
     Attributes:
@@ -111,8 +109,7 @@ def read_chunks(file: BinaryIO, record: Record) -> Iterator[bytes]:
         raise damaged(f"the checksum of the record {printable(record.name)} is wrong")
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A record as the index lists it."""
 
     name: bytes

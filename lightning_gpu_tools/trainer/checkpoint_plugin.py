@@ -135,7 +135,7 @@ class PortableCheckpointIO(CheckpointIO):
             given = {"map_location": map_location, "weights_only": weights_only}
             options.update((name, value) for name, value in given.items() if value is not None)
             checkpoint = self.inner.load_checkpoint(path, **options)
-            check_contents(checkpoint, path, torch.Tensor)
+            check_contents(checkpoint, path)
         else:
             content = read_checkpoint(
                 path,
@@ -143,7 +143,7 @@ class PortableCheckpointIO(CheckpointIO):
                 weights_only=weights_only is not False,
                 verify=self.verify,
             )
-            check_contents(content, path, torch.Tensor)
+            check_contents(content, path)
             checkpoint = own_all_but_weights(content)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
         return fitted

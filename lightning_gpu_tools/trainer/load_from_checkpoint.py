@@ -245,7 +245,7 @@ def load_from_checkpoint(
             f"load_from_checkpoint({model_class.__name__}, {printable_path(path)!r}, weights_only=False)",
         )
         raise
-    check_contents(content, path, torch.Tensor)
+    check_contents(content, path)
     checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path, model_class)
     model = build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict

@@ -229,21 +229,28 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path) -> None:
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
 
-def test_parts_without_a_count_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-    dcp.save(dict(WEIGHTS), storage_writer=writer, no_dist=True)
-    with pytest.raises(BrokenCheckpointError, match="is one rank's part") as caught:
-        read_checkpoint(next(tmp_path.glob("*.safetensors")))
-    state_dict = Net().state_dict()
-    exec(str(caught.value).partition("of a model: ")[2])  # as a user would paste it
-    assert all(torch.equal(state_dict[key], value) for key, value in WEIGHTS.items())
+def test_parts_by_dcp_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
+    for distributed in (True, False):
+        folder = tmp_path / str(distributed)
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=distributed)
+        dcp.save(dict(WEIGHTS), storage_writer=writer, no_dist=True)
+    file = next(folder.glob("*.safetensors"))  # its index says that this is all
+    assert [load_weights(Net(), path).missing for path in (folder, file)] == [(), ()]
+    folder = tmp_path / "True"
+    file = next(folder.glob("*.safetensors"))
+    for path, words in ((folder, "holds the parts of all ranks"), (file, "is one rank's part")):
+        with pytest.raises(BrokenCheckpointError, match=words) as caught:
+            read_checkpoint(path)
+        state_dict = Net().state_dict()
+        exec(str(caught.value).partition("of a model: ")[2])  # as a user would paste it
+        assert all(torch.equal(state_dict[key], value) for key, value in WEIGHTS.items())
 
 
 def test_a_renamed_shard_is_known_by_its_index(tmp_path: Path) -> None:
     index = write_index(tmp_path, WEIGHTS, 2)
     index.write_text(index.read_text().replace("model-00001-of-00002", "first"))
     (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "first.safetensors")
-    with pytest.raises(BrokenCheckpointError, match=r"is one of the 2 shards.*Name its index: .*index\.json"):
+    with pytest.raises(BrokenCheckpointError, match=r"is one of the 2 shards.*Name its index instead: .*index\.json"):
         load_weights(Net(), tmp_path / "first.safetensors", strict=False)
     load_weights(Net(), index)
 

@@ -4,7 +4,7 @@ import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,11 +209,16 @@ def test_engines_are_known_by_name_and_take_over_what_is_loaded(
             self.copies = [parameter.detach().double() for parameter in self.module.parameters()]
 
     DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
-    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
     source, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     torch.save(source.state_dict(), tmp_path / "a.pt")
-    engine = DeepSpeedEngine(target)
+    engine, other = DeepSpeedEngine(target), DeepSpeedEngine(nn.Linear(2, 2))
     report = load_weights(engine, tmp_path / "a.pt")
     assert report.renamed == {"0.weight": "module.0.weight", "0.bias": "module.0.bias"}
-    assert torch.equal(source[0].weight, target[0].weight)
-    assert torch.equal(engine.copies[0], source[0].weight.double())
+    for module, root in ((engine, None), (target, None), (target[0], "0.")):  # a part of its model, too
+        nn.init.zeros_(target[0].weight)
+        engine.copies = []
+        load_weights(module, tmp_path / "a.pt", root=root)
+        assert torch.equal(source[0].weight, target[0].weight)
+        assert torch.equal(engine.copies[0], source[0].weight.double())
+    assert not hasattr(other, "copies")

@@ -1,4 +1,4 @@
-"""Files of weights alone: torch reads back what was given, to the bit and without anything else."""
+"""Files that ``convert`` writes: torch reads back what was given, to the bit and without anything else."""
 
 import errno
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.checkpoints import weights_files
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
-from lightning_gpu_tools.checkpoints.weights_files import write_weights
+from lightning_gpu_tools.checkpoints.weights_files import write_content
 
 
 def described(value: torch.Tensor) -> Any:
@@ -49,7 +49,7 @@ def test_torch_loads_the_weights_that_were_written(
     with pytest.MonkeyPatch.context() as patch:
         if not private_name:
             patch.setattr(weights_files, "_ARCHIVE", None)
-        write_weights(content, str(path))
+        write_content(content, str(path))
     assert verify_checkpoint(str(path)).has_checksums
     for mapped in (True, False):
         loaded = torch.load(path, mmap=mapped, weights_only=True)
@@ -64,8 +64,8 @@ def test_torch_loads_the_weights_that_were_written(
 def test_a_full_disk_is_named_and_progress_counts_the_bytes(tmp_path: Path) -> None:
     weights = OrderedDict((str(i), torch.full((i,), float(i))) for i in range(2000))
     with pytest.raises(OSError, match="No space left") as caught:
-        write_weights(weights, "/dev/full")
+        write_content(weights, "/dev/full")
     assert caught.value.errno == errno.ENOSPC
     seen: list[int] = []
-    write_weights(weights, str(tmp_path / "a.pt"), seen.append)
+    write_content(weights, str(tmp_path / "a.pt"), seen.append)
     assert sum(seen) == (tmp_path / "a.pt").stat().st_size

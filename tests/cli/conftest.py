@@ -1,16 +1,32 @@
-"""The ``checkpoint`` commands as a function."""
+"""The ``checkpoint`` commands as a function, and a checkpoint for them."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from checkpoint_files import Tied, lightning_checkpoint, wrapped
 
+from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
 from lightning_gpu_tools.cli import main
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = main(["checkpoint", *arguments])
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["checkpoint", *map(str, arguments)])
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def net() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+@pytest.fixture
+def last(net: Tied, tmp_path: Path) -> str:
+    write_checkpoint(lightning_checkpoint(wrapped(net)), tmp_path / "last.ckpt")
+    return str(tmp_path / "last.ckpt")

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
+from lightning_gpu_tools import CheckpointMismatchError, load_weights
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
@@ -59,6 +60,65 @@ def test_inspect_says_what_is_no_dictionary(content: object, words: str, tmp_pat
     assert words in " ".join(run("inspect", str(tmp_path / "a.pt"))[1].split())
     code, _, err = run("diff", str(tmp_path / "a.pt"), str(tmp_path / "a.pt"))
     assert code == 0 if isinstance(content, nn.Module) else f"holds no weights but {words}." in err
+
+
+def test_weights_without_numbers_are_shown_and_refused(tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    torch.save({**WEIGHTS, "bias": WEIGHTS["bias"].to("meta"), "mask": torch.eye(3).to_sparse()}, path)
+    shown = [line.split() for line in run("inspect", path)[1].splitlines()]
+    assert [*shown[-3:]] == [
+        ["weight", "2x2", "float32", "16", "B"],
+        ["bias", "2", "float32", "(meta)", "-"],
+        ["mask", "3x3", "float32", "(sparse)", "-"],
+    ]
+    for arguments, code in ((("convert", path, target), 1), (("diff", path, path), 3)):
+        answer = run(*arguments)
+        assert answer[:2] == (code, "")
+        assert "has no numbers for bias: it was saved from the meta device" in answer[2]
+
+
+class Halves(torch.Tensor):
+    """Keeps its numbers in two other tensors and refuses all operations, like many of torchao's."""
+
+    @staticmethod
+    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> "Halves":
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, low.shape, dtype=torch.float32)
+        made.low, made.high = low, high
+        return made
+
+    __init__ = object.__init__
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __tensor_flatten__(self) -> Any:
+        return ["low", "high"], {"scale": 3}
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: Any) -> "Halves":
+        return Halves(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].low, args[0].high)
+        raise NotImplementedError(func)
+
+
+def test_packed_weights_are_kept_compared_or_refused(tmp_path: Path, run: Run) -> None:
+    numbers = torch.arange(4.0).reshape(2, 2)
+    paths = [tmp_path / f"{name}.pt" for name in "abc"]
+    for path, high in zip(paths, (numbers, numbers + 1), strict=False):
+        torch.save({"weight": Halves(numbers, high), "other": Halves(numbers + 5, high), "bias": numbers[0]}, path)
+    one, two, three = map(str, paths)
+    assert "weight 2x2 float32 (Halves) -" in " ".join(run("inspect", one)[1].split())
+    with torch.serialization.safe_globals([Halves]):
+        assert run("convert", one, three)[:2] == (0, f"{three}: 3 weights\n")
+        assert [run("diff", one, other)[0] for other in (one, two, three)] == [0, 1, 0]
+        target = str(tmp_path / "a.safetensors")
+        assert "holds plain tensors only, not weight, other" in run("convert", one, target)[2]
+        assert "Torch cannot convert weight" in run("convert", one, three, "--dtype", "float16", "--force")[2]
+        model = nn.Linear(2, 2)
+        with pytest.raises(CheckpointMismatchError, match="a tensor of the class Halves instead of a strided tensor"):
+            load_weights(model, one, strict=False)
 
 
 class Node:

@@ -70,6 +70,7 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
     assert f"Report: {tmp_path / 'gpu_report.json'}" in printed
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("owner", "name", "says", "files"),
     [
@@ -177,6 +178,7 @@ def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(
     assert "Verdict: " in printed
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_warning_that_is_an_error_costs_only_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unknown_letter = replace(
         REPORT, settings={}, diagnosis=replace(REPORT.diagnosis, why="\N{LINEAR B SYLLABLE B008 A}")

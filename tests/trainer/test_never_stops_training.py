@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -98,12 +97,13 @@ def as_usual(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Outco
 HOOKS = [(kind, hook) for kind, made in CALLBACKS.items() for hook in hooks_of(made())]
 
 
-@pytest.mark.parametrize(("kind", "hook"), HOOKS)
+@pytest.mark.parametrize(("number", "kind", "hook"), [(number, *place) for number, place in enumerate(HOOKS)])
 def test_a_fault_in_any_hook_changes_nothing(
-    tmp_path: Path, as_usual: dict[int | None, Outcome], kind: str, hook: str
+    tmp_path: Path, as_usual: dict[int | None, Outcome], number: int, kind: str, hook: str
 ) -> None:
     ever_raised = []
-    for fault, (at, alone) in zip(FAULTS, itertools.cycle(as_usual.items()), strict=False):
+    # All hooks have the same guard, so two of the faults are enough for each.
+    for (at, alone), fault in zip(as_usual.items(), (FAULTS * 2)[number % len(FAULTS) :], strict=False):
         callback = CALLBACKS[kind]()
         with fault_in(hooks_of(callback)[hook], fault) as raised:
             assert train(tmp_path, [callback], at) == alone

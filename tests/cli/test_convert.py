@@ -1,0 +1,185 @@
+"""``checkpoint convert``: names, roots, precision, formats; what it cannot do, it refuses."""
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from checkpoint_files import Tied, lightning_checkpoint, wrapped
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_convert_cleans_the_keys_and_keeps_the_rest(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
+    target = str(tmp_path / "clean.ckpt")
+    code, out, _ = run("convert", last, target, "--wrapper", "model")
+    assert code == 0
+    assert '13 weights, removed "_orig_mod." from 13 keys, removed "module." from 13 keys' in out
+    content = torch.load(target)
+    assert list(content["state_dict"]) == [f"model.{key}" for key in net.state_dict()]
+    assert content["epoch"] == 3
+    assert content["optimizer_states"][0]["state"][0]["exp_avg"].tolist() == [1] * 4
+    assert content["state_dict"]._metadata["model.norm"] == {"version": 2}
+
+
+def test_convert_leaves_module_alone_unless_told(last: str, tmp_path: Path, run: Run) -> None:
+    run("convert", last, str(tmp_path / "a.ckpt"))
+    assert next(iter(torch.load(tmp_path / "a.ckpt")["state_dict"])) == "model.module.layers.0.weight"
+
+
+def test_convert_to_safetensors_and_back_loses_nothing_of_the_weights(
+    net: Tied, last: str, tmp_path: Path, run: Run
+) -> None:
+    tensors, back = str(tmp_path / "a.safetensors"), str(tmp_path / "b.pt")
+    assert run("convert", last, tensors, "--wrapper", "model", "--drop-root", "model.")[0] == 0
+    from safetensors.torch import load_file
+
+    assert set(load_file(tensors)) == set(net.state_dict()) - {"head.weight"}
+    summary = json.loads(run("inspect", tensors, "--json")[1])
+    assert summary["format"] == "safetensors"
+    assert summary["lightning_version"] == "2.6.6"
+    assert run("convert", tensors, back)[0] == 0
+    weights = torch.load(back)
+    assert set(weights) == set(net.state_dict())
+    assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
+    assert weights._metadata == net.state_dict()._metadata  # type: ignore[attr-defined]
+    assert run("diff", last, back)[0] == 0
+    other = Tied()
+    load_weights(other, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
+
+
+def test_tensors_of_any_size_and_type_go_through_safetensors(tmp_path: Path, run: Run) -> None:
+    from safetensors.torch import load_file
+
+    kinds = (torch.float32, torch.bool, torch.bfloat16, torch.int64, torch.float8_e5m2, torch.complex64, torch.uint16)
+    shapes = [(3, 5), (), (0, 2), (1 << 19,), (7,)]
+    weights = {f"{kind}.{i}": torch.randn(s).to(kind) for i, s in enumerate(shapes) for kind in kinds}
+    weights["turned"] = torch.randn(4, 3).T
+    torch.save(weights, tmp_path / "a.pt")
+    assert run("convert", str(tmp_path / "a.pt"), str(tmp_path / "a.safetensors"))[0] == 0
+    for loaded in (load_file(tmp_path / "a.safetensors"), read_checkpoint(tmp_path / "a.safetensors")):
+        assert loaded.keys() == weights.keys()
+        for key, value in weights.items():
+            assert (loaded[key].shape, loaded[key].dtype) == (value.shape, value.dtype), key
+            mine, theirs = (tensor.reshape(-1).view(torch.uint8) for tensor in (loaded[key], value))
+            assert torch.equal(mine, theirs), key
+
+
+def test_convert_changes_precision_of_floating_point_only(last: str, tmp_path: Path, run: Run) -> None:
+    for suffix in ("ckpt", "safetensors"):
+        target = str(tmp_path / f"half.{suffix}")
+        assert run("convert", last, target, "--dtype", "bfloat16")[0] == 0
+        weights = read_checkpoint(target)
+        weights = weights.get("state_dict", weights)
+        dtypes = {key.rpartition(".")[2]: value.dtype for key, value in weights.items()}
+        assert dtypes["weight"] == torch.bfloat16
+        assert dtypes["num_batches_tracked"] == torch.int64
+
+
+def test_convert_gives_the_names_of_another_file(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
+    torch.save(net.state_dict(), tmp_path / "plain.pt")
+    target = str(tmp_path / "a.pt")
+    assert run("convert", last, target, "--like", str(tmp_path / "plain.pt"), "--weights")[0] == 0
+    assert list(torch.load(target)) == list(net.state_dict())
+    torch.save({"other": torch.ones(1)}, tmp_path / "other.pt")
+    code, _, err = run("convert", last, target, "--like", str(tmp_path / "other.pt"), "--force")
+    assert code == 1
+    assert "does not fit" in err
+    assert list(torch.load(target)) == list(net.state_dict())
+
+
+def test_convert_adds_a_root(net: Tied, tmp_path: Path, run: Run) -> None:
+    torch.save(net.state_dict(), tmp_path / "a.pt")
+    run("convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--add-root", "net")
+    assert list(torch.load(tmp_path / "b.pt")) == [f"net.{key}" for key in net.state_dict()]
+
+
+def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
+    Path(tmp_path / "there.ckpt").write_text("mine")
+    for arguments, words in (
+        ((last, str(tmp_path / "there.ckpt")), "exists. --force replaces it"),
+        ((last, str(tmp_path / "a.ckpt"), "--drop-root", "net"), "no key begins with 'net.'"),
+        ((last, str(tmp_path / "a.ckpt"), "--entry", "ema"), "no weights called 'ema'; it has state_dict"),
+        ((str(tmp_path / "gone.ckpt"), str(tmp_path / "a.ckpt")), "no checkpoint at"),
+    ):
+        code, out, err = run("convert", *arguments)
+        assert (code, out) == (1, "")
+        assert words in err
+    assert Path(tmp_path / "there.ckpt").read_text() == "mine"
+    torch.save({"a": net.state_dict(), "b": net.state_dict()}, tmp_path / "two.pt")
+    two = str(tmp_path / "two.pt")
+    for arguments in (("convert", two, str(tmp_path / "c.pt")), ("diff", last, two)):
+        err = run(*arguments)[2]
+        assert "holds several sets of weights: a, b" in err
+        assert "Choose one with --entry NAME" in err
+    assert run("diff", two, two, "--entry", "b")[0] == 0
+    torch.save(OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "extra.pt")
+    code, _, err = run("convert", str(tmp_path / "extra.pt"), str(tmp_path / "c.safetensors"))
+    assert "safetensors holds plain tensors only, not _extra_state" in err
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+def test_convert_writes_through_a_link(last: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "disk").mkdir()
+    real, link = tmp_path / "disk" / "real.pt", tmp_path / "link.pt"
+    link.symlink_to("disk/real.pt")
+    assert "link to" in run("convert", last, str(link))[1]  # its file is not there yet
+    first = real.read_bytes()
+    assert "exists" in run("convert", last, str(link))[2]
+    assert run("convert", last, str(link), "--add-root", "net", "--force")[0] == 0
+    assert link.is_symlink()
+    assert os.readlink(link) == "disk/real.pt"
+    assert real.read_bytes() != first
+    assert next(iter(torch.load(link)["state_dict"])).startswith("net.")
+    assert os.listdir(tmp_path / "disk") == ["real.pt"]
+
+
+def test_convert_renames_all_that_goes_by_the_models_names(net: Tied, tmp_path: Path, run: Run) -> None:
+    raw, average = wrapped(net), wrapped(Tied())
+    name = "model.module._orig_mod.norm.bias"
+    optimizer = {"state": {name: {"step": 1}}, "param_groups": [{"params": [name]}]}
+    content = lightning_checkpoint(average, current_model_state=raw, optimizer_states=[optimizer])
+    write_checkpoint(content, tmp_path / "ema.ckpt")
+    source, target = str(tmp_path / "ema.ckpt"), str(tmp_path / "a.ckpt")
+    for entry in ((), ("--entry", "current_model_state")):
+        assert run("convert", source, target, "--wrapper", "model", "--force", "--dtype", "bfloat16", *entry)[0] == 0
+        stored = torch.load(target)
+        for state, expected in (("current_model_state", raw), ("state_dict", average)):
+            assert list(stored[state]) == [f"model.{key}" for key in net.state_dict()]
+            values = zip(stored[state].values(), expected.values(), strict=True)
+            assert all(torch.equal(a, b.to(a.dtype)) for a, b in values)
+        assert stored["optimizer_states"][0]["param_groups"][0]["params"] == ["model.norm.bias"]
+        assert list(stored["optimizer_states"][0]["state"]) == ["model.norm.bias"]
+    tensors = str(tmp_path / "raw.pt")
+    assert run("convert", source, tensors, "--weights", "--entry", "current_model_state")[0] == 0
+    assert torch.equal(torch.load(tensors)["model.module.norm.bias"], raw[name])
+
+
+def test_converted_weights_stay_tied_and_take_nothing_along(tmp_path: Path, run: Run) -> None:
+    big = torch.randn(100_000)
+    torch.save({"model.e": big, "model.h": big, "model.part": big[:10]}, tmp_path / "a.pt")
+    for suffix in ("pt", "safetensors"):
+        target = tmp_path / f"half.{suffix}"
+        assert run("convert", str(tmp_path / "a.pt"), str(target), "--dtype", "float16")[0] == 0
+        assert 200_000 < target.stat().st_size < 205_000
+    half = torch.load(tmp_path / "half.pt")
+    assert half["model.e"].data_ptr() == half["model.h"].data_ptr()
+    torch.save({"model.part": big[:10], "rest": big}, tmp_path / "b.pt")
+    run("convert", str(tmp_path / "b.pt"), str(tmp_path / "part.pt"), "--drop-root", "model")
+    assert torch.equal(torch.load(tmp_path / "part.pt")["part"], big[:10])
+    assert (tmp_path / "part.pt").stat().st_size < 5000
+
+
+def test_convert_refuses_a_dtype_in_which_weights_would_become_infinite(tmp_path: Path, run: Run) -> None:
+    torch.save({"norm.running_var": torch.tensor([1e5, float("inf")]), "w": torch.ones(1)}, tmp_path / "a.pt")
+    arguments = ("convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--dtype")
+    code, _, err = run(*arguments, "float16")
+    assert (code, (tmp_path / "b.pt").exists()) == (1, False)
+    assert "values of norm.running_var are beyond the range of torch.float16" in err
+    assert run(*arguments, "bfloat16")[0] == 0
