@@ -85,25 +85,6 @@ def pick_speed() -> str:
     )
 
 
-def versions() -> str:
-    """Return how the suite went with each pair of torch and Lightning."""
-    runs = results("versions")["runs"]
-    rows = []
-    for run in runs:
-        machine = run["machine"]
-        build = "CPU" if run["cuda"] is None else f"CUDA {run['cuda']}"
-        counts = (str(run[count]) for count in ("passed", "failed", "skipped"))
-        torch = f"{machine['torch'].partition('+')[0]} ({build})"
-        rows.append((torch, machine["lightning"], machine["python"], *counts))
-    dates = sorted({run["machine"]["date"] for run in runs})
-    where = {f"{run['machine']['cores']} CPU cores ({run['machine']['processor']}), no GPU" for run in runs}
-    return block(
-        table(("torch (its build)", "Lightning", "Python", "tests passed", "failed", "skipped"), *rows),
-        f"`python tests/matrix.py` on {'; '.join(sorted(where))}, {' to '.join(sorted({dates[0], dates[-1]}))}: "
-        "[versions.json](benchmarks/results/versions.json), which has the reasons of skips.",
-    )
-
-
 def diagnosis() -> str:
     suite, peers = results("diagnosis_suite"), results("diagnosis_peers")
     kinds = {
@@ -396,7 +377,6 @@ TABLES: dict[str, Callable[[], str]] = {
         one.__name__: one
         for one in (
             pick_speed,
-            versions,
             diagnosis,
             step_overhead,
             loader_settings,

@@ -4,8 +4,7 @@
     python tests/matrix.py 2.6.0 2.5.1 --python python3.12    one pair
 
 All other packages are the newest that pip finds; options of pytest come from ``PYTEST_ADDOPTS``. A result is kept in
-benchmarks/results/versions.json, and ``python -m benchmarks.tables`` puts it into README. A build for CUDA takes 8 GB
-of the disk while its tests run.
+benchmarks/results/versions.json. A build for CUDA takes 6 GB of the disk while its tests run.
 """
 
 from __future__ import annotations

@@ -66,6 +66,14 @@ def test_fsdp_and_ddp_load_from_the_bare_net_and_back(tmp_path: Path) -> None:
             assert contents(back) == contents(bare)
 
 
+needs_fsdp2 = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on a CPU"
+)
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on a CPU"
+)
+
+
+@needs_fsdp2
 @pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("meta", [True, False])
 def test_sharded_parameters_and_plain_files_load_into_each_other(meta: bool, tmp_path: Path) -> None:
@@ -125,6 +133,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@needs_fsdp2
 def test_each_process_loads_its_own_part_and_no_other(
     run_python: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,7 +106,7 @@ def test_verify_finds_a_flipped_bit(last: str, run: Run) -> None:
     Path(last).write_bytes(data)
     code, out, err = run("verify", last)
     assert (code, out) == (1, "")
-    assert "checksum of the record data/6 is wrong" in err
+    assert re.search(r"checksum of the record data/\d+ is wrong", err)  # torch numbers them in its own way
 
 
 def test_verify_says_where_there_are_no_checksums(net: Tied, tmp_path: Path, run: Run) -> None:
