@@ -20,7 +20,7 @@ _PLAIN = re.compile(
     rf"|torch\.(cuda\.)?({_NUMBERS}|QU?Int8|QInt32|QUInt4x2|QUInt2x4)Storage"
     r"|torch\.storage\.(Unt|T)ypedStorage"
     rf"|torch\.(cuda\.|sparse\.|cuda\.sparse\.)?({_NUMBERS})Tensor"
-    r"|torch\.(q?u?int\d+(x\d)?|quint\dx\d|b?float\d+\w*|float4_e2m1fn_x2|complex\d+|bool|bits\w+)"
+    r"|torch\.(q?u?int\d+(x\d)?|quint\dx\d|b?float\d+\w*|float4_e2m1fn_x2|b?complex\d+|bool|bits\w+)"
     r"|torch\.per_(tensor_affine|tensor_symmetric|channel_affine(_float_qparams)?|channel_symmetric)"
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"

@@ -69,8 +69,6 @@ def test_fsdp_and_ddp_load_from_the_bare_net_and_back(tmp_path: Path) -> None:
 needs_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on a CPU"
 )
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on a CPU"
-)
 
 
 @needs_fsdp2
