@@ -8,7 +8,6 @@ pynvml.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.environment import VERSION as __version__
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         FreeMemoryFSDPStrategy,
         FreeMemoryStrategy,
     )
+    from lightning_gpu_tools.trainer.watch import TrainingWatch, watch
     from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 _MODULE_OF = {
@@ -58,6 +58,8 @@ _MODULE_OF = {
     "GPUUtilizationMonitor": "trainer.gpu_utilization_monitor",
     "NumWorkersFinder": "trainer.num_workers_finder",
     "PortableCheckpointIO": "trainer.checkpoint_plugin",
+    "TrainingWatch": "trainer.watch",
+    "watch": "trainer.watch",
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
     "AmbiguousCheckpointError": "errors",
@@ -101,6 +103,8 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "GPUUtilizationMonitor",
     "NumWorkersFinder",
     "PortableCheckpointIO",
+    "TrainingWatch",
+    "watch",
     "Diagnosis",
     "Finding",
     "AmbiguousCheckpointError",
@@ -152,8 +156,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry, so it must be there before the Trainer
-# is built. Where Lightning is not imported yet, importing it here would cost seconds; importing a strategy from this
-# package registers the names, too.
-if hasattr(sys.modules.get("lightning.pytorch"), "Trainer"):
-    importlib.import_module(f"{__name__}.trainer.entry_points").register_strategies()
+# Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry before it asks any entry point.
+importlib.import_module(f"{__name__}.trainer.entry_points").register_strategies()

@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from trainings import Boom, Model, quiet_trainer
 
 from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders import trial
 from lightning_gpu_tools.loaders.handover import restore, switchable
 from lightning_gpu_tools.loaders.random_state import random_states
+from lightning_gpu_tools.trainer import num_workers_finder
 
 
 def settings(workers: int, persistent: bool = False) -> LoaderSettings:
@@ -109,9 +111,12 @@ CHANGES = [
 
 
 def shorten_trials(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Measure as little as shows that workers are faster where loading is waiting, four times as long as a step."""
-    for name, value in {"_PROBED": 6, "_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1}.items():
+    """Try a few batches of a few settings: enough where loading is waiting, and takes four times as long as a step."""
+    few = {"_PROBED": 6, "_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1, "_PRECISION": 1.0}
+    for name, value in few.items():
         set_attribute(trial, name, value)
+    host = HostBudget(cores=1.0, memory_available_bytes=2**36, shm_free_bytes=None)  # at most four workers
+    set_attribute(num_workers_finder, "read_host_budget", lambda local_ranks: host)
 
 
 def frozen_states() -> tuple[Any, ...]:

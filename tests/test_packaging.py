@@ -42,13 +42,14 @@ assert not imported(["torch", "lightning"])
     assert result.returncode == 0, result.stderr
 
 
-def test_the_callbacks_factory_adds_nothing_unasked(run_python: Run) -> None:
+def test_the_callbacks_factories_add_nothing_unasked(run_python: Run) -> None:
+    groups = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
     program = (
         "from importlib.metadata import entry_points; "
-        "found = entry_points(group='lightning.pytorch.callbacks_factory', name='lightning_gpu_tools'); "
-        "print([one.load()() for one in found])"
+        f"found = [entry_points(group=g + '.callbacks_factory', name='lightning_gpu_tools') for g in {groups}]; "
+        "print([[one.load()() for one in factories] for factories in found])"
     )
-    assert run_python("-c", program, env={"LIGHTNING_GPU_TOOLS": None}).stdout == "[[]]\n"
+    assert run_python("-c", program, env={"LIGHTNING_GPU_TOOLS": None}).stdout == "[[[]], [[]], [[]], [[]]]\n"
 
 
 def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -> None:

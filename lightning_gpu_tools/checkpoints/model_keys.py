@@ -38,8 +38,11 @@ _NORMS = (
 _BATCH_COUNTER = "num_batches_tracked"
 # Hooks that only put back the prefix of their own wrapper.
 _PREFIX_HOOK_PACKAGES = (
-    *("torch.distributed.", "torch._dynamo."),
-    *("lightning.", "lightning_fabric.", "pytorch_lightning."),
+    "torch.distributed.",
+    "torch._dynamo.",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
 )
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,9 +22,6 @@ from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import rank_gpus
 from lightning_gpu_tools.selection.request import Request
-
-# Lightning shows what its own loggers say from INFO on; other loggers are silent unless the user configures them.
-_log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")
 
 
 def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[], Sequence[str]]) -> list[int]:
@@ -72,15 +70,23 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count and not divided
     if _is_masked() and (is_granted or (len(uuids) < count and _launcher_group(devices))):
-        _log.info("CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count)
+        log().info(
+            "CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count
+        )
         _claim_granted(attempt)
         return list(range(count))  # Lightning says which of them do not exist
     choice = attempt.choose()
     choice.adopt()
     if choice.reason:
         started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
-        _log.info("%s%s", choice.reason, started)
+        log().info("%s%s", choice.reason, started)
     return _use(choice.uuids, attempt)
+
+
+def log() -> logging.Logger:
+    """Return a logger below that of the Lightning that is imported, which shows it from INFO on; others are silent."""
+    names = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+    return logging.getLogger(f"{next((name for name in names if name in sys.modules), names[0])}.lightning_gpu_tools")
 
 
 def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
@@ -104,7 +110,7 @@ def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
         choice = attempt.choose()
         choice.adopt()
         if choice.reason:
-            _log.info("%s They were requested by number.", choice.reason)
+            log().info("%s They were requested by number.", choice.reason)
     return list(devices)
 
 

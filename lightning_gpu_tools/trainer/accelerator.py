@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
 import torch
-from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
-from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
+from lightning_gpu_tools.selection.request import Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus
+from lightning_gpu_tools.trainer.families import CUDAAccelerator
 
 
 @documented
@@ -55,29 +54,38 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
-        # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have
-        # to be where the class can see them: each accelerator is the only one of a class of its own.
-        cls = type(self)
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_request": request}
-        self.__class__ = type(cls.__name__, (cls,), names)
+        self.__class__ = _class_with(type(self), request)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {name: getattr(self._request, name) for name in OPTIONS}
-        return functools.partial(FreeMemoryCUDAAccelerator, **options), ()  # its own class has no name
+        return _unpickled, (type(self).__bases__[0], self._request), vars(self)  # its own class has no name
 
     @classmethod
     @override
     def parse_devices(cls, devices: int | str | list[int]) -> list[int] | None:
         """Pick the GPUs and return their device numbers; exactly as many as asked for."""
         count = _count(devices)
-        wanted = CUDAAccelerator.parse_devices(devices) or [] if count is None else count
-        return CUDAAccelerator.parse_devices(placement.place(wanted, cls._request, cuda_uuids))
+        wanted = super().parse_devices(devices) or [] if count is None else count
+        return super().parse_devices(placement.place(wanted, cls._request, cuda_uuids))
 
     @classmethod
     @override
     def auto_device_count(cls) -> int:
         """Return how many devices ``"auto"`` means."""
         return placement.how_many(cls._request)
+
+
+def _class_with(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> type[FreeMemoryCUDAAccelerator]:
+    # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have to
+    # be where the class can see them: each accelerator is the only one of a class of its own.
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_request": request}
+    metaclass: Any = type(cls)
+    made: type[FreeMemoryCUDAAccelerator] = metaclass(cls.__name__, (cls,), names)
+    return made
+
+
+def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:
+    cls = _class_with(cls, request)
+    return cls.__new__(cls)
 
 
 def _count(devices: int | str | list[int]) -> int | None:
@@ -96,7 +104,7 @@ def cuda_uuids() -> list[str]:
 
 def why_no_cuda() -> str:
     """Return a sentence that says why PyTorch can use no GPU here and what to do; empty if it can."""
-    if CUDAAccelerator.is_available():  # unlike torch's own question this does not start CUDA
+    if torch.cuda.device_count():  # unlike is_available() this does not start CUDA
         return ""
     if torch.version.cuda is None:
         return f"This PyTorch ({torch.__version__}) was built without CUDA; see https://pytorch.org/get-started."

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.__version__ import version as lightning_version
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gpu_tools.checkpoints.atomic_file import remove
-from lightning_gpu_tools.checkpoints.content import MANIFEST, MODEL_STATES, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.envelope import WITH_WEIGHTS, check_contents, check_entries
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
@@ -32,6 +28,15 @@ from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, ow
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, KeyCollisionError
 from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.families import (
+    FABRICS,
+    Callback,
+    CheckpointIO,
+    LightningModule,
+    Trainer,
+    base_of,
+    when_imported,
+)
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint, migrated
 from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
@@ -62,12 +67,6 @@ class PortableCheckpointIO(CheckpointIO):
         >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PortableCheckpointIO:
-        """Also count the copies that unpickling makes: ``ddp_spawn`` sends the plugin to its processes."""
-        plugin = super().__new__(cls)
-        _plugins.add(plugin)
-        return plugin
-
     def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
         base: Any = inner
         while hasattr(base, "checkpoint_io"):  # AsyncCheckpointIO and other wrappers of Lightning
@@ -81,6 +80,7 @@ class PortableCheckpointIO(CheckpointIO):
         self.inner = inner
         self.verify = verify
         self._trainer: Callable[[], Trainer | None] = _nobody
+        _plugins.add(self)
 
     def attach(self, trainer: Trainer) -> None:
         """Take keys from the model of this trainer, as it is whenever a checkpoint is saved or loaded.
@@ -163,6 +163,10 @@ class PortableCheckpointIO(CheckpointIO):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": _nobody}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _plugins.add(self)  # ddp_spawn sends a copy to its processes
+
     def _model(self) -> LightningModule | None:
         trainer = self._trainer()
         return None if trainer is None else trainer.lightning_module
@@ -189,7 +193,7 @@ class PortableCheckpointIO(CheckpointIO):
             "version": _MANIFEST_VERSION,
             "wrappers": wrappers,
             "torch": str(torch.__version__),
-            "lightning": lightning_version,
+            "lightning": checkpoint[LIGHTNING_VERSION],
             "devices": sorted({str(value.device) for value in weights if isinstance(value, torch.Tensor)}),
         }
         return portable
@@ -200,12 +204,12 @@ class PortableCheckpointIO(CheckpointIO):
             return checkpoint
         if not is_lightning_checkpoint(checkpoint):
             # Outside of a Trainer's run, what somebody else's code stores (ddp_spawn's parent, Fabric) is not ours.
-            if trainer.state.status is not TrainerStatus.RUNNING:
+            if trainer.state.status != "running":
                 return checkpoint
-            checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path)}
+            checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
         _check_for_trainer(checkpoint, trainer, model, path)
         # A hook of the user's comes after the plugin, and may change the checkpoint, the model or the loading.
-        may_still_change = is_overridden("on_load_checkpoint", model) or is_overridden("load_state_dict", model)
+        may_still_change = _overrides(model, "on_load_checkpoint") or _overrides(model, "load_state_dict")
         try:
             with naming_file(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
@@ -233,6 +237,9 @@ class PortableCheckpointIO(CheckpointIO):
         if "optimizer_states" in checkpoint:
             fitted["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
         return fitted
+
+
+when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.register(PortableCheckpointIO), FABRICS)
 
 
 class PortableCheckpointHooks(GuardedCallback):
@@ -281,6 +288,10 @@ def _warn_of_kept_keys(reason: str) -> None:
     warnings.warn(f"The checkpoint keeps its keys as they are, also those of wrappers: {reason}", stacklevel=4)
 
 
+def _overrides(model: LightningModule, hook: str) -> bool:
+    return is_overridden(hook, model, base_of(model, "LightningModule") or object)
+
+
 def _nobody() -> None:
     return None
 
@@ -309,9 +320,9 @@ def _check_for_trainer(
     """Find what the Trainer would stumble over right after the plugin has handed it the checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer migrates it again, and warns
-        current = migrated(checkpoint, path)
+        current = migrated(checkpoint, path, trainer)
     check_entries(current, path, WITH_WEIGHTS)
-    if not is_overridden("on_load_checkpoint", model):  # which comes next and may change all of it
+    if not _overrides(model, "on_load_checkpoint"):  # which comes next and may change all of it
         check_callbacks(current, trainer, path)
-        if trainer.state.fn is not TrainerFn.FITTING:
+        if trainer.state.fn != "fit":
             check_loop(current, trainer, path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning_gpu_tools.trainer.families import Trainer
 
 # What Lightning calls forward, backward and optimizer. Without it what it does between them counts as the Trainer's own
 # work.

@@ -1,8 +1,9 @@
 """What Lightning finds of this package by itself: callbacks for every ``Trainer``, and the names of strategies.
 
-Lightning calls ``callbacks_factory`` for every Trainer of every program in the environment (entry point
-``lightning.pytorch.callbacks_factory``). It neither asks first nor catches what goes wrong. So this module imports
-nothing heavy, and whatever goes wrong in what it calls is a warning.
+Lightning calls ``callbacks_factory`` for every Trainer of every program in the environment and
+``fabric_callbacks_factory`` for every Fabric; each of its packages by an entry point of its own. It neither asks first
+nor catches what goes wrong. So this module imports nothing heavy, and whatever goes wrong in what it calls is a
+warning.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from lightning_gpu_tools.environment import is_disabled
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback
+from lightning_gpu_tools.trainer.families import Callback, when_imported
 
 _STRATEGIES = {
     "free_memory": "FreeMemoryStrategy",
@@ -43,14 +43,41 @@ def callbacks_factory() -> list[Callback]:
     if plugins is not None:
         lost = "PortableCheckpointIO does not rename keys to fit the model"
         callbacks += _or_warn(lost, lambda: plugins.introductions())
-    if os.environ.get("LIGHTNING_GPU_TOOLS") == "advise":
+    if _advises():
         callbacks += _or_warn("LIGHTNING_GPU_TOOLS=advise has no effect", _monitor_and_advisor)
     return callbacks
 
 
+def fabric_callbacks_factory() -> list[Any]:
+    """Return no callbacks: a ``Fabric`` does not call its user's loop, so nothing could be measured by itself.
+
+    Warns:
+        UserWarning: ``LIGHTNING_GPU_TOOLS=advise`` asks for it all the same; once.
+    """
+    if _advises() and not is_disabled():
+        _warn_of_fabric()
+    return []
+
+
+def _advises() -> bool:
+    return os.environ.get("LIGHTNING_GPU_TOOLS") == "advise"
+
+
+@functools.cache
+def _warn_of_fabric() -> None:
+    warnings.warn(
+        "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Put the loop into "
+        "`with lightning_gpu_tools.watch(fabric) as run:`.",
+        stacklevel=3,
+    )
+
+
 def register_strategies() -> None:
-    """Let ``Trainer(strategy="ddp_free_memory")`` find the strategies, which are imported when one is asked for."""
-    _or_warn('The names of strategies ("ddp_free_memory", ...) are not registered', _register)
+    """Let ``Trainer(strategy="ddp_free_memory")`` find the strategies, which are imported when one is asked for.
+
+    They get into the registry of each of Lightning's packages, now or as soon as it is imported.
+    """
+    when_imported("strategies", _register)
 
 
 def _monitor_and_advisor() -> list[Callback]:
@@ -62,12 +89,11 @@ def _monitor_and_advisor() -> list[Callback]:
     return [monitor, advisor]
 
 
-def _register() -> None:
-    from lightning.pytorch.strategies import StrategyRegistry
-
+def _register(strategies: ModuleType) -> None:
+    registry = strategies.STRATEGY_REGISTRY if "fabric" in strategies.__name__ else strategies.StrategyRegistry
     for name, strategy in _STRATEGIES.items():
         # Overriding, so that the package can be imported again, in a notebook for example.
-        StrategyRegistry.register(
+        registry.register(
             name,
             functools.partial(_make, strategy),
             description="On the GPUs with the most free memory.",
@@ -79,9 +105,9 @@ def _make(strategy: str, **options: Any) -> Any:
     return getattr(importlib.import_module("lightning_gpu_tools.trainer.strategies"), strategy)(**options)
 
 
-def _or_warn(consequence: str, act: Callable[[], list[Callback] | None]) -> list[Callback]:
+def _or_warn(consequence: str, act: Callable[[], list[Callback]]) -> list[Callback]:
     try:
-        return act() or []
+        return act()
     except Exception as error:  # noqa: BLE001 - whatever it is, a Trainer that may not even use the package goes on
         warnings.warn(f"{consequence}: {error!r}. Is lightning_gpu_tools installed completely?", stacklevel=3)
         return []

@@ -8,21 +8,17 @@ slower than one that is not. A profiler of the user's goes on as before, within 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import Strategy
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import is_plain_ddp, trains_on_gpu
+from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -163,7 +159,7 @@ class FitTimer:
         self._time_actions()
         for logger in trainer.loggers:
             for method in ("log_metrics", "save"):  # which no action covers
-                self._wrap(logger, method, partial(self._timed_here, f"{LOGGING}/{type(logger).__name__}"))
+                self._wrap(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
         clock.start()
 
     def _book_rank_waits(self) -> None:
@@ -187,11 +183,11 @@ class FitTimer:
             self._time("strategy.backward", BACKWARD)
             self._wrap(trainer, "strategy.optimizer_step", clock.timed_optimizer_step)
             self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
-        if _overrides(model, LightningModule, "optimizer_step"):
+        if _overrides(model, "LightningModule", "optimizer_step"):
             self._time("strategy.optimizer_step", OPTIMIZER)
-        if _overrides(model, LightningModule, "configure_gradient_clipping"):
+        if _overrides(model, "LightningModule", "configure_gradient_clipping"):
             self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
-        if _overrides(model, LightningModule, "backward"):
+        if _overrides(model, "LightningModule", "backward"):
             self._time("strategy.precision_plugin.backward", f"{TRAINING_STEP}/{type(model).__name__}.backward")
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             for method in ("scale", "unscale_", "update"):
@@ -210,20 +206,11 @@ class FitTimer:
 
         return timed
 
-    def _timed_here(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a logger does, timed only in this thread: some loggers write from one of their own."""
-        thread, timed = threading.get_ident(), self.clock.timed(phase, function)
-
-        def timed_here(*args: Any, **kwargs: Any) -> Any:
-            return (timed if threading.get_ident() == thread else function)(*args, **kwargs)
-
-        return timed_here
-
     def _time_actions(self) -> None:
         trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
         contexts = _Contexts(lambda action: action_context(action, trainer, self.clock))
         # The parameters are called as in Lightning, so that they can be given by name.
-        if type(profiler) is PassThroughProfiler:  # which does nothing but at a price
+        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # which does nothing but at a price
             self._wrap(profiler, "profile", lambda profile: lambda action_name: contexts[action_name])
         else:
             self._wrap(profiler, "profile", lambda profile: _around(profile, contexts))
@@ -305,11 +292,11 @@ def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     if owner == "Callback":
         phase = _callback_phase(action, hook, trainer.callbacks)  # type: ignore[attr-defined]
     elif owner == "LightningModule":
-        phase = _users_phase(trainer.lightning_module, LightningModule, hook) or _default_phase(trainer, hook)
+        phase = _users_phase(trainer.lightning_module, "LightningModule", hook) or _default_phase(trainer, hook)
     elif owner == "LightningDataModule":
-        phase = _users_phase(trainer.datamodule, LightningDataModule, hook)  # type: ignore[attr-defined]
+        phase = _users_phase(trainer.datamodule, "LightningDataModule", hook)  # type: ignore[attr-defined]
     elif owner == "Strategy":
-        phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, Strategy, hook)
+        phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, "Strategy", hook)
     if phase is None:
         return _Untimed(action)
     return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
@@ -327,10 +314,10 @@ def _owner_and_hook(action: str) -> tuple[str, str]:
 
 def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:
     for callback in callbacks if hook in _TIMED_HOOKS else ():
-        overridden = getattr(type(callback), hook, None) is not getattr(Callback, hook)
+        overridden = _overrides(callback, "Callback", hook)
         # LambdaCallback has its hooks on the instance.
         if (overridden or hook in vars(callback)) and action == f"[Callback]{callback.state_key}.{hook}":
-            if isinstance(callback, Checkpoint):
+            if base_of(callback, "Checkpoint"):
                 return CHECKPOINT  # also what it does besides writing: it removes files and looks for their names
             if not is_ours(callback):
                 return f"{CALLBACK}/{type(callback).__name__}"
@@ -339,14 +326,16 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
     return None
 
 
-def _users_phase(owner: object, base: type, hook: str) -> str | None:
+def _users_phase(owner: object, base: str, hook: str) -> str | None:
     """Return the phase of a hook that the model, the DataModule or the strategy overrides."""
     is_timed = hook in _USERS_HOOKS and _overrides(owner, base, hook)
     return f"{CALLBACK}/{type(owner).__name__}.{hook}" if is_timed else None
 
 
-def _overrides(owner: object, base: type, hook: str) -> bool:
-    return getattr(type(owner), hook, None) is not getattr(base, hook, None)
+def _overrides(owner: object, base: str, hook: str) -> bool:
+    """Return whether the owner has another method there than Lightning's ``base``; so has what is not made from it."""
+    own_base = base_of(owner, base)
+    return own_base is None or getattr(type(owner), hook, None) is not getattr(own_base, hook, None)
 
 
 def _default_phase(trainer: Trainer, hook: str) -> str | None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_gpu_tools.trainer.families import Callback
 from lightning_gpu_tools.units import printable
 
 
@@ -27,7 +27,7 @@ class GuardedCallback(Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, hook in list(vars(cls).items()):
-            if callable(hook) and callable(getattr(Callback, name, None)) and not name.startswith("_"):
+            if callable(hook) and (name.startswith("on_") or name in ("setup", "teardown")):
                 setattr(cls, name, _guarded(hook))
 
     def _give_up(self) -> None:

@@ -14,11 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-from lightning.__version__ import version as lightning_version
-from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
-from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.envelope import HYPERPARAMETERS_FORM, check_contents, check_entries
@@ -27,28 +22,36 @@ from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, wei
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.trainer.families import LightningModule, lookup, version_of
 from lightning_gpu_tools.units import printable, printable_path
 
-Module = TypeVar("Module", bound=LightningModule)
+Module = TypeVar("Module", bound="LightningModule")
 
 # How LightningCLI says in a checkpoint that nested classes are to be built. Anything else there could run any function.
 _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
-def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
     """Return a checkpoint in the form of this version of Lightning; bare weights become one without hyperparameters.
+
+    Args:
+        content: What is in the file.
+        path: The file.
+        taker: The Trainer or the class of the model whose package it is for.
 
     Raises:
         BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.
     """
     if is_lightning_checkpoint(content):
-        return migrated(content, path)
+        return migrated(content, path, taker)
     entries = weights_in(content, path)
-    return {LIGHTNING_VERSION: lightning_version, **({"state_dict": entries[""]} if "" in entries else entries)}
+    return {LIGHTNING_VERSION: version_of(taker)[1], **({"state_dict": entries[""]} if "" in entries else entries)}
 
 
-def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
     """Return a Lightning checkpoint in the form of this version of Lightning; the original is not changed.
+
+    Takes the arguments of :func:`as_lightning_checkpoint`.
 
     Raises:
         BrokenCheckpointError: It is not what the version that it names has written.
@@ -56,7 +59,9 @@ def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> dic
     check_entries(checkpoint, path, (LIGHTNING_VERSION,))
     changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
     try:
-        return migrate_checkpoint({**checkpoint, **copy.deepcopy(changed_in_place)})[0]
+        migrate = lookup(taker, "utilities.migration.utils:migrate_checkpoint")
+        current: dict[str, Any] = migrate({**checkpoint, **copy.deepcopy(changed_in_place)})[0]
+        return current
     except Exception as error:  # noqa: BLE001 - only Lightning's own functions run here, and check nothing they read
         version = printable(checkpoint[LIGHTNING_VERSION])
         raise BrokenCheckpointError(
@@ -87,7 +92,7 @@ def build_module(
         check_entries(checkpoint, path, [model_class.CHECKPOINT_HYPER_PARAMS_KEY])
         values = dict(checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     else:
-        values = dict(_read_hparams(hparams_file))
+        values = dict(_read_hparams(hparams_file, model_class))
     values.update(arguments)
     parameters = dict(inspect.signature(model_class.__init__).parameters)
     me = next(iter(parameters))
@@ -97,7 +102,7 @@ def build_module(
     if whole in parameters and whole != "kwargs":  # the class takes all of them as one argument
         kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
         if kind:  # OmegaConf's class, or in old files its name
-            values = AttributeDict(values) if isinstance(kind, str) else kind(values)
+            values = (lookup(model_class, "core.saving:AttributeDict") if isinstance(kind, str) else kind)(values)
         values = {whole: values, **arguments}
     instantiator = values.pop("_instantiator", None)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -125,10 +130,8 @@ def _build_for_cli(
                 f"The checkpoint wants the class {printable(repr(class_path))}, which is no {model_class.__name__} "
                 "that this program has imported. Import it first if you trust the checkpoint."
             )
-    from lightning.pytorch.cli import instantiate_module
-
     try:
-        model: Module = instantiate_module(model_class, values)
+        model: Module = lookup(model_class, "cli:instantiate_module")(model_class, values)
     except argparse.ArgumentError as error:
         raise BrokenCheckpointError(
             f"{printable_path(path)} holds arguments that {model_class.__name__} does not take: "
@@ -137,14 +140,15 @@ def _build_for_cli(
     return model
 
 
-def _read_hparams(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def _read_hparams(path: str | os.PathLike[str], model_class: type[LightningModule]) -> Mapping[str, Any]:
     suffix = os.path.splitext(path)[1].lower()
-    if suffix == ".csv":
-        return load_hparams_from_tags_csv(os.fspath(path))
-    if suffix in (".yaml", ".yml"):
-        hparams: Mapping[str, Any] = load_hparams_from_yaml(os.fspath(path))
-        return hparams
-    raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")
+    readers = {".csv": "tags_csv", ".yaml": "yaml", ".yml": "yaml"}
+    if suffix not in readers:
+        raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")
+    hparams: Mapping[str, Any] = lookup(model_class, f"core.saving:load_hparams_from_{readers[suffix]}")(
+        os.fspath(path)
+    )
+    return hparams
 
 
 def _is_lightnings(model_class: type[LightningModule]) -> bool:
@@ -242,7 +246,7 @@ def load_from_checkpoint(
         )
         raise
     check_contents(content, path)
-    checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path)
+    checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path, model_class)
     model = build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()

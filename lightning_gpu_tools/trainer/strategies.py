@@ -1,4 +1,4 @@
-"""Lightning's strategies on the GPUs with the most free memory. Importing this module registers their names.
+"""Lightning's strategies on the GPUs with the most free memory, for each of its packages.
 
 ``Trainer(strategy="ddp_free_memory", devices=2)``, or with options ``Trainer(strategy=FreeMemoryDDPStrategy(...))``.
 """
@@ -6,19 +6,11 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import pkgutil
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
@@ -26,25 +18,18 @@ from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.affinity import bind_to_gpus
 from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
 from lightning_gpu_tools.trainer.accelerator import cuda_uuids, why_no_cuda
-from lightning_gpu_tools.trainer.entry_points import register_strategies
-
-# Lightning shows what its own loggers say from INFO on.
-_log = logging.getLogger("lightning.pytorch.lightning_gpu_tools")
-
-if TYPE_CHECKING:
-    _Base = Strategy
-else:
-    _Base = object  # the strategies to which it is added have bases of their own
+from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, bases_of
 
 
 @documented
-class _FreeMemory(_Base):
+class _FreeMemory(FamilyStrategy):
     """The options with which a strategy picks its GPUs, and the picking.
 
     The options are those of :func:`lightning_gpu_tools.select_gpus`. ``devices=[0, 1]`` means 2 here, because a
     strategy cannot tell the two apart; other lists are respected and checked.
     :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` can tell them apart. With ``devices="auto"`` every visible
-    GPU has to qualify.
+    GPU has to qualify. A strategy belongs to the first Trainer or Fabric that takes it, and is one of that package's
+    strategies from then on.
 
     Args:
         bind_numa: Keep each process on the CPU cores near its GPU (Linux).
@@ -55,8 +40,7 @@ class _FreeMemory(_Base):
         TypeError: An option is unknown.
     """
 
-    # Lightning's strategy, and what it passes on the options to that it does not know.
-    _lightning: ClassVar[type[Strategy]]
+    # What Lightning's strategy passes on the options to that it does not know.
     _wrapper: ClassVar[str | None] = None
     _runs_on_cpu: ClassVar[bool] = False
     _max_devices: ClassVar[int | None] = None
@@ -72,7 +56,6 @@ class _FreeMemory(_Base):
         bind_numa: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._refuse_unknown(kwargs)
         self._request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
@@ -91,6 +74,7 @@ class _FreeMemory(_Base):
             indices = [device.index for device in devices][: self._max_devices]
             is_count = indices == list(range(len(indices)))  # so it is where the Trainer was given a number
             placed = placement.place(len(indices) if is_count else indices, self._request, cuda_uuids)
+            self._refuse_numbers(placed)
             devices = [torch.device("cuda", index) for index in placed]
         elif devices:
             name, accelerator, why = type(self).__name__, type(self.accelerator).__name__, why_no_cuda()
@@ -104,6 +88,9 @@ class _FreeMemory(_Base):
                 rank_zero_warn(f"{name} picks no GPU, and the training runs on the {accelerator}. {why}")
         self._picked = devices
 
+    def _refuse_numbers(self, indices: list[int]) -> None:
+        """Refuse device numbers that the strategy cannot use."""
+
     @override
     def setup_environment(self) -> None:
         """Set the process up as Lightning does, and keep it near its GPU if asked to."""
@@ -111,11 +98,17 @@ class _FreeMemory(_Base):
         if self._bind_numa and self._picked and self._picked[0].type == "cuda":
             ranks: Any = self  # SingleDeviceStrategy and the others have no base in common that has ranks
             cores = bind_to_gpus([cuda_uuids()[self._picked[ranks.local_rank].index]])
-            _log.info("Rank %d: %s.", ranks.global_rank, f"on cores {sorted(cores)}" if cores else "cores left as is")
+            placement.log().info(
+                "Rank %d: %s.", ranks.global_rank, f"on cores {sorted(cores)}" if cores else "cores left as is"
+            )
 
+    @override
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        """Raise an error for a misspelled option; Lightning would find it when the training starts, or never."""
-        known = {*inspect.signature(self._lightning.__init__).parameters} - {"self", "kwargs"}
+        # A misspelled option, which Lightning would find when the training starts, or never.
+        bases = bases_of(type(self))
+        if not bases:  # no package of Lightning's is imported yet
+            return
+        known = {name for base in bases for name in inspect.signature(base).parameters} - {"kwargs"}
         if self._wrapper and not options.keys() <= known:
             known |= {*inspect.signature(pkgutil.resolve_name(self._wrapper)).parameters} - {"module"}
         for name in sorted(options.keys() - known):
@@ -125,59 +118,55 @@ class _FreeMemory(_Base):
             )
 
 
-class _FirstDevice(SingleDeviceStrategy):
+class _FirstDevice(Root):
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(device="cuda:0", **kwargs)
+        super().__init__(device="cuda:0", **kwargs)  # type: ignore[call-arg]
 
 
 class FreeMemoryStrategy(_FreeMemory, _FirstDevice):
     """Trains on the one GPU with the most free memory, however many ``Trainer(devices=...)`` asks for."""
 
     strategy_name = "free_memory"
-    _lightning = SingleDeviceStrategy
     _max_devices = 1
 
     @property
     @override
     def root_device(self) -> torch.device:
         """The one device."""
-        return self.parallel_devices[0] if self.parallel_devices else super().root_device
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device  # type: ignore[safe-super]
 
 
-class FreeMemoryDDPStrategy(_FreeMemory, DDPStrategy):
+class FreeMemoryDDPStrategy(_FreeMemory):
     """DDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` asks for; on the CPU plain DDP."""
 
     strategy_name = "ddp_free_memory"
-    _lightning = DDPStrategy
     _wrapper = "torch.nn.parallel:DistributedDataParallel"
     _runs_on_cpu = True
 
 
-class FreeMemoryFSDPStrategy(_FreeMemory, FSDPStrategy):
+class FreeMemoryFSDPStrategy(_FreeMemory):
     """FSDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` asks for."""
 
     strategy_name = "fsdp_free_memory"
-    _lightning = FSDPStrategy
     _wrapper = "torch.distributed.fsdp:FullyShardedDataParallel"
 
 
-class FreeMemoryDeepSpeedStrategy(_FreeMemory, DeepSpeedStrategy):
+class FreeMemoryDeepSpeedStrategy(_FreeMemory):
     """DeepSpeed on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` asks for."""
 
     strategy_name = "deepspeed_free_memory"
-    _lightning = DeepSpeedStrategy
 
     @override
-    def set_world_ranks(self) -> None:
-        """Refuse devices that DeepSpeed cannot use, and set the ranks as Lightning does."""
-        indices = [device.index for device in self.parallel_devices or ()]
+    def _refuse_numbers(self, indices: list[int]) -> None:
         if indices != list(range(len(indices))):
             raise CudaAlreadyInitializedError(
                 f"DeepSpeed can only use the devices 0, 1, ..., but {indices} were picked. CUDA has already started in "
                 "this process, so they cannot be renumbered. Create the Trainer before anything uses CUDA; even "
                 "torch.cuda.is_available() can start it."
             )
-        super().set_world_ranks()
 
 
-register_strategies()
+adopt(FreeMemoryStrategy, "strategies", "SingleDeviceStrategy")
+adopt(FreeMemoryDDPStrategy, "strategies", "DDPStrategy")
+adopt(FreeMemoryFSDPStrategy, "strategies", "FSDPStrategy")
+adopt(FreeMemoryDeepSpeedStrategy, "strategies", "DeepSpeedStrategy")

@@ -16,12 +16,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, fault_in_progress, is_like
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.trainer.families import Callback, Trainer
 from lightning_gpu_tools.units import printable, printable_path
 
 _START_ANEW = "To start anew from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."

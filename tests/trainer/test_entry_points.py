@@ -1,5 +1,6 @@
 """What every Trainer of the environment gets, and that nobody pays for it who does not use the package."""
 
+import importlib
 import subprocess
 import sys
 import types
@@ -24,12 +25,18 @@ HEAVY = (
 )
 
 
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+
+
 def ours(trainer: Trainer) -> list[str]:
     return [type(c).__name__ for c in trainer.callbacks if type(c).__module__.startswith("lightning_gpu_tools")]
 
 
-def quiet_trainer(*callbacks: Callback, plugin: PortableCheckpointIO | None = None) -> Trainer:
-    return Trainer(
+def quiet_trainer(
+    *callbacks: Callback, plugin: PortableCheckpointIO | None = None, package: str = PACKAGES[0]
+) -> Trainer:
+    trainer: type[Trainer] = importlib.import_module(package).Trainer
+    return trainer(
         accelerator="cpu",
         callbacks=list(callbacks),
         plugins=[plugin] if plugin else [],
@@ -119,7 +126,8 @@ def test_a_torch_without_distributed_trains(run_python: Callable[..., subprocess
 def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     answer = run_python("-c", f"{TRAIN}{BROKEN}", timeout=150)
     package = "lightning_gpu_tools"
-    light = [package, f"{package}.environment", f"{package}.trainer", f"{package}.trainer.entry_points"]
+    trainer = f"{package}.trainer"
+    light = [package, f"{package}.environment", trainer, f"{trainer}.entry_points", f"{trainer}.families"]
     assert f"IMPORTED {' '.join(light)}\n" in answer.stdout
     found = trained(answer)
     assert {name: (steps, count) for name, (steps, count, _) in found.items()} == {
@@ -138,23 +146,25 @@ def test_a_broken_plugin_or_registry_costs_a_warning(monkeypatch: pytest.MonkeyP
     with pytest.warns(UserWarning, match=r"^PortableCheckpointIO does not rename .*: AttributeError"):
         assert callbacks_factory() == []
     monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", types.ModuleType("newer"))
-    with pytest.warns(UserWarning, match=r"^The names of strategies .* are not registered: ImportError"):
+    with pytest.warns(UserWarning, match=r"^lightning_gpu_tools cannot be used with this newer: AttributeError"):
         register_strategies()
 
 
-def test_a_plugin_is_introduced_to_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_plugin_is_introduced_to_its_trainer(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
     plugin = PortableCheckpointIO()
     assert [type(callback) for callback in callbacks_factory()] == [PortableCheckpointHooks]
-    assert ours(quiet_trainer(plugin=plugin)) == ["PortableCheckpointHooks"]
+    assert ours(quiet_trainer(plugin=plugin, package=package)) == ["PortableCheckpointHooks"]
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     assert callbacks_factory() == []
-    assert ours(quiet_trainer(plugin=plugin)) == []
+    assert ours(quiet_trainer(plugin=plugin, package=package)) == []
 
 
-def test_zero_code_mode_adds_the_monitor_and_the_advisor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_zero_code_mode_adds_the_monitor_and_the_advisor(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
-    names = ours(quiet_trainer())
+    names = ours(quiet_trainer(package=package))
     assert names.count("GPUUtilizationMonitor") == names.count("GPUUtilizationAdvisor") == 1
 
 
@@ -166,6 +176,29 @@ def test_zero_code_mode_yields_to_what_the_user_has(
     trainings.quiet_trainer(tmp_path, callbacks=[mine]).fit(trainings.Model(), trainings.loader(trainings.Samples(3)))
     assert not list(tmp_path.rglob("gpu_report.json"))
     assert "Verdict" not in capfd.readouterr().out
+
+
+def test_zero_code_mode_says_once_that_it_is_not_for_fabric(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
+    for family in ("lightning.fabric", "lightning_fabric"):
+        importlib.import_module(family).Fabric(accelerator="cpu", devices=1)
+    (warning,) = [str(one.message) for one in recwarn if "LIGHTNING_GPU_TOOLS" in str(one.message)]
+    assert "has no effect on Fabric" in warning
+    assert "lightning_gpu_tools.watch(fabric)" in warning
+
+
+def test_two_trainers_with_one_list_of_callbacks_report_once_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
+    callbacks = [Callback()]  # to which Lightning adds
+    for fit in (1, 2):
+        trainer = trainings.quiet_trainer(tmp_path, callbacks=callbacks)
+        trainer.fit(trainings.Model(), trainings.loader(trainings.Samples(3)))
+        assert ours(trainer).count("GPUUtilizationMonitor") == fit
+        assert capfd.readouterr().out.count("Verdict") == 1
 
 
 def test_zero_code_mode_never_costs_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

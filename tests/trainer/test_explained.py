@@ -15,14 +15,12 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Checkpoint,
     EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     RichProgressBar,
     StochasticWeightAveraging,
-    Timer,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -30,8 +28,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from trainings import Boom, Model, Raise, Samples, Stream, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
-from lightning_gpu_tools.trainer import session
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.runs import session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 40
@@ -46,7 +44,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.clock = Session.of(trainer).clock
+            self.clock = FitSession.of(trainer).clock
 
 
 class Tunable(Model):
@@ -176,24 +174,18 @@ def every_step(**options: Any) -> Callable[[], Callback]:
 BARE = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 KINDS = {
     "plain": fit(),
-    "ten steps": fit(max_steps=10),
     "three epochs": fit(max_epochs=3),
     "validation": fit(val=4),
     "validation in mid-epoch": fit(val=4, val_check_interval=10, num_sanity_val_steps=0),
     "validation every second epoch": fit(val=4, max_epochs=4, check_val_every_n_epoch=2, limit_train_batches=10),
-    "no validation": fit(val=4, limit_val_batches=0),
-    "no sanity check": fit(val=4, num_sanity_val_steps=0),
     "barebones": fit(barebones=True, **dict.fromkeys(BARE)),
     "fast_dev_run": fit(val=4, fast_dev_run=True),
     "overfit_batches": fit(val=4, overfit_batches=2, max_epochs=10),
     "max_time": fit(max_epochs=-1, max_time={"seconds": 0.3}),
-    "limit_train_batches": fit(limit_train_batches=0.5, max_epochs=3),
     "accumulated gradients": fit(accumulate_grad_batches=4),
     "clipped gradients": fit(gradient_clip_val=0.5),
     "bf16": fit(Bf16, precision="bf16-true"),
-    "deterministic": fit(deterministic=True),
     "detect_anomaly": fit(detect_anomaly=True),
-    "inference_mode off": fit(val=4, inference_mode=False),
     "profiler": fit(profiler="simple"),
     "reloading": fit(Model, lambda: {"datamodule": Data()}, max_epochs=3, reload_dataloaders_every_n_epochs=1),
     "datamodule": fit(Model, lambda: {"datamodule": Data()}),
@@ -203,12 +195,9 @@ KINDS = {
     "rich progress bar": fit(enable_progress_bar=True, callbacks=[RichProgressBar]),
     "model summary": fit(enable_model_summary=True),
     "checkpoint at every step": fit(callbacks=[every_step()]),
-    "every checkpoint kept": fit(callbacks=[every_step(save_top_k=-1)]),
     "checkpoint each epoch": fit(val=4, max_epochs=3, callbacks=[lambda: ModelCheckpoint(monitor="val_loss")]),
     "early stopping": fit(val=4, max_epochs=3, callbacks=[lambda: EarlyStopping("val_loss")]),
     "weight averaging": fit(max_epochs=3, callbacks=[lambda: StochasticWeightAveraging(1e-3)]),
-    "timer": fit(callbacks=[lambda: Timer({"seconds": 1})]),
-    "gradient accumulation scheduler": fit(max_epochs=3, callbacks=[lambda: GradientAccumulationScheduler({1: 2})]),
     "learning rate monitor": fit(Scheduled, log=True, callbacks=[LearningRateMonitor]),
     "scheduler": fit(Scheduled, max_epochs=3),
     "manual optimization": fit(Manual),

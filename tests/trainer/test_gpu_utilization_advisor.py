@@ -15,7 +15,7 @@ from trainings import Boom, HandClock, Model, Raise, Samples, loader, quiet_trai
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, LowGPUUtilizationWarning, load_report
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.trainer import session
+from lightning_gpu_tools.runs import session
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 90
@@ -60,9 +60,17 @@ def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> No
         assert words in message
 
 
-def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path) -> None:
-    advisor = short_advisor(min_steps=20)
-    diagnosis, warned = train(tmp_path, advisor, loader(Samples(35)), Model(time.sleep, step_s=0.04))
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    """The clock of the fit, which moves only by what a test spends."""
+    clock = HandClock()
+    monkeypatch.setattr(session, "StepClock", lambda: StepClock(clock))
+    return clock
+
+
+def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path, hand: HandClock) -> None:
+    slow = Model(hand.spend, step_s=0.04)
+    diagnosis, warned = train(tmp_path, short_advisor(min_steps=20), loader(Samples(35)), slow)
     assert diagnosis.verdict == "healthy"
     assert diagnosis.findings == ()
     assert warned == []
@@ -124,16 +132,7 @@ def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], mes
         GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("profile", "cause", "warning"),
-    [
-        (True, "device_sync", r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"),
-        (False, "unexplained", r"GPUUtilizationAdvisor\(profile=True\) profiles three steps"),
-    ],
-)
-def test_a_step_is_profiled_on_request(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: bool, cause: str, warning: str
-) -> None:
+def test_a_step_is_profiled_on_request(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU idles 70 % of the time by the driver's word, and not because of anything around the step."""
 
     class Curious(Model):
@@ -146,20 +145,18 @@ def test_a_step_is_profiled_on_request(
 
     driver.gpus = [gpu(utilization=30)]
     cpu_as_cuda.install(monkeypatch.setattr)
-    advisor = short_advisor(min_seconds=1.2, profile=profile)
-    with pytest.warns(LowGPUUtilizationWarning, match=warning):
-        quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=4).fit(
+    advisor = short_advisor(min_seconds=1.2, profile=True)
+    line = r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"
+    with pytest.warns(LowGPUUtilizationWarning, match=line):
+        quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=3).fit(
             Curious(), loader(Samples(STEPS))
         )
     assert advisor.diagnosis is not None
     assert advisor.diagnosis.utilization_percent == 30.0
-    assert advisor.diagnosis.findings[0].cause == cause
+    assert advisor.diagnosis.findings[0].cause == "device_sync"
 
 
-def test_slow_steps_are_named_with_their_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand = HandClock()
-    monkeypatch.setattr(session, "StepClock", lambda: StepClock(hand))
-
+def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand: HandClock) -> None:
     class NowAndThen(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             hand.spend(0.02 if batch_idx % 20 else 0.4)

@@ -25,9 +25,9 @@ from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.metrics import METRICS
 from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training import memory_history
 
 
@@ -43,11 +43,12 @@ def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **opt
     return Path(logger.log_dir)
 
 
-def test_every_gpu_of_the_node_is_logged_in_its_units(driver: Driver, tmp_path: Path) -> None:
+def test_every_gpu_is_logged_and_reported_and_the_broken_one_named(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [
         gpu(utilization=80, memory_total="80GiB", memory_free="30GiB", power_watts=310),
         gpu(utilization=7),
         gpu(utilization=None, power_watts=None),
+        gpu(lost=True),
     ]
     folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all"))
     metrics = logged(folder)
@@ -65,8 +66,17 @@ def test_every_gpu_of_the_node_is_logged_in_its_units(driver: Driver, tmp_path: 
     assert "gpu/2/memory_used_bytes" in metrics
     assert not [name for name in metrics if name.startswith(("gpu/2/utilization", "gpu/2/power"))]  # not reported
     assert background_threads() == []
+    report = load_report(folder)
+    assert [one.index for one in report.gpus] == [0, 1, 2]
+    assert report.gpus[0].uuid == driver.gpus[0].uuid
+    assert report.gpus[0].utilization_percent_mean == 80.0
+    assert report.gpus[0].memory_used_bytes_max == 50 * 2**30
+    assert report.gpus[0].timelines["utilization_percent"]
+    assert report.gpu_note is not None
+    assert report.gpu_note.startswith("GPU 3 is not measured")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = train(tmp_path, GPUUtilizationMonitor())
     assert not [name for name in logged(folder) if name.startswith("gpu/")]
@@ -77,7 +87,7 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
     assert report.phase_s["training_step/forward"] >= 0.4
     assert report.settings["num_workers"] == 0
     printed = capfd.readouterr().out
-    assert printed.count("No GPU: the Trainer trains on 'cpu'") == 1
+    assert printed.count("No GPU: training runs on 'cpu'") == 1
     assert max(len(line) for line in printed.splitlines() if not line.startswith("Report: ")) <= 100
     assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -104,19 +114,6 @@ def test_without_a_driver_the_report_says_why(driver: Driver, tmp_path: Path) ->
     assert report.gpus == ()
     assert report.gpu_note is not None
     assert "driver" in report.gpu_note
-
-
-def test_the_report_names_each_gpu_and_the_broken_one(driver: Driver, tmp_path: Path) -> None:
-    driver.gpus = [gpu(utilization=60, memory_total="80GiB", memory_free="20GiB"), gpu(lost=True)]
-    report = load_report(train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all")))
-    (first,) = report.gpus
-    assert first.index == 0
-    assert first.uuid == driver.gpus[0].uuid
-    assert first.utilization_percent_mean == 60.0
-    assert first.memory_used_bytes_max == 60 * 2**30
-    assert first.timelines["utilization_percent"]
-    assert report.gpu_note is not None
-    assert report.gpu_note.startswith("GPU 1 is not measured")
 
 
 def test_a_gpu_lost_in_mid_run_does_not_stop_training(driver: Driver, tmp_path: Path) -> None:
@@ -192,9 +189,9 @@ def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Session, "begin"),
-        (Session, "finish"),
-        (Session, "release"),
+        (FitSession, "begin"),
+        (FitSession, "finish"),
+        (FitSession, "release"),
         (RunRecorder, "after_step"),
         (RunRecorder, "measurements"),
         (FitTimer, "_start"),

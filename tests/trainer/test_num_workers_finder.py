@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
-from loader_switching import DrawsAlways, frozen_states
+from loader_switching import DrawsAlways, frozen_states, shorten_trials
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, Stream, quiet_trainer
 
@@ -36,6 +36,11 @@ from lightning_gpu_tools.trainer import num_workers_finder
 # A batch takes four times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
 # workers are faster than none whatever else the machine does.
 LOAD_S, STEP_S = 0.016, 0.004
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_trials(monkeypatch.setattr)
 
 
 class Slow(Samples):

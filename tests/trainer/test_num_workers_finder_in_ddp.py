@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from loader_switching import shorten_trials
 from rank_processes import run_ranks
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, quiet_trainer
@@ -38,6 +39,7 @@ class Watch(Callback):
 
 
 def train_each_way(folder: Path, rank: int) -> None:
+    shorten_trials()
     found = {}
     for mode in ("untouched", "tuned", "faulty"):
         seed_everything(3)

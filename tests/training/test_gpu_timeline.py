@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,19 +108,13 @@ def test_the_parts_of_a_step_are_measured_on_the_gpu(train: Train, host_s: float
     )
 
 
-def test_one_step_in_eight_is_sampled(train: Train) -> None:
-    _, _, measured = train()
-    assert measured.gpu_idle is not None
-    assert STEPS / 16 < measured.gpu_idle.samples < STEPS / 4
-
-
-def test_the_trainings_random_numbers_stay_as_they_are(train: Train) -> None:
-    import random
-
+def test_one_step_in_eight_is_sampled_by_random_numbers_of_its_own(train: Train) -> None:
     random.seed(3)
     expected = random.Random(3).random()
-    train()
+    _, _, measured = train()
     assert random.random() == expected
+    assert measured.gpu_idle is not None
+    assert STEPS / 16 < measured.gpu_idle.samples < STEPS / 4
 
 
 def test_a_cuda_error_ends_the_sampling_and_not_the_training(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,223 @@
+"""The same names serve ``lightning`` and ``pytorch_lightning``, Trainer and Fabric, in any order and in one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import json
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cpu_as_cuda
+import pytest
+import torch
+from fake_driver import Driver, gpu
+
+from lightning_gpu_tools import (
+    FreeMemoryCUDAAccelerator,
+    FreeMemoryDDPStrategy,
+    FreeMemoryDeepSpeedStrategy,
+    FreeMemoryFSDPStrategy,
+    FreeMemoryStrategy,
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    NotEnoughGpusError,
+    NumWorkersFinder,
+    PortableCheckpointIO,
+    UnknownOptionError,
+    load_from_checkpoint,
+    load_report,
+)
+
+TRAINERS = ["lightning.pytorch", "pytorch_lightning"]
+FABRICS = ["lightning.fabric", "lightning_fabric"]
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+STRATEGIES = [
+    (FreeMemoryStrategy, "SingleDeviceStrategy", [3]),
+    (FreeMemoryDDPStrategy, "DDPStrategy", [3, 2]),
+    (FreeMemoryFSDPStrategy, "FSDPStrategy", [3, 2]),
+    pytest.param(FreeMemoryDeepSpeedStrategy, "DeepSpeedStrategy", [3, 2], marks=needs_deepspeed),
+]
+
+
+def test_a_program_that_imports_this_package_first(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    script = Path(__file__).parents[1] / "either_package.py"
+    answer = run_python(str(script), "pytorch_lightning", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout.splitlines()[-1]) == {
+        "training": {"steps": 4, "of both": True, "mine": 7, "saved by ours": True},
+        "cli": {
+            "callbacks": ["MyMonitor", "NumWorkersFinder"],
+            "inner": "lightning_fabric.plugins.io.torch_io",
+            "unused": True,
+            "printed": True,
+            "help": ["min_free", "wait", "find_unused_parameters", "timeout"],
+        },
+        "imported": ["lightning_fabric", "pytorch_lightning"],
+    }
+
+
+def model(package: str, wrapped: bool) -> Any:
+    class Lit(importlib.import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self, rate: float = 0.0) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            net = torch.nn.Linear(4, 1)
+            self.net = torch.nn.DataParallel(net) if wrapped else net
+
+        def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+            """The one hook that this model has."""
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    return Lit
+
+
+def trainer(package: str, folder: Path, **options: Any) -> Any:
+    return importlib.import_module(package).Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("saving", "loading"), [TRAINERS, TRAINERS[::-1]])
+def test_a_training_of_one_package_resumes_in_the_other(saving: str, loading: str, tmp_path: Path) -> None:
+    io = importlib.import_module(f"{saving}.plugins.io").AsyncCheckpointIO(PortableCheckpointIO())
+    advisor = GPUUtilizationAdvisor(min_steps=1, min_seconds=0)
+    run = trainer(saving, tmp_path, plugins=[io], callbacks=[GPUUtilizationMonitor(), advisor, NumWorkersFinder()])
+    data = torch.utils.data.DataLoader(torch.ones(60, 4))  # type: ignore[arg-type]
+    source = model(saving, wrapped=True)(rate=0.5)
+    run.fit(source, data)
+    (path,) = tmp_path.rglob("*.ckpt")
+
+    assert advisor.diagnosis is not None
+    report = load_report(tmp_path)
+    assert report.steps == 60
+    assert report.settings[saving.partition(".")[0]] == importlib.import_module(saving).__version__
+    assert [phase for phase in report.phase_s if "Lit." in phase] == ["callback/Lit.on_train_batch_start"]
+
+    again = trainer(loading, tmp_path, plugins=[PortableCheckpointIO()], callbacks=GPUUtilizationMonitor(report=False))
+    resumed = model(loading, wrapped=False)()
+    again.fit(resumed, data, ckpt_path=path)
+    assert again.global_step == 60
+    built = load_from_checkpoint(model(loading, wrapped=False), path)
+    assert built.hparams.rate == 0.5
+    for target in (resumed, built):
+        assert torch.equal(target.net.weight, source.net.module.weight)
+
+
+@pytest.fixture
+def cuda(driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Four idle GPUs; the higher the number, the more free memory."""
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    cpu_as_cuda.install(monkeypatch.setattr)
+    return driver
+
+
+def make(family: str, **options: Any) -> Any:
+    module = importlib.import_module(family)
+    if family in FABRICS:
+        return module.Fabric(**options)
+    return module.Trainer(logger=False, enable_checkpointing=False, **options)
+
+
+def positions(made: Any, driver: Driver) -> list[int]:
+    return [[one.uuid for one in driver.gpus].index(uuid) for uuid in cpu_as_cuda.gpus_of(made)]
+
+
+@pytest.mark.parametrize("family", TRAINERS + FABRICS)
+@pytest.mark.parametrize(("strategy", "base", "expected"), STRATEGIES)
+def test_a_strategy_is_one_of_the_family_that_takes_it(
+    cuda: Driver, family: str, strategy: Any, base: str, expected: list[int]
+) -> None:
+    class Mine(strategy):  # type: ignore[misc]
+        pass
+
+    for given in (strategy.strategy_name, strategy(max_utilization=50), Mine(), copy.deepcopy(Mine(claim=False))):
+        made = make(family, strategy=given, devices=len(expected))
+        assert isinstance(made.strategy, strategy)
+        own = getattr(importlib.import_module(f"{family}.strategies"), base)
+        assert own in type(made.strategy).__mro__
+        assert not {one.__module__ for one in type(made.strategy).__mro__ if one.__name__ == base} - {own.__module__}
+        assert positions(made, cuda) == expected
+        assert isinstance(made.strategy, type(given)) or isinstance(given, str)
+
+
+@pytest.mark.parametrize("family", TRAINERS + FABRICS)
+def test_a_strategy_that_is_pickled_stays_what_it_was(cuda: Driver, family: str) -> None:
+    unused = pickle.loads(pickle.dumps(FreeMemoryDDPStrategy(min_free="15GiB", find_unused_parameters=True)))
+    made = make(family, strategy=unused, devices=2)
+    copied = pickle.loads(pickle.dumps(made.strategy))
+    assert type(copied) is type(made.strategy)
+    assert copied._ddp_kwargs == {"find_unused_parameters": True}
+    assert copied.parallel_devices == made.strategy.parallel_devices
+    assert positions(made, cuda) == [3, 2]
+
+
+@pytest.mark.parametrize("first", TRAINERS + FABRICS)
+def test_a_strategy_serves_one_trainer_of_any_family(cuda: Driver, first: str) -> None:
+    strategy = FreeMemoryDDPStrategy()
+    make(first, strategy=strategy, devices=2)
+    for second in TRAINERS + FABRICS:
+        with pytest.raises(TypeError, match=rf"belongs to another Trainer or Fabric, of {first}\. Make a new one"):
+            make(second, strategy=strategy, devices=2)
+
+
+@pytest.mark.parametrize(("family", "other"), [TRAINERS, TRAINERS[::-1]])
+def test_a_plugin_of_the_other_package_is_refused(cuda: Driver, family: str, other: str) -> None:
+    io = importlib.import_module(f"{other}.plugins.io")
+    foreign = io.AsyncCheckpointIO(io.TorchCheckpointIO())
+    with pytest.raises(TypeError, match=rf"checkpoint_io=\.\.\.\) has a AsyncCheckpointIO of {other}"):
+        make(family, strategy=FreeMemoryDDPStrategy(checkpoint_io=foreign), devices=2)
+    made = make(family, strategy=FreeMemoryDDPStrategy(checkpoint_io=PortableCheckpointIO(foreign)), devices=2)
+    assert made.strategy.checkpoint_io.inner is foreign
+
+
+def test_what_lightnings_strategy_sets_is_not_there_before(cuda: Driver) -> None:
+    strategy = FreeMemoryDDPStrategy(process_group_backend="gloo")
+    with pytest.raises(AttributeError, match="before a Trainer or a Fabric has taken it"):
+        _ = strategy.process_group_backend
+    assert make("pytorch_lightning", strategy=strategy).strategy.process_group_backend == "gloo"
+    with pytest.raises(UnknownOptionError, match="has no option 'min_fre'"):
+        FreeMemoryDDPStrategy(min_fre="8GiB")
+
+
+@pytest.mark.parametrize("family", TRAINERS + FABRICS)
+def test_the_accelerator_serves_every_family(cuda: Driver, family: str) -> None:
+    class Mine(FreeMemoryCUDAAccelerator):
+        def __init__(self) -> None:
+            super().__init__(min_free="25GiB")
+
+    with pytest.raises(NotEnoughGpusError, match=r"asked for 25\.0 GiB"):
+        make(family, accelerator=copy.copy(Mine()), devices=3, strategy="ddp")
+    for given in (FreeMemoryCUDAAccelerator(), copy.copy(Mine())):
+        assert isinstance(given, importlib.import_module(f"{family}.accelerators").CUDAAccelerator)
+        assert positions(make(family, accelerator=given, devices=2, strategy="ddp"), cuda) == [3, 2]
+
+
+@pytest.mark.parametrize("family", FABRICS)
+def test_fabric_saves_and_loads_through_the_plugin(family: str, tmp_path: Path) -> None:
+    fabric = importlib.import_module(family).Fabric(accelerator="cpu", devices=1, plugins=[PortableCheckpointIO()])
+    layer = fabric.setup(torch.nn.Linear(4, 1))
+    fabric.save(tmp_path / "a.ckpt", {"model": layer, "step": 3})
+    saved = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert fabric.load(tmp_path / "a.ckpt", {"model": layer})["step"] == 3
+    assert torch.equal(layer.weight, saved)
+    assert type(fabric.strategy.checkpoint_io) is PortableCheckpointIO

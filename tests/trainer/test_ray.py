@@ -1,0 +1,153 @@
+"""Ray Train with this package's callbacks and checkpoint plugin, and a Ray cluster on GPUs that ``run`` has claimed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_driver import Driver, gpu
+from launched_jobs import free_port, live_claims, positions
+from lightning.pytorch import Trainer
+from slurm_cluster import wait_for
+from trainings import Model
+
+from lightning_gpu_tools import FreeMemoryDDPStrategy, load_weights
+
+TESTS = Path(__file__).parents[1]
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'ray[train]')"
+)
+
+TRAIN = """
+import json, sys
+from pathlib import Path
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+folder = Path(sys.argv[1])
+
+def train(_):
+    import time
+    from lightning.pytorch import Trainer
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
+    from trainings import Model, Samples, loader
+    from lightning_gpu_tools import (
+        GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
+    )
+    finder = NumWorkersFinder(budget_s=2.0)
+    trainer = prepare_trainer(Trainer(
+        accelerator="cpu", devices="auto", strategy=RayDDPStrategy(), max_epochs=2, limit_val_batches=0,
+        plugins=[RayLightningEnvironment(), PortableCheckpointIO()],
+        callbacks=[
+            GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1, min_steps=10), finder,
+            RayTrainReportCallback(),
+        ],
+        default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    ))
+    trainer.fit(Model(), loader(Samples(120, time.sleep, 0.01)))
+    if trainer.is_global_zero:
+        print("FINDER", finder.result)
+
+ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[2])
+run = RunConfig(storage_path=str(folder / "storage"), name="run")
+result = TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+print("CHECKPOINT", result.checkpoint.path)
+"""
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """Ray's sockets are in it, and a socket's path has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+@pytest.mark.timeout(300)  # every worker imports Ray, torch and Lightning
+def test_callbacks_checkpoints_and_ranks_work_under_ray_train(
+    run_python: RunPython, tmp_path: Path, short_folder: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    answer = run_python(str(tmp_path / "train.py"), str(tmp_path), short_folder, env={"PYTHONPATH": path}, timeout=280)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert (report["outcome"], report["steps"], len(report["ranks"])) == ("completed", 120, 2)
+    assert report["diagnosis"]["findings"]
+    assert any("RayTrainReportCallback" in phase for phase in report["phase_s"])
+    assert "FINDER LoaderResult" in answer.stdout
+    folder = re.search(r"CHECKPOINT (.*)", answer.stdout)
+    assert folder is not None
+    assert load_weights(Model(), Path(folder[1], "checkpoint.ckpt"))
+
+
+def test_ray_refuses_the_strategies_of_this_package() -> None:
+    from ray.train.lightning import prepare_trainer
+
+    trainer = Trainer(accelerator="cpu", strategy=FreeMemoryDDPStrategy(), logger=False, enable_checkpointing=False)
+    with pytest.raises(RuntimeError, match="Invalid strategy class"):
+        prepare_trainer(trainer)
+
+
+SEEN = """
+import os, sys, time
+import ray
+
+@ray.remote(num_gpus=1)
+def seen():
+    time.sleep(1)  # so that the other one does not get the same GPU afterwards
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+print("SEEN", *ray.get([seen.remote(), seen.remote()]))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_cluster_under_run_has_the_picked_gpus_as_long_as_it_lives(
+    driver: Driver,
+    claims_dir: Path,
+    run_python: RunPython,
+    short_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    end: signal.Signals,
+) -> None:
+    # This cluster's own, so that it has nothing to do with others of this user.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", os.urandom(32).hex())
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    port = free_port()
+    run = ["-m", "lightning_gpu_tools", "run", "-n", "2", "--exclusive", "--"]
+    start = ["-m", "ray.scripts.scripts", "start", "--head", "--num-gpus=2", "--num-cpus=2", "--block"]
+    options = [f"--port={port}", "--include-dashboard=false", f"--temp-dir={short_folder}", "--disable-usage-stats"]
+    command = [sys.executable, *run, sys.executable, *start, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as cluster:
+        try:
+            assert cluster.stdout is not None
+            assert any("Ray runtime started" in line for line in cluster.stdout)
+            answer = run_python("-c", SEEN, f"127.0.0.1:{port}")
+            assert answer.returncode == 0, answer.stderr
+            seen = [line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("SEEN")]
+            assert sorted(positions(driver, seen[0])) == [2, 3], answer.stderr
+            assert live_claims(claims_dir) == [("exclusive", 2)]
+        finally:
+            cluster.send_signal(end)
+            cluster.wait(timeout=60)
+    assert live_claims(claims_dir) == []
+    wait_for(lambda: not left_of(short_folder))
+
+
+def left_of(folder: str) -> list[psutil.Process]:
+    """The processes whose command names the cluster's folder."""
+    return [one for one in psutil.process_iter(["cmdline"]) if folder in " ".join(one.info["cmdline"] or ())]
