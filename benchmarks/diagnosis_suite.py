@@ -33,7 +33,7 @@ from toys import TOYS, train
 
 from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 
 MIN_EXPLAINED = 0.95
 
@@ -42,7 +42,7 @@ class Explained(Callback):
     """Holds the step clock of a training, to see how much of the wall time it explains."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = Session.of(trainer).clock
+        self.clock = FitSession.of(trainer).clock
 
     @property
     def share(self) -> float:

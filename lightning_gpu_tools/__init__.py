@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         FreeMemoryFSDPStrategy,
         FreeMemoryStrategy,
     )
+    from lightning_gpu_tools.trainer.watch import TrainingWatch, watch
     from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
 _MODULE_OF = {
@@ -57,6 +58,8 @@ _MODULE_OF = {
     "GPUUtilizationMonitor": "trainer.gpu_utilization_monitor",
     "NumWorkersFinder": "trainer.num_workers_finder",
     "PortableCheckpointIO": "trainer.checkpoint_plugin",
+    "TrainingWatch": "trainer.watch",
+    "watch": "trainer.watch",
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
     "AmbiguousCheckpointError": "errors",
@@ -100,6 +103,8 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "GPUUtilizationMonitor",
     "NumWorkersFinder",
     "PortableCheckpointIO",
+    "TrainingWatch",
+    "watch",
     "Diagnosis",
     "Finding",
     "AmbiguousCheckpointError",

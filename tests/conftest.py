@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -9,12 +10,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fake_driver
 import hypothesis
 import pytest
 from slurm_cluster import slurm_cluster
+
+if TYPE_CHECKING:
+    from trainings import HandClock
 
 # The same examples in every run, so that a failure is due to the change; --hypothesis-profile=thorough finds others.
 # How long an example takes says nothing on a machine that is shared.
@@ -85,6 +89,19 @@ def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")  # so that it is put back, whatever a selection does with it
         monkeypatch.delenv(name)
     return directory
+
+
+@pytest.fixture
+def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    """The clock by which everything is timed that a session measures."""
+    from trainings import HandClock  # which imports Lightning
+
+    from lightning_gpu_tools.runs import session
+    from lightning_gpu_tools.training.step_clock import StepClock
+
+    clock = HandClock()
+    monkeypatch.setattr(session, "StepClock", functools.partial(StepClock, clock))
+    return clock
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ PACKAGE = Path(lightning_gpu_tools.__file__).parent
 
 # From top to bottom: a room imports what stands below it and itself.
 ROOMS = [
-    *("__init__", "__main__", "cli", "trainer", "loaders", "reports", "selection", "advice", "gpus", "training"),
-    *("checkpoints", "host", "processes", "errors", "units", "environment"),
+    *("__init__", "__main__", "cli", "trainer", "runs", "loaders", "reports", "selection", "advice", "gpus"),
+    *("training", "checkpoints", "host", "processes", "errors", "units", "environment"),
 ]
 # What only some rooms know of; whatever is not named here may be imported everywhere. Lightning is in use already, as
 # one package or the other, where there is a Trainer: importing one would be the wrong one for half of the users.
@@ -28,7 +28,7 @@ HOMES: dict[str, set[str]] = {
     "lightning_utilities": {"trainer"},
     "pynvml": {"gpus/nvml"},
     "matplotlib": {"reports/plot"},
-    "torch": {"trainer", "loaders", "training", "checkpoints", "cli"},
+    "torch": {"trainer", "runs", "loaders", "training", "checkpoints", "cli"},
 }
 # What decides on data: nothing but the standard library, and nothing of it that asks the world outside.
 PURE = [
@@ -86,15 +86,22 @@ def test_a_decision_knows_its_arguments_and_nothing_else(module: str) -> None:
         assert top == NAME or top in sys.stdlib_module_names - OUTSIDE_WORLD, f"{module} imports {top}"
 
 
-def test_everything_but_the_demo_is_imported_without_lightning(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
+def test_everything_but_the_demo_works_without_lightning(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     modules = [m for m in FILES if room(m) >= room("trainer") and m != "trainer/demo"]
     names = [f"{NAME}.{m.removesuffix('/__init__')}".replace("/", ".") for m in modules]
     families = {"lightning": None, "pytorch_lightning": None, "lightning_fabric": None}
-    blocked = f"import importlib, sys; sys.modules.update({families}); "
-    child = run_python("-c", f"{blocked}[importlib.import_module(name) for name in {names}]")
+    blocked = f"import importlib, sys; sys.modules.update({families})"
+    loop = (
+        f"from {NAME} import watch\n"
+        "with watch(folder='.') as run:\n"
+        "    for batch in run.batches([1, 2, 3]): pass\n"
+        "print(run.diagnosis.verdict)"
+    )
+    child = run_python("-c", f"{blocked}\nfor name in {names}: importlib.import_module(name)\n{loop}", cwd=tmp_path)
     assert child.returncode == 0, child.stderr
+    assert child.stdout.endswith("too_short\n")
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

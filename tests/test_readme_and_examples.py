@@ -47,7 +47,7 @@ def run_programs(folder: Path, rank: int, environ: dict[str, str]) -> None:
 def test_readme_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
     """One process runs them all, each in a namespace of its own. The fake GPUs can be picked, but not computed on."""
     driver.gpus = [gpu(), gpu()]
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 6
     environ = {"LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(claims_dir)}
     (result,) = run_ranks(tmp_path, run_programs, ranks=1, machines=[driver], options={"environ": environ})
     assert result.returncode == 0, result.stderr

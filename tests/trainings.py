@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import csv
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -164,3 +166,22 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gone: str) -> None
 
     monkeypatch.setattr(module, "getattr", blind, raising=False)
     monkeypatch.setattr(module, "hasattr", lambda *args: blind(*args, None) is not None, raising=False)
+
+
+@contextmanager
+def fault_in(function: Callable[..., Any], fault: Callable[[], Exception]) -> Iterator[list[str]]:
+    """Raise where a function begins, each time that it is called; gives a list that has an entry for each."""
+    raised: list[str] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code is function.__code__:
+            raised.append(frame.f_code.co_name)
+            sys.settrace(None)
+            sys.settrace(trace)
+            raise fault()
+
+    sys.settrace(trace)
+    try:
+        yield raised
+    finally:
+        sys.settrace(None)

@@ -26,6 +26,7 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
+from lightning_gpu_tools.advice.own_loops import for_own_loop
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
@@ -54,6 +55,13 @@ def diagnose(
         min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
         min_steps: Steady steps needed to judge; 50 by default.
     """
+    diagnosis = _diagnosed(run, searched, min_utilization_percent, min_steps)
+    return diagnosis if run.has_trainer else for_own_loop(diagnosis)
+
+
+def _diagnosed(
+    run: RunMeasurements, searched: LoaderResult | None, min_utilization_percent: float, min_steps: int
+) -> Diagnosis:
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
         verdict, findings = _judge(run, min_utilization_percent, searched)
@@ -211,6 +219,7 @@ _IDLE_IN_STEP = "Unexplained idle time inside the training step takes"
 _COSTS_OF_UNNAMED = {
     "trainer": "The Trainer's own work takes",
     "training_step": "Work in the training step beside forward, backward and optimizer takes",
+    "outside_loop": "Code outside of run.batches() takes",
     "unexplained": "Work outside of all hooks and steps takes",
 }
 

@@ -6,7 +6,7 @@ Each is timed as a whole, so its share is counted and not estimated.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, MIN_UTILIZATION_PERCENT, Cause, Finding, counted
-from lightning_gpu_tools.training.phases import TRAINER, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import (
     COPY,
     TRAINING_STEP,
@@ -45,6 +45,7 @@ _ADVICE_ON_METHOD = {
     ),
 }
 _KEEP_WORKERS = ", or keep the loader's workers between epochs (persistent_workers=True)"
+_NAME_IT = "Write `with run.phase('validation'):` around it if it is validation. "
 # The advised change leaves the cause 2 % of the time; a smaller gain is not worth reporting (MIN_CEILING_LOWER).
 _REST_SHARE = 0.02
 
@@ -72,7 +73,7 @@ def host_work(run: RunMeasurements) -> list[Finding]:
 def unnamed(run: RunMeasurements) -> list[Finding]:
     """Return a finding for each line of the time tree that is long and says nothing of what runs there."""
     trainers = _USUAL_TRAINER_S / run.step_s
-    usual = {UNEXPLAINED: 0.0, TRAINER: trainers}
+    usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
     # Where its parts are not known at all, as in a loop without a Trainer, the step is named as a whole. What a GPU
     # loses in it has findings of its own.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
@@ -83,7 +84,7 @@ def unnamed(run: RunMeasurements) -> list[Finding]:
             "unexplained",
             share,
             {"phase": phase, **_seconds(run, run.phase_s[phase])},
-            FIND_FUNCTION,
+            (_NAME_IT if phase == OUTSIDE_LOOP else "") + FIND_FUNCTION,
             avoidable=share - usual[phase],
         )
         for phase, share in shares.items()

@@ -113,7 +113,7 @@ def _header(report: Report) -> str:
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
     ranks = settings.get("world_size", "1")
     place = [f"{ranks} rank{'s' * (ranks != '1')} on {device}"] if device else []
-    names = ("torch", "lightning", "pytorch_lightning", "lightning_gpu_tools")
+    names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
     versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
     steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
     known = [settings.get("model"), steps, *place, settings.get("precision"), versions]

@@ -1,19 +1,19 @@
-"""What is known of a Trainer: its loader and its GPUs."""
+"""What is known of a training by its Trainer."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.trainer.families import Trainer, base_of
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.runs.run import Place, Run
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 
 
 def trains_on_gpu(trainer: Trainer) -> bool:
@@ -26,23 +26,107 @@ def is_plain_ddp(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
-def local_ranks(trainer: Trainer) -> int:
-    """Return how many training processes run on this machine."""
-    return max(1, trainer.world_size // max(1, trainer.num_nodes))
+class TrainerRun(Run):
+    """A Trainer's fit.
 
-
-def train_loader(trainer: Trainer) -> DataLoader[Any] | None:
-    """Return the training DataLoader, ``None`` if there is none or it is another kind of loader.
-
-    Of several loaders it is the first one that is a ``torch.utils.data.DataLoader``.
+    Args:
+        trainer: The Trainer.
     """
-    return next((loader for loader in _flat(trainer.train_dataloader) if isinstance(loader, DataLoader)), None)
 
+    has_trainer = True
 
-def train_loader_settings(trainer: Trainer) -> LoaderSettings | None:
-    """Return the settings of :func:`train_loader`."""
-    loader = train_loader(trainer)
-    return None if loader is None else settings_of(loader)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def place(self) -> Place:
+        """Which rank this is."""
+        trainer = self._trainer
+        return Place(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            local_rank=trainer.local_rank,
+            node=trainer.node_rank,
+            nodes=trainer.num_nodes,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the strategy."""
+        return self._trainer.strategy.root_device
+
+    @property
+    def gpus(self) -> Sequence[torch.device]:
+        """The GPUs that the Trainer uses on this node."""
+        if not trains_on_gpu(self._trainer):
+            return ()
+        return getattr(self._trainer.strategy, "parallel_devices", None) or [self.device]
+
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        """The training DataLoader; of several loaders the first one that is a ``torch.utils.data.DataLoader``."""
+        return next((one for one in _flat(self._trainer.train_dataloader) if isinstance(one, DataLoader)), None)
+
+    @property
+    def iterator(self) -> object | None:
+        """The iterator of the first training loader."""
+        return compat.train_iterator(self._trainer)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The LightningModule."""
+        return self._trainer.lightning_module
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those that the model has configured."""
+        return self._trainer.optimizers
+
+    @cached_property  # at the end of a fit Lightning unwraps the model before it says so
+    def is_plain_ddp(self) -> bool:
+        """Whether the model is a DistributedDataParallel."""
+        return is_plain_ddp(self._trainer)
+
+    @property
+    def loggers(self) -> Sequence[Any]:
+        """The Trainer's."""
+        return self._trainer.loggers
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """The Trainer's."""
+        return self._trainer.log_every_n_steps  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def logged_step(self) -> int:
+        """The step of the metrics of ``self.log``."""
+        return compat.logged_step(self._trainer)
+
+    @property
+    def precision(self) -> str:
+        """The Trainer's."""
+        return str(self._trainer.precision)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """The Trainer's."""
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def epoch_steps(self) -> int | None:
+        """Batches of an epoch, with the Trainer's limits."""
+        steps = self._trainer.num_training_batches
+        return None if math.isinf(steps) else int(steps)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The names of the model and the accelerator, and the version of the Trainer's package."""
+        package, version = version_of(self._trainer)
+        return {
+            "model": type(self._trainer.lightning_module).__qualname__,
+            "accelerator": type(self._trainer.accelerator).__name__,
+            package: version,
+        }
 
 
 def _flat(loaders: Any) -> Iterable[Any]:
@@ -53,23 +137,3 @@ def _flat(loaders: Any) -> Iterable[Any]:
             yield from _flat(loader)
     else:
         yield loaders
-
-
-def trainer_gpus(trainer: Trainer) -> tuple[GpuReading, ...]:
-    """Return UUID and name of each GPU that the Trainer uses on this node; none on other devices.
-
-    ``index`` is torch's: it means nothing outside this process, because ``CUDA_VISIBLE_DEVICES`` renumbers the GPUs.
-    """
-    if not trains_on_gpu(trainer):
-        return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible.startswith(
-        "MIG-"
-    ):  # a process sees one MIG instance; torch gives the UUID of the GPU that it is part of
-        return (GpuReading(index=0, uuid=visible.split(",")[0], name=torch.cuda.get_device_name(0)),)
-    devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
-    found = []
-    for device in devices:
-        properties = torch.cuda.get_device_properties(device)
-        found.append(GpuReading(index=device.index or 0, uuid=f"GPU-{properties.uuid}", name=properties.name))
-    return tuple(found)

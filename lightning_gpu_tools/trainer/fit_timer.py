@@ -8,7 +8,6 @@ slower than one that is not. A profiler of the user's goes on as before, within 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -160,7 +159,7 @@ class FitTimer:
         self._time_actions()
         for logger in trainer.loggers:
             for method in ("log_metrics", "save"):  # which no action covers
-                self._wrap(logger, method, partial(self._timed_here, f"{LOGGING}/{type(logger).__name__}"))
+                self._wrap(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
         clock.start()
 
     def _book_rank_waits(self) -> None:
@@ -206,15 +205,6 @@ class FitTimer:
                 return function(*args, **kwargs)
 
         return timed
-
-    def _timed_here(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a logger does, timed only in this thread: some loggers write from one of their own."""
-        thread, timed = threading.get_ident(), self.clock.timed(phase, function)
-
-        def timed_here(*args: Any, **kwargs: Any) -> Any:
-            return (timed if threading.get_ident() == thread else function)(*args, **kwargs)
-
-        return timed_here
 
     def _time_actions(self) -> None:
         trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
@@ -343,8 +333,9 @@ def _users_phase(owner: object, base: str, hook: str) -> str | None:
 
 
 def _overrides(owner: object, base: str, hook: str) -> bool:
-    """Return whether the owner's class has another method there than Lightning's ``base`` that it is made from."""
-    return getattr(type(owner), hook, None) is not getattr(base_of(owner, base), hook, None)
+    """Return whether the owner has another method there than Lightning's ``base``; so has what is not made from it."""
+    own_base = base_of(owner, base)
+    return own_base is None or getattr(type(owner), hook, None) is not getattr(own_base, hook, None)
 
 
 def _default_phase(trainer: Trainer, hook: str) -> str | None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.advice.inside_step import wants_profile
-from lightning_gpu_tools.errors import LowGPUUtilizationWarning
+from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.compat import is_profiling
-from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_profiler import PROFILED_STEPS, StepProfiler
 
 
@@ -64,12 +65,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         min_seconds: float = MIN_SECONDS,
         profile: bool = False,
     ) -> None:
-        if not 0 <= min_utilization_percent <= 100:
-            raise ValueError(f"min_utilization_percent must be between 0 and 100, got {min_utilization_percent!r}.")
-        if min_steps < 1:
-            raise ValueError(f"min_steps must be at least 1, got {min_steps!r}.")
-        if not min_seconds >= 0:
-            raise ValueError(f"min_seconds must not be negative, got {min_seconds!r}.")
+        self._thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
         super().__init__()
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
@@ -77,12 +73,11 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         self.profile = profile
         self._profiler: StepProfiler | None = None
         self._diagnosis: Diagnosis | None = None
-        self._next_judgment = 0
-        self._warned = False
+        self._advisor: Advisor | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_profiler": None}
+        return {**super().__getstate__(), "_profiler": None, "_advisor": None}
 
     @property
     def diagnosis(self) -> Diagnosis | None:
@@ -90,58 +85,33 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
 
     @override
-    def _opened(self, trainer: Trainer, session: Session) -> None:
-        session.thresholds = {
-            "min_utilization_percent": self.min_utilization_percent,
-            "min_steps": self.min_steps,
-        }
+    def _opened(self, trainer: Trainer, session: FitSession) -> None:
+        self._advisor = Advisor(session, self._thresholds, partial(self._look_inside, trainer, session))
 
     @override
-    def _began(self, trainer: Trainer, session: Session) -> None:
-        self._next_judgment = WARM_UP_STEPS + self.min_steps
-        self._warned = False
+    def _stepped(self, trainer: Trainer, session: FitSession) -> float:
+        return math.inf if self._advisor is None else self._advisor.after_step()
 
-    @override
-    def _stepped(self, trainer: Trainer, session: Session) -> float:
-        if session.clock.steps >= self._next_judgment and not self._warned:
-            session.clock.as_own_work(self._judge, trainer, session)
-        return math.inf if self._warned else self._next_judgment
-
-    def _judge(self, trainer: Trainer, session: Session) -> None:
-        # A tenth later each time: soon enough for short steps, and rare for very short ones.
-        later = self._next_judgment + max(10, self._next_judgment // 10)
-        if sum(block.wall_s for block in session.clock.blocks) < self.min_seconds:  # spares judging what is too short
-            self._next_judgment = later
-            return
-        session.publish(next_turn=False)  # each rank judges at a moment of its own
+    def _look_inside(self, trainer: Trainer, session: FitSession, measured: RunMeasurements) -> int:
+        """Profile the next steps if that is wanted, and return after how many to judge again."""
+        if not self.profile or self._profiler is not None or not wants_profile(measured) or not can_profile(trainer):
+            return 0
         recorder = session.begin()
-        measured = recorder.measurements()
-        diagnosis = session.diagnosis(measured)
-        if diagnosis is None or diagnosis.verdict == "too_short":
-            self._next_judgment = later
-            return
-        wants = self.profile and diagnosis.verdict == "low" and wants_profile(measured)
-        if wants and self._profiler is None and can_profile(trainer):
-            self._next_judgment += 2 * PROFILED_STEPS  # then judge with what it has found
-            self._profiler = StepProfiler(
-                compat.step_runner(trainer),
-                trainer.lightning_module,
-                session.clock.as_own_work,
-                lambda profile: setattr(recorder, "profile", profile),
-            )
-            return
-        # Judging costs about a millisecond, so the longer training goes well the less often it is done.
-        self._next_judgment *= 2
-        if diagnosis.verdict == "low":
-            self._warned = True
-            session.warn(f"{diagnosis.why} {diagnosis.next_step}", LowGPUUtilizationWarning)
+        self._profiler = StepProfiler(
+            compat.step_runner(trainer),
+            trainer.lightning_module,
+            session.clock.as_own_work,
+            lambda profile: setattr(recorder, "profile", profile),
+        )
+        return 2 * PROFILED_STEPS
 
     @override
-    def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
+    def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
         self._diagnosis = session.diagnosis()
 
     @override
     def _give_up(self) -> None:
+        self._advisor = None
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None

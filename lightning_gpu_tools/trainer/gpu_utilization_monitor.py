@@ -10,10 +10,11 @@ from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, warn_if_not_writable
+from lightning_gpu_tools.runs.session import check_interval
 from lightning_gpu_tools.trainer.families import Trainer
-from lightning_gpu_tools.trainer.fit_report import RunningReport, describe, publish, say, warn_if_not_writable
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 
 
@@ -77,8 +78,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         gpm: bool = True,
         prog_bar: bool = False,
     ) -> None:
-        if not 0 < interval_s < float("inf"):
-            raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
+        check_interval(interval_s)
         if devices not in ("trainer", "all"):
             raise ValueError(f'devices must be "trainer" or "all", got {devices!r}.')
         super().__init__()
@@ -96,7 +96,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         return {**super().__getstate__(), "_running": None, "_wrappers": Wrappers()}
 
     @override
-    def _opened(self, trainer: Trainer, session: Session) -> None:
+    def _opened(self, trainer: Trainer, session: FitSession) -> None:
         if self.report:
             # Asking for the folder is a collective call, so every rank does it.
             self._folder = trainer.log_dir or trainer.default_root_dir
@@ -105,33 +105,33 @@ class GPUUtilizationMonitor(MeasuringCallback):
         session.monitor(devices=self.devices, interval_s=self.interval_s, gpm=self.gpm)
 
     @override
-    def _began(self, trainer: Trainer, session: Session) -> None:
+    def _began(self, trainer: Trainer, session: FitSession) -> None:
         if session.gpu_note:
             rank_zero_info(session.gpu_note)
         if self.report and trainer.is_global_zero and session.clock.ran:
-            self._running = RunningReport(session, trainer, ReportFile(self._folder))
+            self._running = RunningReport(session, ReportFile(self._folder))
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
             self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(session.gpus))
 
     @override
-    def _stepped(self, trainer: Trainer, session: Session) -> float:
+    def _stepped(self, trainer: Trainer, session: FitSession) -> float:
         next_step = session.log_if_due()
         if session.report_wanted and self._running is not None:
-            session.clock.as_own_work(self._running.measure)
+            self._running.measure()
         return next_step
 
     @override
-    def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
+    def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
         if session.recorder is None or not self.report or not trainer.is_global_zero:  # without one, no training
             return
         if not session.clock.ran:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
             say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
             return
-        report = describe(session, trainer, outcome)
+        report = describe(session, outcome)
         running, self._running = self._running, None
         # There is none if another callback failed when training started, before it was this one's turn.
-        publish(report, ReportFile(self._folder) if running is None else running.file, trainer)
+        publish(report, ReportFile(self._folder) if running is None else running.file, session.run)
 
     @override
     def _give_up(self) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 
 
@@ -24,23 +24,23 @@ class MeasuringCallback(GuardedCallback):
 
     def __init__(self) -> None:
         self.yields = False
-        self._session: Session | None = None
+        self._session: FitSession | None = None
         self._next_step = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_session": None}
 
-    def _opened(self, trainer: Trainer, session: Session) -> None:
+    def _opened(self, trainer: Trainer, session: FitSession) -> None:
         """Prepare the session of a fit that is about to begin."""
 
-    def _began(self, trainer: Trainer, session: Session) -> None:
+    def _began(self, trainer: Trainer, session: FitSession) -> None:
         """Do what is to be done when training starts."""
 
-    def _stepped(self, trainer: Trainer, session: Session) -> float:
+    def _stepped(self, trainer: Trainer, session: FitSession) -> float:
         """Do what is to be done after a step; return the step of the clock after which there is more to do."""
         return math.inf
 
-    def _ended(self, trainer: Trainer, session: Session, outcome: str) -> None:
+    def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
         """Use what the session has measured of a fit that has ended."""
 
     @override
@@ -49,7 +49,7 @@ class MeasuringCallback(GuardedCallback):
             return
         if stage == "fit" and not is_disabled():
             self._give_up()  # a fit whose end was not announced
-            self._session = Session.of(trainer)
+            self._session = FitSession.of(trainer)
             self._opened(trainer, self._session)
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:

@@ -31,10 +31,10 @@ from lightning_gpu_tools.loaders.plan import (
 )
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
-from lightning_gpu_tools.trainer.facts import local_ranks, trains_on_gpu
+from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import LightningModule, Logger, Trainer, base_of
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
@@ -105,7 +105,7 @@ class NumWorkersFinder(GuardedCallback):
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
             self.result = None
-            self._fit = _Fit(trainer, Session.of(trainer), self)
+            self._fit = _Fit(trainer, FitSession.of(trainer), self)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,7 +172,7 @@ class _Adopted(NamedTuple):
 class _Fit:
     """One fit: its training loaders, and the search for the settings of one of them."""
 
-    def __init__(self, trainer: Trainer, session: Session, finder: NumWorkersFinder) -> None:
+    def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
         self._session = session
         self._finder = finder
@@ -311,7 +311,7 @@ class _Fit:
             given,
             # Who waits for other ranks does so inside the step, so the shortest one is the step itself.
             step=StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"]))),
-            host=read_host_budget(local_ranks=local_ranks(trainer)),
+            host=read_host_budget(local_ranks=self._session.run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,
             alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),

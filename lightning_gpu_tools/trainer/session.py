@@ -1,92 +1,30 @@
-"""The measuring of one fit, shared by all callbacks that need it: the first one opens it, the last one closes it."""
+"""The session of a Trainer's fit, shared by all callbacks: the first one opens it, the last one closes it."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-import os
-import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from functools import partial
 from weakref import WeakKeyDictionary
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
-from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.loader_trials import LoaderResult
-from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import trainer_gpus
+from lightning_gpu_tools.runs.session import Session
+from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.run_recorder import RunRecorder
-from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.memory_history import MemoryHistory
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, RankExchange
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
-
-# Names the board of each fit with several ranks, which all of them train in the same order.
-_fits = itertools.count()
-_WARM_UP_POLL_S = 0.4
 
 
-class Session:
-    """Everything that is measured of one fit, once.
-
-    Ask for it with :meth:`of` in ``Callback.setup``, call :meth:`begin` in ``on_train_start``, :meth:`finish` at the
-    end, and :meth:`release` it then. Every callback may call every method: only the first call at each moment counts.
-
-    Attributes:
-        clock: Times the phases of the fit.
-        recorder: Collects what the diagnosis needs; ``None`` before training begins.
-        gpus: Samples the GPUs, in the first process of each node; ``None`` without any.
-        gpu_note: Why GPUs are not measured; ``None`` if all is well.
-        memory: How much memory this process used over the fit.
-        background: A thread for what is done beside the fit, now and then.
-        report_wanted: Whether the report is to be written after the next step.
-        started_s: When training began, seconds since the epoch.
-        thresholds: Those of the diagnosis that are not its defaults; an advisor sets them.
-        loader_result: What ``NumWorkersFinder`` has found, as soon as it sets it.
-    """
+class FitSession(Session):
+    """Ask for it with :meth:`of` in ``Callback.setup``, and :meth:`release` it at the end."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.clock = StepClock()
-        self.recorder: RunRecorder | None = None
-        self.gpus: GpuWatch | None = None
-        self.gpu_note: str | None = None
-        self.background = BackgroundJobs()
-        self.report_wanted = False
-        self.started_s = 0.0
-        self.thresholds: Mapping[str, Any] = {}
-        self.loader_result: LoaderResult | None = None
+        super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
         self._trainer = trainer
-        self._name = f"fit {next(_fits) if trainer.world_size > 1 else 0}"
-        self._timer = FitTimer(trainer, self.clock, self._enter)
         self._users = 0
-        self._monitored: dict[str, Any] | None = None
-        self._exchange: RankExchange | None = None
-        self._turn = self._epochs_published = 0
-        self._own_pids: frozenset[int] | None = None
-        self._pids_are_ours = False
-        self._last_step = -1
-        self._logs: int | None = None
-        self._warned: set[str] = set()
-        self._finished = False
-        self._diagnosis: Diagnosis | None = None
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Session:
+    def of(cls, trainer: Trainer) -> FitSession:
         """Return the session of the Trainer's fit that is about to begin, the same one for everybody who asks."""
         session = _sessions.get(trainer)
         if session is not None and session.clock.ran:  # of an earlier fit whose end was not announced
-            session._close()
+            session._end()
             session = None
         if session is None:
             session = _sessions[trainer] = cls(trainer)
@@ -97,224 +35,12 @@ class Session:
         """Give the session back; the last one to do so closes it. What it measured stays readable."""
         self._users -= 1
         if self._users <= 0:
-            self._close()
+            self._end()
 
-    def _close(self) -> None:
-        self.background.close()
-        self._timer.stop()
-        if self.gpus is not None:
-            self.gpus.close()
+    def _end(self) -> None:
+        self.close()
         if _sessions.get(self._trainer) is self:
             del _sessions[self._trainer]
 
-    def monitor(self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool) -> None:
-        """Ask, before training begins, for the GPUs to be logged and reported; see ``GPUUtilizationMonitor``."""
-        self._monitored = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
 
-    def begin(self) -> RunRecorder:
-        """Begin to measure what is known only when training starts: the loader, the GPUs, the ranks."""
-        if self._timer.fault is not None:
-            raise self._timer.fault
-        if self.recorder is None:
-            trainer = self._trainer
-            self.started_s = time.time()
-            self.memory = MemoryHistory(trainer.strategy.root_device)
-            if self._monitored is not None and trainer.is_global_zero:
-                self.background.add("Sampling the memory", self._poll_memory)
-            self._exchange = self.board("measured")
-            self._exchange.publish(0, node=trainer.node_rank, pid=os.getpid())
-            if trainer.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
-                self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
-            self.recorder = RunRecorder(trainer, self.clock, self._exchange, self._timer.rank_waits, self.gpus)
-        return self.recorder
-
-    def board(self, name: str) -> RankExchange:
-        """Return a new board on which the ranks of this fit exchange something."""
-        return RankExchange(f"{self._name}/{name}", rank=self._trainer.global_rank, ranks=self._trainer.world_size)
-
-    def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
-        trained_on = trainer_gpus(self._trainer)
-        try:
-            gpus = self._every_gpu() if devices == "all" else trained_on
-            if not gpus and not trained_on:
-                return
-            self.gpus = GpuWatch(
-                gpus,
-                lambda: self._own_pids,
-                trained_on=[gpu.uuid for gpu in trained_on if gpu.uuid is not None],
-                interval_s=interval_s,
-                gpm=gpm,
-                node=self._trainer.node_rank,
-            )
-        except NvmlUnavailableError as error:
-            self.gpu_note = f"No GPU was measured. {error}"
-            return
-        from lightning_gpu_tools.gpus import nvml  # only where there are GPUs: it imports pynvml
-
-        self._pids_are_ours = nvml.pids_are_ours()
-
-    def _every_gpu(self) -> tuple[GpuReading, ...]:
-        readings = sampler.read_gpus()
-        broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
-        self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
-        return tuple(gpu for gpu in readings if not gpu.error)
-
-    def _find_own_pids(self) -> None:
-        """Find out this job's processes on the node by the driver's numbers, as soon as all ranks have published."""
-        exchange = self._exchange
-        if self._own_pids is None and self._pids_are_ours and exchange is not None:
-            trainer = self._trainer
-            mates = [facts["pid"] for facts in exchange.read(0) if facts["node"] == trainer.node_rank]
-            if len(mates) >= max(1, exchange.ranks // max(1, trainer.num_nodes)):
-                self._own_pids = frozenset(mates)
-
-    def _enter(self, phase: sampler.Phase) -> None:
-        if self.gpus is not None:
-            self.gpus.enter(phase)
-
-    def after_step(self, batch: Any) -> None:
-        """Sample what has to be sampled after a step; nearly always this does nothing."""
-        if self.clock.steps != self._last_step and self.recorder is not None:
-            self._last_step = self.clock.steps
-            self.recorder.after_step(batch)
-
-    def _poll_memory(self) -> float:
-        # What the first steps fill does not count: caches, workers, the allocator, what torch.compile keeps.
-        return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
-
-    def log_if_due(self) -> float:
-        """Log the GPUs at the steps at which the Trainer logs; return after which of the clock's steps to ask again."""
-        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not every:
-            return math.inf
-        step = compat.logged_step(self._trainer)
-        turn, since = divmod(step + 1, every)
-        if self._logs is None:  # of the steps before this one, which may be of an earlier fit
-            self._logs = step // every
-        if turn > self._logs:
-            self._logs = turn
-            self.clock.as_own_work(self._log, step)
-        return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
-
-    def _log(self, step: int) -> None:
-        self.memory.note_allocated()
-        self._warn_once([*map(str, self.memory.alarms), *self.background.faults])
-        if self.gpus is not None and self._trainer.is_global_zero:
-            self._find_own_pids()
-            metrics, troubles = self.gpus.take()
-            self._warn_once(troubles)
-            self._log_metrics(metrics, step)
-
-    def _log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in self._trainer.loggers if metrics else ():
-            separator = logger.group_separator
-            logger.log_metrics({name.replace("/", separator): value for name, value in metrics.items()}, step=step)
-
-    def _warn_once(self, troubles: list[str]) -> None:
-        for trouble in troubles:
-            if trouble not in self._warned:
-                self._warned.add(trouble)
-                self.warn(trouble)
-
-    def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Warn on rank zero, and have the report written: whoever is warned may want to read more."""
-        self.report_wanted = True
-        rank_zero_warn(message, category=category)
-
-    def end_epoch(self) -> None:
-        """Publish for the other ranks how this epoch went; on rank 0, log the GPUs of the other nodes."""
-        trainer = self._trainer
-        if self._exchange is None or self._epochs_published == self.clock.epochs:
-            return
-        self._epochs_published = self.clock.epochs
-        self.publish(next_turn=True)
-        if self._monitored is None or not trainer.is_global_zero or trainer.num_nodes < 2:
-            return
-        for facts in self._wait_for_ranks(self._exchange, TIMEOUT_S):
-            if facts["rank"] != trainer.global_rank:
-                self._warn_once(facts.get("troubles", []))
-                self._log_metrics(facts.get("metrics", {}), compat.logged_step(trainer) - 1)
-
-    def _wait_for_ranks(self, exchange: RankExchange, timeout_s: float) -> list[dict[str, Any]]:
-        published = exchange.read(self._turn, timeout_s)
-        if exchange.missed:
-            self._warn_once([f"Ranks {exchange.missed} reported nothing within {TIMEOUT_S:.0f} s; they are left out."])
-        return published
-
-    def publish(self, *, next_turn: bool, at_end: bool = False) -> None:
-        """Publish how fast this rank is, and from other nodes than the first also what their GPUs did.
-
-        Args:
-            next_turn: Whether all ranks do this at the same moment, so that others may wait for it.
-            at_end: Whether to poll the GPUs once more.
-        """
-        if self.recorder is None or self._exchange is None:
-            return
-        self._find_own_pids()
-        self._turn += next_turn
-        facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
-        if next_turn and self._monitored and self.gpus is not None and not self._trainer.is_global_zero:
-            facts["metrics"], facts["troubles"] = self.gpus.take()
-            summaries = self.gpus.summaries(at_end=at_end)
-            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
-        self._exchange.publish(self._turn, **facts)
-
-    def finish(self, timeout_s: float) -> None:
-        """Stop the clock, publish a last time, and on rank 0 wait for the other ranks to do so.
-
-        Args:
-            timeout_s: How long to wait at most.
-        """
-        if self._finished:
-            return
-        self.background.close()
-        self._finished = True
-        self._warn_once(self.background.faults)
-        self._timer.stop()
-        if self.recorder is not None and self._exchange is not None and self.clock.ran:
-            self.publish(next_turn=True, at_end=True)
-            if self._trainer.is_global_zero:
-                self._wait_for_ranks(self._exchange, timeout_s)
-
-    def gpu_summaries(self) -> tuple[GpuSummary, ...]:
-        """Return each GPU of this node over the whole fit so far; at its end they are polled once more."""
-        if self.gpus is None:
-            return ()
-        summaries = self.gpus.summaries(at_end=self._finished)
-        if self._finished:
-            self._warn_once(self.gpus.take()[1])
-        return summaries
-
-    def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
-        """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
-        published = [] if self._exchange is None else self._exchange.read(self._turn)
-        return tuple(
-            GpuSummary(**{**gpu, "errors": tuple(gpu["errors"])})
-            for facts in published
-            for gpu in facts.get("gpus", ())
-        )
-
-    def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
-        """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""
-        if self.recorder is None:
-            return None
-        if self._diagnosis is not None:
-            return self._diagnosis
-        measured = measured or self.recorder.measurements()
-        diagnosis = diagnose(measured, searched=self.loader_result, **self.thresholds)
-        if self._finished:
-            self._diagnosis = diagnosis
-        return diagnosis
-
-    @property
-    def unseen(self) -> list[str]:
-        """What could not be measured with this version of Lightning or torch."""
-        deaf = self._exchange is not None and self._exchange.ranks < self._trainer.world_size
-        return [
-            *self._timer.unseen,
-            *(self.recorder.unseen if self.recorder is not None else ()),
-            *(["torch.distributed's store"] if deaf else ()),
-        ]
-
-
-_sessions: WeakKeyDictionary[Trainer, Session] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()

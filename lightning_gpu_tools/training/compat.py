@@ -30,6 +30,11 @@ def missing_of_iterator(iterator: object) -> set[str]:
     return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
 
 
+def kept_iterator(loader: object) -> object | None:
+    """Return the iterator that a DataLoader keeps for its next epoch. Without it its workers are not watched then."""
+    return getattr(loader, "_iterator", None)
+
+
 def worker_pids(iterator: object) -> list[int] | None:
     """Return the workers' processes of a DataLoader's iterator. Without it nothing is known of what they wait for."""
     workers = getattr(iterator, "_workers", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ _MAX_DEPTH = 3
 
 
 def device_facts(
-    device: torch.device, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+    device: torch.device, module: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]
 ) -> GpuFacts:
     """Return what torch knows of the GPU that a model trains on; all of it is ``None`` on another device."""
     if device.type != "cuda":
@@ -31,12 +31,16 @@ def device_facts(
     )
 
 
-def kept_memory_bytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+def kept_memory_bytes(module: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Return the size of a model's weights and of its optimizers' state, wherever they are.
 
-    At the end of a fit Lightning has moved them to the CPU before it calls ``teardown``.
+    At the end of a fit Lightning has moved them to the CPU before it calls ``teardown``. Of a model that is not known,
+    it is the weights that are optimized.
     """
-    tensors = [*module.parameters(), *module.buffers()]
+    if module is None:
+        tensors = [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
+    else:
+        tensors = [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:
         for state in optimizer.state.values():
             if isinstance(state, dict):

@@ -121,7 +121,8 @@ class _Sample(NamedTuple):
 class GpuTimeline:
     """Measures the gaps between training steps, and the steps after them.
 
-    Wrap what runs a step with :meth:`around`, and what runs a part of it with :meth:`part`.
+    Wrap what runs a step with :meth:`around`, and what runs a part of it with :meth:`part`. Where no function does so,
+    call :meth:`begin_step`, :meth:`enter` and :meth:`end_step`.
 
     Args:
         clock: The host's clock.
@@ -160,17 +161,25 @@ class GpuTimeline:
         """Return the function that runs a training step with its ends marked."""
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            if self._sampling:
-                self._book(self._guard, self._step_begins)
+            self.begin_step()
             result = function(*args, **kwargs)
-            if self._sample is not None:
-                self._book(self._guard, self._sample_ended)
-            self._steps_to_sample -= 1
-            if self._steps_to_sample <= 0:
-                self._book(self._guard, self._step_ended)
+            self.end_step()
             return result
 
         return stepped
+
+    def begin_step(self) -> None:
+        """Mark that a training step begins, if that is sampled."""
+        if self._sampling:
+            self._book(self._guard, self._step_begins)
+
+    def end_step(self) -> None:
+        """Mark that it ends."""
+        if self._sample is not None:
+            self._book(self._guard, self._sample_ended)
+        self._steps_to_sample -= 1
+        if self._steps_to_sample <= 0:
+            self._book(self._guard, self._step_ended)
 
     def part(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that runs a part of a training step with its ends marked in the steps that are sampled.

@@ -17,6 +17,7 @@ GRADIENT_SCALER = "training_step/gradient_scaler"
 VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 EPOCH_START = "epoch_start"
+OUTSIDE_LOOP = "outside_loop"
 GARBAGE_COLLECTION = "garbage_collection"
 LOGGING = "logging"
 SELF_LOG = "self.log"
@@ -34,7 +35,7 @@ class Phase(NamedTuple):
         name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
         label: In the text of the report.
         color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays, a wine, an indigo and an olive.
+            grays, a wine, an indigo, an olive and a purple.
         group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
         meaning: What the training thread is doing.
     """
@@ -55,6 +56,8 @@ PHASES = {
         Phase(LOGGING, "logging", "#F0E442", "between", "in a logger, or collecting the metrics of `self.log`"),
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
+        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause",
+              "in a loop without a Trainer: in code outside of `run.batches`"),
         Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
         Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between",
               "in Python's garbage collector, beyond its youngest generation"),

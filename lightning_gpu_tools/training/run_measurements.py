@@ -308,6 +308,7 @@ class RunMeasurements:
         epoch_steps: Steps of a whole epoch; ``None`` if unknown.
         left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
             tensors)"``.
+        has_trainer: Whether a Trainer drives it, whose options can be advised.
     """
 
     wall_s: float
@@ -336,6 +337,7 @@ class RunMeasurements:
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None
     left_on_cpu: tuple[str, ...] = ()
+    has_trainer: bool = True
 
     @property
     def idle_share(self) -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -156,13 +157,32 @@ class StepClock(Stopwatch):
             return timed
 
         def with_edges(*args: Any, **kwargs: Any) -> Any:
-            self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
-            try:
+            with self.span_of_its_own():
                 return timed(*args, **kwargs)
-            finally:
-                self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
 
         return with_edges
+
+    @contextmanager
+    def span_of_its_own(self) -> Iterator[None]:
+        """Give what is done meanwhile a span of its own in the timeline."""
+        self.cut_at_edge()
+        try:
+            yield
+        finally:
+            self.cut_at_edge()
+
+    def cut_at_edge(self) -> None:
+        """End a span of the timeline, so that what begins or ends here has an edge."""
+        self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
+
+    def timed_here(self, phase: str, function: _Function, except_in: str = "") -> _Function:
+        """Return the function timed on this thread alone: some loggers, say, write from one of their own."""
+        thread, timed = threading.get_ident(), self.timed(phase, function, except_in)
+
+        def timed_here(*args: Any, **kwargs: Any) -> Any:
+            return (timed if threading.get_ident() == thread else function)(*args, **kwargs)
+
+        return timed_here
 
     def timed_optimizer_step(self, function: _Function) -> _Function:
         """Return what runs an optimizer's step, timed; the closure that it is given belongs to what is around it."""
@@ -271,6 +291,14 @@ class StepClock(Stopwatch):
                 time.process_time() - process_s,
             )
             self._fetch_cpu_since_s = None
+
+    def end_of_data(self) -> None:
+        """End a fetch that has found no batch, and take back the step that began with it."""
+        fetched = self.current
+        self.end_fetch()
+        self.steps -= 1
+        fetched.seconds -= self.last_fetch_s  # it was spent on ending the workers
+        self._epoch_start.seconds += self.last_fetch_s
 
     def _sum_up(self, now_s: float) -> None:
         """Add up the steady steps since the last sum; this step begins now."""

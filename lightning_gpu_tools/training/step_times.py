@@ -42,6 +42,7 @@ class StepTimeRecord:
         self._count = 0
         self._longest_s, self._longest = 0.0, 0
         self._began_s = 0.0
+        self._step = 0
         self._first: list[float] | None = None
         self._before: list[float] = []
         self._paused_s = 0.0
@@ -55,7 +56,7 @@ class StepTimeRecord:
         """Begin a step, which ends the one before.
 
         Args:
-            step: Its number, from 1.
+            step: Its number, from 1; the same again if the one before had no batch.
             now_s: The time, up to which the accounts are booked.
         """
         before, self._before = self._before, [account.seconds for account in self._accounts]
@@ -63,8 +64,11 @@ class StepTimeRecord:
         paused_before_s, self._paused_s = self._paused_s, 0.0
         for account in self._pauses:
             self._paused_s += account.seconds
+        had_no_batch, self._step = step == self._step, step
         if self._first is None:
             self._first = self._before
+            return
+        if had_no_batch:
             return
         whole_s = now_s - began_s
         step_s = whole_s - (self._paused_s - paused_before_s)

@@ -13,8 +13,8 @@ from trainings import Model, Samples, background_threads, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.report import ReportFile
-from lightning_gpu_tools.trainer import fit_report
-from lightning_gpu_tools.trainer.run_recorder import RunRecorder
+from lightning_gpu_tools.runs import run_report
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 
 
@@ -49,7 +49,7 @@ def test_a_fault_in_the_thread_is_warned_about_once(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(owner, name, fail)
-    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 0.0)
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
     trainer = quiet_trainer(
         tmp_path, callbacks=[GPUUtilizationMonitor(), WaitFor(failed)], log_every_n_steps=5, max_epochs=3
     )
@@ -64,8 +64,8 @@ def test_a_fault_in_the_thread_is_warned_about_once(
 
 
 def test_workers_are_forked_while_the_thread_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 0.0)
-    monkeypatch.setattr(fit_report, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
+    monkeypatch.setattr(run_report, "WRITE_EVERY_S", 0.0)
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], max_epochs=10)
     trainer.fit(Model(), loader(Samples(8), num_workers=2))
     assert trainer.global_step == 80
@@ -76,7 +76,7 @@ def test_a_monitor_that_gives_up_leaves_no_report_of_a_running_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fit goes on, but nobody measures it."""
-    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 0.0)
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 0.0)
     written, save = threading.Event(), ReportFile.save
     monkeypatch.setattr(ReportFile, "save", lambda *args: [save(*args), written.set()][0])
     monkeypatch.setattr(RunRecorder, "after_step", lambda *args: 1 / 0 if written.is_set() else None)

@@ -28,8 +28,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from trainings import Boom, Model, Raise, Samples, Stream, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
-from lightning_gpu_tools.trainer import session
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.runs import session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 40
@@ -44,7 +44,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.clock = Session.of(trainer).clock
+            self.clock = FitSession.of(trainer).clock
 
 
 class Tunable(Model):

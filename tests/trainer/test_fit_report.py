@@ -23,8 +23,8 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports import plot
 from lightning_gpu_tools.reports.report import ReportFile
-from lightning_gpu_tools.trainer import fit_report, session
-from lightning_gpu_tools.trainer.fit_report import publish
+from lightning_gpu_tools.runs import run_report, session
+from lightning_gpu_tools.runs.run_report import publish
 
 
 def train(folder: Path, *others: Callback, steps: int = 3) -> None:
@@ -74,8 +74,8 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("owner", "name", "says", "files"),
     [
-        (fit_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
-        (fit_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
+        (run_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
+        (run_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
         (ReportFile, "save", "The report could not be written to", []),
         (plot, "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
     ],
@@ -162,7 +162,7 @@ def test_no_filter_hides_that_there_is_no_report(
 def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit_report, "FIRST_WRITE_S", 3600.0)  # written at the start, and not again
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 3600.0)  # written at the start, and not again
     folder = tmp_path / "run"
 
     class Remove(Callback):

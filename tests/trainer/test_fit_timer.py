@@ -26,7 +26,7 @@ from trainings import (
 
 from lightning_gpu_tools.trainer import compat, fit_timer
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
 
@@ -306,7 +306,7 @@ def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
 
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session = Session.of(trainer)
+            self.session = FitSession.of(trainer)
             clocks.append(self.session.clock)
 
         def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -325,7 +325,7 @@ def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
 def test_a_fit_that_never_ended_leaves_nothing_behind(time: HandClock, tmp_path: Path) -> None:
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.clock = Session.of(trainer).clock
+            self.clock = FitSession.of(trainer).clock
 
     attached = Attached()
     trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])

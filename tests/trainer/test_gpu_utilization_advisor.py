@@ -15,7 +15,7 @@ from trainings import Boom, HandClock, Model, Raise, Samples, loader, quiet_trai
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, LowGPUUtilizationWarning, load_report
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.trainer import session
+from lightning_gpu_tools.runs import session
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 90

@@ -25,9 +25,9 @@ from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.metrics import METRICS
 from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training import memory_history
 
 
@@ -87,7 +87,7 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
     assert report.phase_s["training_step/forward"] >= 0.4
     assert report.settings["num_workers"] == 0
     printed = capfd.readouterr().out
-    assert printed.count("No GPU: the Trainer trains on 'cpu'") == 1
+    assert printed.count("No GPU: training runs on 'cpu'") == 1
     assert max(len(line) for line in printed.splitlines() if not line.startswith("Report: ")) <= 100
     assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -189,9 +189,9 @@ def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Session, "begin"),
-        (Session, "finish"),
-        (Session, "release"),
+        (FitSession, "begin"),
+        (FitSession, "finish"),
+        (FitSession, "release"),
         (RunRecorder, "after_step"),
         (RunRecorder, "measurements"),
         (FitTimer, "_start"),

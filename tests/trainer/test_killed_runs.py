@@ -19,7 +19,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report
-from lightning_gpu_tools.trainer import fit_report
+from lightning_gpu_tools.runs import run_report
 
 MIN_STEPS = 80
 
@@ -50,7 +50,7 @@ def hang() -> None:
 
 def train(folder: Path, rank: int = 0, how: Callable[[], Any] | None = None, ranks: int = 1) -> None:
     """Train without end, or with nothing to die of a hundred steps."""
-    fit_report.FIRST_WRITE_S = 0.05
+    run_report.FIRST_WRITE_S = 0.05
     options: dict[str, Any] = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
     deadly = [Die(how)] if how is not None and rank == 0 else []
     trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), *deadly], **options)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from loader_switching import frozen_states
-from trainings import Boom, Model, Samples, hide, loader, quiet_trainer
+from trainings import Boom, Model, Samples, fault_in, hide, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
 from lightning_gpu_tools.loaders import settings, workers
@@ -88,25 +86,6 @@ def hooks_of(callback: Callback) -> dict[str, Callable[..., Any]]:
         for name, hook in found.items()
         if callable(hook) and hook is not getattr(Callback, name)
     }
-
-
-@contextmanager
-def fault_in(function: Callable[..., Any], fault: Callable[[], Exception]) -> Iterator[list[str]]:
-    """Raise where a function begins, each time that it is called; gives a list that has an entry for each."""
-    raised: list[str] = []
-
-    def trace(frame: FrameType, event: str, argument: Any) -> None:
-        if frame.f_code is function.__code__:
-            raised.append(frame.f_code.co_name)
-            sys.settrace(None)
-            sys.settrace(trace)
-            raise fault()
-
-    sys.settrace(trace)
-    try:
-        yield raised
-    finally:
-        sys.settrace(None)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""From the session of a fit to its report: described, printed, and written beside the logs."""
+"""From the session of a training to its report: described, printed, and written beside the logs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import shlex
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
@@ -35,11 +35,9 @@ from lightning_gpu_tools.reports.report import (
     summarize,
 )
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import train_loader, train_loader_settings
-from lightning_gpu_tools.trainer.families import Logger, Trainer, version_of
-from lightning_gpu_tools.trainer.run_recorder import HostReading
-from lightning_gpu_tools.trainer.session import Session
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run_recorder import HostReading, loader_settings
+from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -50,15 +48,14 @@ FIRST_WRITE_S = 2.0
 _MAX_WAIT_S = 5.0
 
 
-def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading | None = None) -> Report:
-    """Return the report of a fit, with what the other ranks published last. For the training thread.
+def describe(session: Session, outcome: str, host: HostReading | None = None) -> Report:
+    """Return the report of a training, with what the other ranks published last. For the training thread.
 
-    Of a fit that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, the
+    Of one that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, the
     growth of memory, and the cost of measuring.
 
     Args:
-        session: Of the fit.
-        trainer: Whose fit.
+        session: Of the training.
         outcome: How it ended.
         host: What another thread has just read of the host; by default it is read again.
     """
@@ -66,12 +63,11 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
     measured = session.begin().measurements(host)
     diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
-    clock, watch = session.clock, session.gpus
+    run, clock, watch = session.run, session.clock, session.gpus
     times = measured.step_times
-    settings = _settings(trainer, measured.host.cores)
-    device = trainer.strategy.root_device.type
+    settings = _settings(run, measured.host.cores)
     thread_s = session.background.cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
-    no_gpu = f"No GPU: the Trainer trains on {device!r}, so only the host's part was measured."
+    no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
 
@@ -90,7 +86,7 @@ def describe(session: Session, trainer: Trainer, outcome: str, host: HostReading
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
         step_s_p95=None if times is None else times.p95_s,
         step_s_max=None if times is None else times.max_s,
-        samples_per_s=batch_size * trainer.world_size * times.count / times.seconds if batch_size and times else None,
+        samples_per_s=batch_size * run.place.world_size * times.count / times.seconds if batch_size and times else None,
         step_s_blocks=tuple(block.step_s for block in measured.blocks),
         monitor_us_per_step=us_per_step(clock.cost_s() + measured.phase_s.get(MONITORING, 0.0)) if ended else None,
         monitor_thread_us_per_step=us_per_step(thread_s),
@@ -113,51 +109,49 @@ def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
     return dataclasses.replace(report, gpus=gpus + tuple(report.gpus), settings=settings)
 
 
-def _settings(trainer: Trainer, cores: float) -> dict[str, Any]:
-    loader, settings = train_loader(trainer), train_loader_settings(trainer)
-    package, version = version_of(trainer)
+def _settings(run: Run, cores: float) -> dict[str, Any]:
+    loader = loader_settings(run)
     return {
-        "model": type(trainer.lightning_module).__qualname__,
-        "dataset": None if loader is None else type(loader.dataset).__qualname__,
+        "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
         "cpu": f"{processor_name()}, {cores:g} cores",
-        "accelerator": type(trainer.accelerator).__name__,
-        "device": trainer.strategy.root_device.type,
-        "world_size": trainer.world_size,
-        "precision": trainer.precision,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        **({} if settings is None else dataclasses.asdict(settings)),
+        "device": run.device.type,
+        "world_size": run.place.world_size,
+        "precision": run.precision,
+        "accumulate_grad_batches": run.accumulate_grad_batches,
+        **({} if loader is None else dataclasses.asdict(loader)),
         "torch": torch.__version__,
-        package: version,
         "lightning_gpu_tools": VERSION,
+        **run.settings,
     }
 
 
 class RunningReport:
-    """Writes the report of a fit while it runs, so that a run that is killed leaves one.
+    """Writes the report of a training while it runs, so that a run that is killed leaves one.
 
     That begins in a background thread, which asks for it when it is time. The training thread measures after its next
     step, and the background thread writes. If that step takes too long, it writes what it has, with the clock's times.
 
     Args:
-        session: Of the fit.
-        trainer: Whose fit.
+        session: Of the training.
         file: Where the report is written.
     """
 
-    def __init__(self, session: Session, trainer: Trainer, file: ReportFile) -> None:
+    def __init__(self, session: Session, file: ReportFile) -> None:
         self.file = file
         self._session = session
         self._recorder = session.begin()
-        self._trainer = trainer
         self._host: HostReading | None = None
-        self._measured = describe(session, trainer, RUNNING)
+        self._measured = describe(session, RUNNING)
         self._is_fresh, self._asked, self._saved = True, False, False
         session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
         """Measure, and have it written at once; for the training thread, after a step."""
+        self._session.clock.as_own_work(self._measure)
+
+    def _measure(self) -> None:
         self._session.report_wanted = False
-        self._measured = describe(self._session, self._trainer, RUNNING, self._host)
+        self._measured = describe(self._session, RUNNING, self._host)
         self._is_fresh = True
         self._session.background.run_now()
 
@@ -182,20 +176,20 @@ class RunningReport:
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:
-        """Say in the file that nothing more is measured, though the fit may go on."""
+        """Say in the file that nothing more is measured, though the training may go on."""
         self._session.background.close()
         if self._saved:
             outcome = f"measured only up to step {self._measured.steps}"
             self.file.save(dataclasses.replace(self._measured, outcome=outcome))
 
 
-def publish(report: Report, file: ReportFile, trainer: Trainer | None = None) -> None:
+def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
 
     Args:
-        report: Of a fit that has ended.
+        report: Of a training that has ended.
         file: Where it is written, and the plot beside it.
-        trainer: Whose loggers get the summary.
+        run: Whose loggers get the summary.
     """
     folder = file.path.parent
     paths: list[Path] = []
@@ -216,10 +210,10 @@ def publish(report: Report, file: ReportFile, trainer: Trainer | None = None) ->
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
         lines.insert(1, text)
-    if trainer is not None:
-        for logger in trainer.loggers:
+    if run is not None:
+        for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                log_summary(report.diagnosis, text, logger, compat.logged_step(trainer) - 1)
+                log_summary(report.diagnosis, text, logger, run.logged_step - 1)
     if paths:
         lines.append("Report: " + " ".join(map(printable_path, paths)))
         if report.diagnosis.verdict == "low":
@@ -227,7 +221,7 @@ def publish(report: Report, file: ReportFile, trainer: Trainer | None = None) ->
     say("\n".join(lines))
 
 
-def log_summary(diagnosis: Diagnosis, report: str, logger: Logger, step: int) -> None:
+def log_summary(diagnosis: Diagnosis, report: str, logger: Any, step: int) -> None:
     """Send a diagnosis to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
 
     Args:
@@ -256,7 +250,9 @@ def _log_text(logger: Any, name: str, text: str, step: int) -> None:
         experiment.log_text(logger.run_id, text, f"{name}.txt")
     elif hasattr(experiment, "set_tag"):
         experiment.set_tag(logger.run_id, name, text)
-    elif hasattr(experiment, "log_other"):  # Comet
+    elif hasattr(experiment, "log_other") and is_long:  # Comet, which cuts these off after 1,000 characters
+        experiment.log_asset_data(text, name=f"{name}.txt")
+    elif hasattr(experiment, "log_other"):
         experiment.log_other(name, text)
     elif hasattr(experiment, "summary"):  # Weights & Biases
         experiment.summary[name] = text
@@ -302,7 +298,8 @@ def warn_if_not_writable(folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        rank_zero_warn(
+        warnings.warn(
             f"The report of this training will be printed, but not written to {folder!r}: {error}. To have it as a "
-            "file, give the Trainer another default_root_dir or logger."
+            "file, choose another folder (default_root_dir or logger of the Trainer, folder of watch).",
+            stacklevel=2,
         )

@@ -1,8 +1,7 @@
-"""Collects everything that the diagnosis needs of a fit, from the Trainer, its step clock, the host and the GPUs."""
+"""Collects all that the diagnosis needs of a training, from its driver, its step clock, the host and the GPUs."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,10 +15,8 @@ from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
-from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items
-from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import is_plain_ddp, local_ranks, train_loader_settings, trains_on_gpu
-from lightning_gpu_tools.trainer.families import Trainer
+from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items, settings_of
+from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -35,7 +32,13 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
-from lightning_gpu_tools.training.run_measurements import GpuFacts, ProfiledSteps, RankStep, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import (
+    GpuFacts,
+    LoaderSettings,
+    ProfiledSteps,
+    RankStep,
+    RunMeasurements,
+)
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
@@ -72,12 +75,12 @@ class HostReading(NamedTuple):
 
 
 class RunRecorder:
-    """Keeps, from the start of a fit on, what is needed to describe the fit at any later moment.
+    """Keeps, from the start of a training on, what is needed to describe it at any later moment.
 
-    Make it in ``on_train_start``, where the loader is known.
+    Make it when the loader is known.
 
     Args:
-        trainer: Whose fit.
+        run: The training.
         clock: Its step clock.
         exchange: Where the ranks publish how fast they are, under ``own_step``.
         rank_waits: Takes waiting for them out of the clock's phases.
@@ -89,28 +92,28 @@ class RunRecorder:
 
     def __init__(
         self,
-        trainer: Trainer,
+        run: Run,
         clock: StepClock,
         exchange: RankExchange,
         rank_waits: RankWaits,
         gpus: GpuWatch | None,
     ) -> None:
         self.profile: ProfiledSteps | None = None
-        self._trainer = trainer
+        self._run = run
         self._clock = clock
         self._exchange = exchange
         self._rank_waits = rank_waits
         self._gpus = gpus
-        self._local_ranks = local_ranks(trainer)
+        self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
-        self._on_gpu, self._is_plain_ddp = trains_on_gpu(trainer), is_plain_ddp(trainer)
+        self._on_gpu = bool(run.gpus)
         self._batch_bytes: int | None = None
-        self._loader = train_loader_settings(trainer)
+        self._loader = loader_settings(run)
         self._loader_since = self._began.children_cpu_s, 0
         if self._loader is not None:
             ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
-        self._workers = WorkerWatch(lambda: compat.train_iterator(trainer))
+        self._workers = WorkerWatch(lambda: run.iterator)
         self._next_poll = 0
 
     @property
@@ -118,11 +121,14 @@ class RunRecorder:
         """What could not be seen of the loader's workers with this version of torch or Lightning."""
         return sorted(self._workers.unseen or ()) if self._loader is not None and self._loader.num_workers else []
 
-    def after_step(self, batch: Any) -> None:
-        """Sample the loader's workers if it is time; nearly always this does nothing."""
+    def note_batch(self, batch: Any) -> None:
+        """Note how large the batch of this step is."""
         self._clock.times.batch_items = batch_items(batch)
         if self._batch_bytes is None:
             self._batch_bytes = batch_bytes(batch)
+
+    def after_step(self) -> None:
+        """Sample the loader's workers if it is time; nearly always this does nothing."""
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self._workers.after_long_wait()
         if self._clock.steps >= self._next_poll:
@@ -133,7 +139,7 @@ class RunRecorder:
 
     def _follow_loader(self) -> None:
         """Judge the loader by its current settings alone after ``NumWorkersFinder`` has changed them."""
-        settings = train_loader_settings(self._trainer)
+        settings = loader_settings(self._run)
         if settings is not None and settings != self._loader:
             self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
             self._workers.unseen = None  # the loader before may have had no workers
@@ -148,7 +154,7 @@ class RunRecorder:
         wait_s = None
         if not self._on_gpu:
             wait_s = sum(block.rank_wait_s for block in clock.blocks) / sum(block.steps for block in clock.blocks)
-            if self._is_plain_ddp:
+            if self._run.is_plain_ddp:
                 parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
         times_s = {part: [getattr(block, f"{part}_s") / block.steps for block in clock.blocks] for part in parts}
         phase_s, phase_iqr_s = {}, {}
@@ -166,7 +172,7 @@ class RunRecorder:
         A GPU that waits for others in forward, as for the statistics of SyncBatchNorm, does so in backward, too.
         """
         idle, waits = self._clock.gpu_idle(), self._rank_waits
-        if not self._is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
+        if not self._run.is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
             return {}
         if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
             return {}
@@ -198,7 +204,7 @@ class RunRecorder:
         Args:
             now: What another thread has just read of the host; by default it is read again.
         """
-        clock, trainer, gpus, began = self._clock, self._trainer, self._gpus, self._began
+        clock, run, gpus, began = self._clock, self._run, self._gpus, self._began
         now = now or self.read_host()
         host, children_s = now.budget, now.children_cpu_s
         used_s = now.own_cpu_s - began.own_cpu_s + children_s - began.children_cpu_s
@@ -227,19 +233,19 @@ class RunRecorder:
             gpu_idle=clock.gpu_idle(),
             profile=self.profile,
             ranks=self.ranks(),
-            precision=str(trainer.precision),
+            precision=run.precision,
             matmul_precision=torch.get_float32_matmul_precision(),
             spans=clock.timeline.spans(),
-            log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
-            optimizers=optimizers_on_cpu(trainer.strategy.root_device, trainer.optimizers),
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
-            epoch_steps=_finite(trainer.num_training_batches),
-            left_on_cpu=left_on_cpu(trainer.lightning_module) if self._on_gpu else (),
+            log_every_n_steps=run.log_every_n_steps,
+            optimizers=optimizers_on_cpu(run.device, run.optimizers),
+            accumulate_grad_batches=run.accumulate_grad_batches,
+            epoch_steps=run.epoch_steps,
+            left_on_cpu=left_on_cpu(run.module) if self._on_gpu and run.module is not None else (),
+            has_trainer=run.has_trainer,
         )
 
     def _gpu_facts(self) -> GpuFacts:
-        trainer = self._trainer
-        facts = device_facts(trainer.strategy.root_device, trainer.lightning_module, trainer.optimizers)
+        facts = device_facts(self._run.device, self._run.module, self._run.optimizers)
         windows = self._gpus.trained_on() if self._gpus else []
         if self._gpus is None or not windows:
             return facts
@@ -253,14 +259,15 @@ class RunRecorder:
         )
 
 
+def loader_settings(run: Run) -> LoaderSettings | None:
+    """Return the settings of a training's loader; ``None`` if it is not a ``torch.utils.data.DataLoader``."""
+    return None if run.loader is None else settings_of(run.loader)
+
+
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [one for one in windows if one.utilization_mean_percent is not None]
     percents = [one.utilization_mean_percent or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
-
-
-def _finite(steps: float) -> int | None:
-    return None if math.isinf(steps) else int(steps)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,0 +1,92 @@
+"""Judges a training now and then while it runs, and warns once of a low utilization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
+from lightning_gpu_tools.errors import LowGPUUtilizationWarning
+from lightning_gpu_tools.runs.session import Session
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What it takes to be judged; see ``GPUUtilizationAdvisor``.
+
+    Raises:
+        ValueError: One is out of its range.
+    """
+
+    min_utilization_percent: float = MIN_UTILIZATION_PERCENT
+    min_steps: int = MIN_STEPS
+    min_seconds: float = MIN_SECONDS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_utilization_percent <= 100:
+            raise ValueError(
+                f"min_utilization_percent must be between 0 and 100, got {self.min_utilization_percent!r}."
+            )
+        if self.min_steps < 1:
+            raise ValueError(f"min_steps must be at least 1, got {self.min_steps!r}.")
+        if not self.min_seconds >= 0:
+            raise ValueError(f"min_seconds must not be negative, got {self.min_seconds!r}.")
+
+
+class Advisor:
+    """Judges one training.
+
+    Args:
+        session: Of the training, which has begun.
+        thresholds: What it takes to be judged.
+        look_inside: Is asked, with the measurements of a low utilization, whether it will look inside the next steps;
+            returns how many steps later to judge, or 0.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        thresholds: Thresholds,
+        look_inside: Callable[[RunMeasurements], int] = lambda measured: 0,
+    ) -> None:
+        session.thresholds = {
+            "min_utilization_percent": thresholds.min_utilization_percent,
+            "min_steps": thresholds.min_steps,
+        }
+        self._session = session
+        self._min_seconds = thresholds.min_seconds
+        self._look_inside = look_inside
+        self._next_judgment = WARM_UP_STEPS + thresholds.min_steps
+        self._warned = False
+
+    def after_step(self) -> float:
+        """Judge if it is time; return after which of the clock's steps to do so again."""
+        if self._session.clock.steps >= self._next_judgment and not self._warned:
+            self._session.clock.as_own_work(self._judge)
+        return math.inf if self._warned else self._next_judgment
+
+    def _judge(self) -> None:
+        session = self._session
+        # A tenth later each time: soon enough for short steps, and rare for very short ones.
+        later = self._next_judgment + max(10, self._next_judgment // 10)
+        if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:  # spares judging what is too short
+            self._next_judgment = later
+            return
+        session.publish(next_turn=False)  # each rank judges at a moment of its own
+        measured = session.begin().measurements()
+        diagnosis = session.diagnosis(measured)
+        if diagnosis is None or diagnosis.verdict == "too_short":
+            self._next_judgment = later
+            return
+        steps = self._look_inside(measured) if diagnosis.verdict == "low" else 0
+        if steps:
+            self._next_judgment += steps  # then judge with what it has found
+            return
+        # Judging costs about a millisecond, so the longer training goes well the less often it is done.
+        self._next_judgment *= 2
+        if diagnosis.verdict == "low":
+            self._warned = True
+            session.warn(f"{diagnosis.why} {diagnosis.next_step}", LowGPUUtilizationWarning)

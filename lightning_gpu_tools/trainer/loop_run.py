@@ -1,0 +1,199 @@
+"""What is known of a loop of the user's own, and of one with Fabric. Neither needs Lightning to be installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_gpu_tools.runs.run import Place
+from lightning_gpu_tools.trainer.families import version_of
+
+# Lightning's own default.
+_LOG_EVERY_N_STEPS = 50
+# Private names of Fabric. Without the first one nothing is known of the loader that it has set up, without the second
+# one moving a batch to the device is part of waiting for it.
+_GIVEN_LOADER = "_dataloader"
+MOVE_BATCH = "move_data_to_device"
+
+
+class LoopRun:
+    """A training in a loop of the user's own.
+
+    Make it where the first batch is asked for: by then the ranks have met and the model is on its device.
+
+    Attributes:
+        iterator: That of the loader in use.
+        optimizers: Those that have made a step.
+        optimizer_steps: How many steps they have made.
+        logged_step: How many batches are done.
+    """
+
+    has_trainer = False
+    log_every_n_steps = _LOG_EVERY_N_STEPS
+    module: torch.nn.Module | None = None  # nothing leads from a loop to its model
+
+    def __init__(self) -> None:
+        self.place = self._find_place()
+        self.gpus, self._device = self._find_devices()
+        self.iterator: object | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizer_steps = self.logged_step = 0
+        self._loader: object = None
+
+    def _find_place(self) -> Place:
+        """Return which rank this is: by the process group, or without one by what torchrun says."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        else:
+            rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        local_ranks = max(1, _number("LOCAL_WORLD_SIZE", world_size))
+        return Place(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number("LOCAL_RANK", rank % local_ranks),
+            node=_number("GROUP_RANK", rank // local_ranks),
+            nodes=max(1, world_size // local_ranks),
+        )
+
+    def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
+        """Return the GPUs of this node that are trained on, where torch has memory, and the one of this rank."""
+        used: list[torch.device] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            count = torch.cuda.device_count()
+            used = [torch.device("cuda", i) for i in range(count) if torch.cuda.memory_allocated(i)]
+        if not used:
+            return (), None
+        current = torch.device("cuda", torch.cuda.current_device())
+        device = current if current in used else used[0]
+        local_ranks = self.place.local_ranks
+        if local_ranks > 1 and device.index == self.place.local_rank and count >= local_ranks:
+            used = [torch.device("cuda", i) for i in range(local_ranks)]  # each rank has the GPU of its number
+        return used, device
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains; without a GPU, where its weights are."""
+        weights = (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
+        return self._device or next((weight.device for weight in weights), torch.device("cpu"))
+
+    def follow(self, loader: object) -> None:
+        """Say that steps come from this loader from now on."""
+        self._loader = getattr(loader, _GIVEN_LOADER, loader)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say that this optimizer makes a step."""
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        """The loader in use, if it is a ``torch.utils.data.DataLoader``."""
+        return self._loader if isinstance(self._loader, DataLoader) else None
+
+    @property
+    def is_plain_ddp(self) -> bool:
+        """Whether ranks meet at the end of backward alone: sharded models have parameters of other classes."""
+        weights = (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
+        return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in weights)
+
+    @property
+    def loggers(self) -> Sequence[Any]:
+        """None."""
+        return ()
+
+    @property
+    def precision(self) -> str | None:
+        """Not known."""
+        return None
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches for each step of an optimizer, by what was seen."""
+        return max(1, round(self.logged_step / self.optimizer_steps)) if self.optimizer_steps else 1
+
+    @property
+    def epoch_steps(self) -> int | None:
+        """The length of the loader."""
+        try:
+            return len(self._loader)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The name of the program, in the place of the model's."""
+        return {"model": _program()}
+
+    @property
+    def folder(self) -> str:
+        """Where the report goes unless the user says: the current directory."""
+        return os.getcwd()
+
+
+class FabricRun(LoopRun):
+    """A training in a loop with Fabric.
+
+    Args:
+        fabric: A ``Fabric`` of ``lightning`` or ``lightning_fabric``, which has been launched.
+    """
+
+    def __init__(self, fabric: Any) -> None:
+        self._fabric = fabric
+        super().__init__()
+
+    def _find_place(self) -> Place:
+        fabric = self._fabric
+        return Place(
+            rank=fabric.global_rank,
+            world_size=fabric.world_size,
+            local_rank=fabric.local_rank,
+            node=fabric.node_rank,
+            nodes=getattr(fabric.strategy, "num_nodes", 1),
+        )
+
+    def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
+        device = self._fabric.device
+        if device.type != "cuda":
+            return (), device
+        return getattr(self._fabric.strategy, "parallel_devices", None) or [device], device
+
+    @property
+    def loggers(self) -> Sequence[Any]:
+        """Fabric's."""
+        return self._fabric.loggers  # type: ignore[no-any-return]
+
+    @property
+    def precision(self) -> str | None:
+        """Fabric's."""
+        return getattr(getattr(self._fabric.strategy, "precision", None), "precision", None)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Also the accelerator and Lightning's version."""
+        package, version = version_of(self._fabric)
+        return {**super().settings, "accelerator": type(self._fabric.accelerator).__name__, package: version}
+
+    @property
+    def folder(self) -> str:
+        """Where the first logger writes, or the current directory."""
+        logger = next(iter(self.loggers), None)
+        return getattr(logger, "log_dir", None) or getattr(logger, "root_dir", None) or super().folder
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
+def _program() -> str:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        return "an interactive session"
+    path = Path(file)
+    return path.parent.name if path.name == "__main__.py" else path.name

@@ -1,0 +1,362 @@
+"""Times a loop without a Trainer: what happens between its batches is told apart by what the loop calls."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.trainer.families import family_of
+from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun
+from lightning_gpu_tools.trainer.wrappers import Wrappers
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.phases import (
+    BACKWARD,
+    CALLBACK,
+    CHECKPOINT,
+    DATA_LOADING,
+    EPOCH_START,
+    FORWARD,
+    GRADIENT_CLIPPING,
+    HOST_TO_DEVICE_COPY,
+    LOGGING,
+    OPTIMIZER,
+    OUTSIDE_LOOP,
+    PAUSES,
+    PHASES,
+    TRAINING_STEP,
+    VALIDATION,
+)
+from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.stopwatch import Account
+
+AFTER_OPTIMIZER = f"{CALLBACK}/code after optimizer.step()"
+
+_Function = Callable[..., Any]
+
+
+class Loop:
+    """One pass over one loader."""
+
+    def __init__(self) -> None:
+        self.around: Account | None = None
+        self.is_validation = False
+
+
+class LoopTimer:
+    """Drives a step clock from the loops of one thread.
+
+    A step lasts from one batch to the next. From its batch up to backward it is in forward; from the last step of an
+    optimizer up to the next batch, in code that a Trainer would have in callbacks. A loop that asks for a batch before
+    an optimizer has made a step, in a step that another loop has begun, loads data for the same step: so the loops in
+    ``zip(run.batches(a), run.batches(b))`` are one. A loop without gradients, in a training that has had some, is
+    validation.
+
+    Args:
+        run: What it is a loop of; is told what is seen of the loader and the optimizers.
+        fabric: A Fabric of the user's, or ``None``.
+        clock: What is driven.
+        enter: Is called with the phase when validation begins and when training goes on.
+        after_step: Is called after each step, before the next one begins.
+
+    Attributes:
+        rank_waits: Takes waiting for other ranks out of the clock's phases.
+        fault: The error that has ended the timing of what the loop calls; ``None`` if all is well.
+    """
+
+    def __init__(
+        self,
+        run: LoopRun,
+        fabric: Any,
+        clock: StepClock,
+        enter: Callable[[Phase], None],
+        after_step: Callable[[], None],
+    ) -> None:
+        self.fault: Exception | None = None
+        self.rank_waits = RankWaits(clock)
+        self._run = run
+        self._fabric = fabric
+        self._clock = clock
+        self._enter = enter
+        self._after_step = after_step
+        self._thread = threading.get_ident()
+        self._wrappers, self._on_loader = Wrappers(), Wrappers()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._forward, self._backward, self._optimizer = map(clock.account, (FORWARD, BACKWARD, OPTIMIZER))
+        self._rest, self._after = clock.account(TRAINING_STEP), clock.account(AFTER_OPTIMIZER)
+        self._in_step = {self._forward, self._backward, self._optimizer, self._rest, self._after}
+        self._outside, self._data_loading = clock.account(OUTSIDE_LOOP), clock.account(DATA_LOADING)
+        self._epoch_start, self._validation = clock.account(EPOCH_START), clock.account(VALIDATION)
+        self._gpu = self.rank_waits.gpu = clock.measure_gpu() if run.gpus else None
+        self._counting: Loop | None = None
+        self._fetching: Loop | None = None
+        self._step_is_open = False
+        self._gpu_is_in_step = False
+        self._asides = 0
+        self._booked: dict[str, AbstractContextManager[str]] = {}
+        self._has_trained = self._has_evaluated = False
+        self._optimizer_depth = self._optimizer_steps = 0
+        self._usual_optimizer_steps = 1
+
+    @property
+    def unseen(self) -> list[str]:
+        """What could not be timed."""
+        return list(self._wrappers.missing)
+
+    def start(self) -> None:
+        """Start the clock, and listen to what the loop calls."""
+        clock, put = self._clock, self._wrappers.put
+        self._hooks = [
+            torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
+            torch_optimizer.register_optimizer_step_post_hook(partial(self._safely, self._optimizer_ends)),
+        ]
+        put(torch.autograd, "backward", self._meeting_backward)
+        if self._run.place.world_size > 1:
+            put(torch.distributed, "Work.wait", self.rank_waits.timed)
+        if self._fabric is not None:
+            copy = partial(clock.timed_here, HOST_TO_DEVICE_COPY, except_in=VALIDATION)
+            put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)
+            put(self._fabric, "to_device", copy)
+            put(self._fabric, "backward", self._timed_backward)
+            put(self._fabric, "clip_gradients", partial(clock.timed_here, GRADIENT_CLIPPING))
+            put(self._fabric, "save", partial(clock.timed_here, CHECKPOINT))
+        for logger in self._run.loggers:
+            for method in ("log_metrics", "save"):
+                put(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
+        clock.start()
+        clock.switch(self._outside)
+
+    def stop(self) -> None:
+        """Stop the clock, and put everything back; nothing happens the second time."""
+        self._clock.stop()
+        self._wrappers.undo()
+        self._on_loader.undo()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # The loops
+
+    def open(self, loop: Loop, loader: object) -> None:
+        """Begin a pass: its iterator is made."""
+        if self._is_elsewhere():
+            return
+        if self._has_trained and not torch.is_grad_enabled():
+            loop.is_validation = True
+            self._clock.cut_at_edge()
+            self._enter("validation")
+        loop.around = self._clock.switch(self._validation if loop.is_validation else self._epoch_start)
+        if self._counting is None and not loop.is_validation:
+            self._run.follow(loader)
+            self._on_loader.undo()
+            if self._run.loader is not None:
+                self._run.iterator = compat.kept_iterator(self._run.loader)
+                self._on_loader.put(self._run.loader, GET_ITERATOR, self._remembering)
+
+    def _remembering(self, get_iterator: Callable[[], object]) -> Callable[[], object]:
+        def remembered() -> object:
+            self._run.iterator = iterator = get_iterator()
+            return iterator
+
+        return remembered
+
+    def opened(self, loop: Loop) -> None:
+        """The iterator is made, and the first batch is asked for next."""
+        if loop.around is not None and not loop.is_validation:
+            self._clock.switch(loop.around)
+
+    def begin_fetch(self, loop: Loop) -> None:
+        """A loop asks for a batch."""
+        if loop.is_validation or self._is_elsewhere():
+            return
+        clock = self._clock
+        if self._counting not in (None, loop) and not self._optimizer_steps:
+            loop.around = clock.switch(self._data_loading)
+            return
+        self.end_step()
+        if self._counting is None:
+            clock.begin_epoch()
+        self._counting = self._fetching = loop
+        clock.begin_fetch()
+
+    def end_fetch(self, loop: Loop) -> bool:
+        """The batch has come; return whether a step begins with it."""
+        if loop.is_validation or self._is_elsewhere():
+            return False
+        if self._fetching is not loop:
+            if loop.around is not None:
+                self._clock.switch(loop.around)
+            return False
+        self._clock.end_fetch()
+        self._fetching = None
+        self._step_is_open = True
+        self._optimizer_depth = self._optimizer_steps = 0
+        if not self._has_trained and not torch.is_grad_enabled():
+            self._has_evaluated = True
+        if self._gpu is not None:
+            self._gpu.begin_step()
+            self._gpu_is_in_step = True
+        self._clock.switch(self._forward)
+        return True
+
+    def close(self, loop: Loop) -> bool:
+        """End a pass, whatever has ended it; return whether steps were counted by it, and no batch is left."""
+        is_own_thread = not self._is_elsewhere(even_aside=True)
+        if loop.is_validation:
+            if is_own_thread and self._clock.current is self._validation and loop.around is not None:
+                self._clock.switch(loop.around)
+                self._clock.cut_at_edge()
+                self._enter("training")
+            return False
+        if self._counting is not loop:
+            return False
+        self._counting = None
+        ended = self._fetching is loop
+        self._fetching = None
+        if is_own_thread:
+            if ended:
+                self._clock.end_of_data()
+            self._end_gpu_step()
+            if self._clock.current in self._in_step or ended:
+                self._clock.switch(self._outside)
+        return ended
+
+    def end_step(self) -> None:
+        """End the step that is open, if there is one."""
+        if self._step_is_open:
+            self._step_is_open = False
+            self._end_gpu_step()
+            self._usual_optimizer_steps = max(self._usual_optimizer_steps, self._optimizer_steps)
+            self._after_step()
+            self._run.logged_step += 1
+
+    def _end_gpu_step(self) -> None:
+        if self._gpu is not None and self._gpu_is_in_step:
+            self._gpu_is_in_step = False
+            self._gpu.end_step()
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Book what is done meanwhile on a phase: a phase of the report, or a name of the user's."""
+        if self._is_elsewhere(even_aside=True):
+            yield
+            return
+        phase = name if name in PHASES else f"{CALLBACK}/{name}"
+        is_validation = phase == VALIDATION
+        if phase not in self._booked:
+            self._booked[phase] = self._clock.booked(phase)
+        self._asides += 1
+        if is_validation:
+            self._enter("validation")
+        try:
+            apart = self._clock.span_of_its_own() if phase in PAUSES else nullcontext()
+            with apart, self._booked[phase]:
+                yield
+        finally:
+            self._asides -= 1
+            if is_validation:
+                self._enter("training")
+
+    def _is_elsewhere(self, *, even_aside: bool = False) -> bool:
+        """Return whether this is another thread, or in a phase that has no steps."""
+        return threading.get_ident() != self._thread or (self._asides > 0 and not even_aside)
+
+    # What the loop calls
+
+    def _safely(self, action: _Function, *arguments: Any) -> Any:
+        """Do something where the loop is not to hear of an error; the measuring ends after the step."""
+        if self.fault is None:
+            try:
+                return action(*arguments)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the loop has nothing to do with it
+                self.fault = error
+        return None
+
+    def _is_in_step(self) -> bool:
+        return self._clock.current in self._in_step and threading.get_ident() == self._thread
+
+    def _go_on(self, account: Account) -> None:
+        self._clock.switch(account)
+        if self._gpu is not None:
+            self._gpu.enter(account.phase)
+
+    def _note_training(self) -> None:
+        if not self._has_trained:
+            self._has_trained = True
+            if self._has_evaluated:  # those steps were of another kind
+                self._clock.begin_anew()
+
+    def _meeting_backward(self, backward: _Function) -> _Function:
+        """Return ``torch.autograd.backward``, timed, with the wait at its end for other ranks booked as such."""
+        timed = self._timed_backward(backward)
+        meeting = self._timed_backward(self.rank_waits.around_backward(backward))
+        is_alone = self._run.place.world_size == 1
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return (timed if is_alone or not args else meeting)(*args, **kwargs)
+
+        return called
+
+    def _timed_backward(self, backward: _Function) -> _Function:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            after = self._safely(self._backward_begins)
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                if after is not None:
+                    self._safely(self._go_on, after)
+
+        return timed
+
+    def _backward_begins(self) -> Account | None:
+        """Return in what to go on afterward; ``None`` if this is not part of a step."""
+        if not self._is_in_step():
+            return None
+        self._note_training()
+        around = self._clock.current
+        self._go_on(self._backward)
+        return around if around is self._backward else self._rest
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._is_in_step():
+            return None
+        self._note_training()
+        self._run.note_optimizer(optimizer)
+        self._optimizer_depth += 1  # a subclass may call the step of its base
+        self._go_on(self._optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or self._optimizer_depth > 1:
+            return None
+
+        def timed_closure() -> Any:
+            self._safely(self._go_on, self._forward)
+            try:
+                return closure()
+            finally:
+                self._safely(self._go_on, self._optimizer)
+
+        if len(args) > 1:
+            return (args[0], timed_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": timed_closure}
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._optimizer_depth or not self._is_in_step():
+            return
+        self._optimizer_depth -= 1
+        if self._optimizer_depth:
+            return
+        self._optimizer_steps += 1
+        self._run.optimizer_steps += 1
+        is_last = self._optimizer_steps >= self._usual_optimizer_steps
+        self._go_on(self._after if is_last else self._forward)
+        if is_last:
+            self._end_gpu_step()

@@ -1,0 +1,363 @@
+"""Loops without a Trainer under `watch`: what is a step, where its time goes, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import Network, traces
+from torch.utils.data import DataLoader
+from trainings import Boom, HandClock, Samples, fault_in, loader
+
+from lightning_gpu_tools import TrainingWatch, watch
+from lightning_gpu_tools.reports.report import Report, load_report
+from lightning_gpu_tools.runs import session
+from lightning_gpu_tools.runs.advisor import Advisor
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.trainer.loop_run import LoopRun
+from lightning_gpu_tools.trainer.loop_timer import LoopTimer
+
+TAIL = "callback/code after optimizer.step()"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = traces()
+    yield
+    assert traces() == before
+
+
+def test_each_part_of_a_loop_has_its_phase(
+    tmp_path: Path, hand_clock: HandClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network, batches = Network(hand_clock.spend), loader(Samples(40, hand_clock.spend, 0.01))
+    with watch(folder=str(tmp_path)) as run:
+        for _ in range(2):
+            for batch in run.batches(batches):
+                network.backward(batch)
+                hand_clock.spend(0.004)
+                network.optimizer.step()
+                hand_clock.spend(0.006)
+            with run.phase("validation"):
+                hand_clock.spend(0.7)
+                network.step(batch)  # no part of a training step
+            with run.phase("drawing"):
+                hand_clock.spend(0.3)
+            hand_clock.spend(0.5)
+    report = load_report(tmp_path)
+    assert {phase: seconds for phase, seconds in report.phase_s.items() if phase != "garbage_collection"} == {
+        "data_loading": pytest.approx(78 * 0.01),
+        "epoch_start": pytest.approx(2 * 0.01),
+        "training_step/forward": pytest.approx(80 * 0.02),
+        "training_step/backward": pytest.approx(80 * 0.03),
+        "training_step": pytest.approx(80 * 0.004),
+        "training_step/optimizer": pytest.approx(80 * 0.05),
+        TAIL: pytest.approx(80 * 0.006),
+        "validation": pytest.approx(2 * (0.7 + 0.1)),
+        "callback/drawing": pytest.approx(2 * 0.3),
+        "outside_loop": pytest.approx(2 * 0.5),
+    }
+    assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
+    assert (report.steps, report.outcome) == (80, "completed")
+    assert report.step_s_max == pytest.approx(0.12)  # whatever comes between two epochs
+    assert report.settings["num_workers"] == 0
+    printed = capsys.readouterr().out
+    assert "Verdict: " in printed
+    assert "code after optimizer.step()" in printed
+    assert run.diagnosis is not None
+    assert run.diagnosis.verdict == report.diagnosis.verdict
+
+
+def test_several_optimizers_in_a_step_are_told_apart(tmp_path: Path, hand_clock: HandClock) -> None:
+    first, second = Network(hand_clock.spend), Network(hand_clock.spend)
+    with watch(folder=str(tmp_path)) as run:
+        for batch in run.batches(loader(Samples(40))):
+            first.step(batch)
+            second.step(batch)
+            hand_clock.spend(0.006)
+    phase_s = load_report(tmp_path).phase_s
+    assert phase_s["training_step/optimizer"] == pytest.approx(2 * 40 * 0.05)
+    # In the first step it is not known yet that there is a second one.
+    assert phase_s["training_step/forward"] == pytest.approx(2 * 40 * 0.02 - 0.02)
+    assert phase_s[TAIL] == pytest.approx(40 * 0.006 + 0.02)
+
+
+def test_a_closure_belongs_to_forward_and_backward(tmp_path: Path, hand_clock: HandClock) -> None:
+    network = Network(hand_clock.spend)
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            loss = super().step(closure)
+            hand_clock.spend(0.05)
+            return loss
+
+    torch.optim.SGD(network.layer.parameters(), lr=0.1).step()  # from now on both steps have hooks
+    optimizer = Twice(network.layer.parameters(), lr=1e-6)
+    with watch(folder=str(tmp_path)) as run:
+        for batch in run.batches(loader(Samples(30))):
+            optimizer.step(lambda: network.backward(batch))  # noqa: B023 - called at once
+            hand_clock.spend(0.006)
+    phase_s = load_report(tmp_path).phase_s
+    assert phase_s["training_step/forward"] == pytest.approx(2 * 30 * 0.02)
+    assert phase_s["training_step/backward"] == pytest.approx(2 * 30 * 0.03)
+    assert phase_s["training_step/optimizer"] == pytest.approx(30 * 0.05)
+    assert phase_s[TAIL] == pytest.approx(30 * 0.006)
+
+
+def pairs(run: TrainingWatch, network: Network) -> None:
+    for one, _ in zip(run.batches(loader(Samples(30))), run.batches(loader(Samples(30))), strict=True):
+        network.step(one)
+
+
+def nested_validation(run: TrainingWatch, network: Network) -> None:
+    for number, batch in enumerate(run.batches(loader(Samples(30)))):
+        network.step(batch)
+        if number % 10 == 9:
+            with torch.no_grad():
+                for one in run.batches(loader(Samples(5))):
+                    network.forward(one)
+
+
+def validation_in_its_phase(run: TrainingWatch, network: Network) -> None:
+    for _ in range(2):
+        for batch in run.batches(loader(Samples(15))):
+            network.step(batch)
+        with run.phase("validation"):
+            for one in run.batches(loader(Samples(5))):
+                network.step(one)
+
+
+def breaks(run: TrainingWatch, network: Network) -> None:
+    for _ in range(3):
+        for number, batch in enumerate(run.batches(loader(Samples(1000)))):
+            network.step(batch)
+            if number == 9:
+                break
+
+
+def shards(run: TrainingWatch, network: Network) -> None:
+    for _ in run.batches(range(3)):
+        for batch in run.batches(loader(Samples(10))):
+            network.step(batch)
+
+
+def held_iterator(run: TrainingWatch, network: Network) -> None:
+    held = iter(run.batches(loader(Samples(100))))
+    network.step(next(held))
+    for batch in run.batches(loader(Samples(29))):
+        network.step(batch)
+    del held
+
+
+def no_data_loader(run: TrainingWatch, network: Network) -> None:
+    network_input = (torch.ones(1, 4) for _ in range(30))
+    for batch in run.batches(network_input):
+        network.step(batch)
+
+
+def evaluation_only(run: TrainingWatch, network: Network) -> None:
+    with torch.inference_mode():
+        for batch in run.batches(loader(Samples(30))):
+            network.forward(batch)
+
+
+def accumulation(run: TrainingWatch, network: Network) -> None:
+    for number, batch in enumerate(run.batches(loader(Samples(30)))):
+        network.backward(batch)
+        if number % 3 == 2:
+            network.optimizer.step()
+
+
+def another_thread(run: TrainingWatch, network: Network) -> None:
+    for batch in run.batches(loader(Samples(30))):
+        network.step(batch)
+    side = threading.Thread(target=pairs, args=(run, Network()))
+    side.start()
+    side.join()
+
+
+def with_workers(run: TrainingWatch, network: Network) -> None:
+    for batch in run.batches(loader(Samples(30), num_workers=1)):
+        network.step(batch)
+
+
+SHAPES: dict[Callable[[TrainingWatch, Network], None], dict[str, float]] = {
+    pairs: {"training_step/forward": 30},
+    nested_validation: {"training_step/forward": 30, "validation": 15},
+    validation_in_its_phase: {"training_step/forward": 30, "validation": 10 * 5},
+    breaks: {"training_step/forward": 30},
+    shards: {"training_step/forward": 30},
+    held_iterator: {"training_step/forward": 30},
+    no_data_loader: {"training_step/forward": 30},
+    evaluation_only: {"training_step/forward": 30},
+    accumulation: {"training_step/forward": 30},
+    another_thread: {"training_step/forward": 30},
+    with_workers: {"training_step/forward": 30},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_a_step_lasts_from_batch_to_batch_in_every_loop(
+    tmp_path: Path, hand_clock: HandClock, shape: Callable[[TrainingWatch, Network], None]
+) -> None:
+    with watch(folder=str(tmp_path)) as run:
+        shape(run, Network(hand_clock.spend))
+    report = load_report(tmp_path)
+    assert report.steps == 30
+    for phase, forwards in SHAPES[shape].items():
+        assert report.phase_s[phase] == pytest.approx(forwards * 0.02)
+    assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
+    assert report.unseen == ()
+    assert report.settings["accumulate_grad_batches"] == (3 if shape is accumulation else 1)
+
+
+def test_what_is_iterated_looks_like_the_loader(tmp_path: Path) -> None:
+    samples = loader(Samples(3))
+    with watch(folder=str(tmp_path)) as run:
+        batches = run.batches(samples)
+        assert len(batches) == 3  # type: ignore[arg-type]
+        assert [one.tolist() for one in batches] == [one.tolist() for one in batches] == [x.tolist() for x in samples]
+        with pytest.raises(TypeError):
+            len(run.batches(one for one in samples))  # type: ignore[arg-type]
+    assert [one.tolist() for one in batches] == [one.tolist() for one in samples]  # also when the watch has ended
+
+
+def failing_loader() -> Iterable[torch.Tensor]:
+    for number in range(100):
+        if number == 25:
+            raise Boom("a broken file")
+        yield torch.ones(1, 4)
+
+
+def train(
+    folder: Path, batches: Iterable[torch.Tensor], fail_at: int | None = None, error: type[BaseException] = Boom
+) -> list[float]:
+    """Train two epochs, and return the weights."""
+    torch.manual_seed(0)
+    network = Network()
+    with watch(folder=str(folder), min_steps=1, min_seconds=0) as run:
+        for _ in range(2):
+            for number, batch in enumerate(run.batches(batches)):
+                if number == fail_at:
+                    raise error("of the user's")
+                network.step(batch)
+    return [number for weight in network.layer.parameters() for number in weight.flatten().tolist()]
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt, SystemExit])
+def test_a_loop_that_fails_is_reported(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        train(tmp_path, loader(Samples(100)), 25, error)
+    report = load_report(tmp_path)
+    assert (report.outcome, report.steps) == (f"stopped by {error.__name__} at step 25", 26)
+
+
+def test_a_loader_that_fails_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(Boom):
+        train(tmp_path, failing_loader())
+    report = load_report(tmp_path)
+    assert (report.outcome, report.steps) == ("stopped by Boom at step 25", 25)
+
+
+def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandClock) -> None:
+    network, seen = Network(hand_clock.spend), []
+
+    def trained() -> None:
+        with watch(folder=str(tmp_path), min_steps=20, min_seconds=1) as run:
+            for number, batch in enumerate(run.batches(loader(Samples(100, hand_clock.spend, 0.5)))):
+                network.step(batch)
+                if number == 60:
+                    seen.append((run.diagnosis, len(warned)))
+
+    with pytest.warns(UserWarning, match="Waiting for data takes .* find_loader_settings") as warned:
+        trained()
+    ((diagnosis, count),) = seen
+    assert diagnosis is not None
+    assert diagnosis.verdict == "low"
+    assert count == len(warned) == 1
+
+
+def test_without_a_batch_there_is_no_report(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"no batch went through run\.batches"), watch(folder=str(tmp_path)) as run:
+        pass
+    assert run.diagnosis is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_disabled_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
+    before = traces()
+    with watch(folder=str(tmp_path)) as run:
+        for _ in run.batches(loader(Samples(30))):
+            with run.phase("validation"):
+                assert traces() == before
+    assert run.diagnosis is None
+    assert not list(tmp_path.iterdir())
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"interval_s": 0}, {"min_utilization_percent": 101}, {"min_steps": 0}, {"min_seconds": -1}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_senseless_argument_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        watch(**options)
+
+
+OURS = [
+    *(LoopTimer.__init__, LoopTimer.start, LoopTimer.open, LoopTimer.begin_fetch, LoopTimer.end_fetch),
+    *(LoopTimer.close, LoopTimer.end_step, LoopTimer._go_on, LoopTimer._optimizer_begins, LoopTimer._optimizer_ends),
+    *(LoopTimer._backward_begins, LoopRun.follow, TrainingWatch._begin, TrainingWatch._finish),
+    *(Advisor.after_step, RunRecorder.measurements, RunRecorder.after_step, session.Session.begin),
+]
+
+
+@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+@pytest.mark.parametrize("function", OURS, ids=lambda function: function.__qualname__)
+def test_a_fault_of_ours_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]
+) -> None:
+    batches, off = loader(Samples(40)), "because of an error in it: RuntimeError: ours"
+    with monkeypatch.context() as disabled:
+        disabled.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
+        as_usual = train(tmp_path, batches)
+    with fault_in(function, lambda: RuntimeError("ours")) as raised, pytest.warns(UserWarning, match=off) as warned:
+        assert train(tmp_path, batches) == as_usual
+    assert raised
+    assert len([one for one in warned if off in str(one.message)]) == 1
+    with fault_in(function, lambda: RuntimeError("ours")), pytest.warns(UserWarning, match=off), pytest.raises(Boom):
+        train(tmp_path, batches, fail_at=30)
+
+
+def reported(folder: Path, run: TrainingWatch, batches: DataLoader[torch.Tensor]) -> Report:
+    with run:
+        for _ in run.batches(batches):
+            pass
+    return load_report(folder)
+
+
+def test_a_watch_can_be_used_again(tmp_path: Path) -> None:
+    run = watch(folder=str(tmp_path))
+    assert [reported(tmp_path, run, loader(Samples(count))).steps for count in (3, 5)] == [3, 5]
+
+
+def test_a_thread_that_is_no_loop_books_nothing(tmp_path: Path, hand_clock: HandClock) -> None:
+    def train_beside() -> None:
+        Network(hand_clock.spend, cost_s=100.0).step(torch.ones(1, 4))
+
+    with watch(folder=str(tmp_path)) as run:
+        for batch in run.batches(loader(Samples(3))):
+            beside = threading.Thread(target=train_beside)
+            beside.start()
+            beside.join()
+            Network(hand_clock.spend).step(batch)
+    phase_s = load_report(tmp_path).phase_s
+    assert phase_s["training_step/optimizer"] == pytest.approx(3 * 0.05)
+    assert phase_s["training_step/backward"] == pytest.approx(3 * 0.03)

@@ -1,0 +1,209 @@
+"""Fabric under `watch`: its phases, loggers, ranks and GPUs; and the other parts of the package under Fabric."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+import cpu_as_cuda
+import pytest
+import torch
+from fake_driver import Driver, gpu
+from own_loops import Network, traces
+from rank_processes import run_ranks
+from simulated_gpu import SimulatedGpu
+from torch.utils.data import DataLoader
+from trainings import HandClock, Samples, loader
+
+from lightning_gpu_tools import PortableCheckpointIO, load_weights, select_gpus, watch
+from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.trainer.loop_run import FabricRun
+
+FAMILIES = ["lightning.fabric", "lightning_fabric"]
+
+
+class Batch:
+    """What takes its time to get to a device."""
+
+    def __init__(self, samples: torch.Tensor, clock: HandClock) -> None:
+        self.samples, self.clock = samples, clock
+
+    def to(self, *args: Any, **kwargs: Any) -> Batch:
+        self.clock.spend(0.02)
+        return self
+
+
+class SlowToSave:
+    def __init__(self, clock: HandClock) -> None:
+        self.clock = clock
+
+    def __reduce__(self) -> Any:
+        self.clock.spend(0.08)
+        return int, ()
+
+
+def recording_logger(family: str, folder: Path, clock: HandClock) -> Any:
+    """Return a logger that takes its time and keeps what it is given."""
+
+    class Recording(importlib.import_module(f"{family}.loggers").CSVLogger):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__(folder)
+            self.logged: list[tuple[dict[str, float], int | None]] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            clock.spend(0.003)
+            self.logged.append((metrics, step))
+
+    return Recording()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fabrics_calls_are_phases_of_their_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hand_clock: HandClock,
+    family: str,
+) -> None:
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **kwargs: hand_clock.spend(0.004))
+    logger = recording_logger(family, tmp_path, hand_clock)
+    fabric = importlib.import_module(family).Fabric(accelerator="cpu", devices=1, loggers=[logger])
+    fabric.launch()
+    network = Network(hand_clock.spend)
+    model, optimizer = fabric.setup(network.layer, network.optimizer)
+    samples = Samples(40, hand_clock.spend, 0.01)
+    given = DataLoader(samples, collate_fn=lambda one: Batch(torch.stack(one), hand_clock))
+    batches = fabric.setup_dataloaders(given)
+    before = traces(), dict(vars(fabric)), dict(vars(given))
+    with watch(fabric) as run:
+        for number, batch in enumerate(run.batches(batches)):
+            loss = network.forward(batch.samples)
+            loss.register_hook(lambda gradient: hand_clock.spend(0.03))
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            fabric.log("loss", 0.0, step=number)
+            if number == 30:
+                fabric.save(tmp_path / "last.ckpt", {"model": model, "slow": SlowToSave(hand_clock)})
+    assert (traces(), dict(vars(fabric)), dict(vars(given))) == before
+    assert not {"log_metrics", "save"} & set(vars(logger))
+    report = load_report(logger.log_dir)
+    assert {phase: seconds for phase, seconds in report.phase_s.items() if phase != "garbage_collection"} == {
+        "data_loading": pytest.approx(39 * 0.01),
+        "epoch_start": pytest.approx(0.01),
+        "host_to_device_copy": pytest.approx(40 * 0.02),
+        "training_step/forward": pytest.approx(40 * 0.02),
+        "training_step/backward": pytest.approx(40 * 0.03),
+        "training_step/gradient_clipping": pytest.approx(40 * 0.004),
+        "training_step/optimizer": pytest.approx(40 * 0.05),
+        "checkpoint": pytest.approx(0.08),
+        "logging/Recording": pytest.approx(40 * 0.003),
+    }
+    assert report.settings["precision"] == "32-true"
+    assert {"lightning", "lightning_fabric"} & set(report.settings) == {family.partition(".")[0]}
+    with watch(fabric) as run:
+        for _ in range(2):
+            for _ in run.batches(fabric.setup_dataloaders(loader(Samples(25), num_workers=1))):
+                hand_clock.spend(0.01)
+    assert load_report(logger.log_dir).unseen == ()
+    summary = [metrics for metrics, _ in logger.logged if "gpu_tools/waiting_share" in metrics]
+    assert len(summary) == 2
+
+
+def test_gpus_are_sampled_and_logged(
+    driver: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hand_clock: HandClock,
+) -> None:
+    driver.gpus = [gpu(utilization=30)]
+    cpu_as_cuda.install(monkeypatch.setattr)
+    cpu_as_cuda.start()
+    device = SimulatedGpu(hand_clock)
+    device.install(monkeypatch.setattr)
+    monkeypatch.setattr(FabricRun, "_find_devices", lambda self: ([torch.device("cuda", 0)], torch.device("cpu")))
+    logger = recording_logger(FAMILIES[0], tmp_path, hand_clock)
+    fabric = importlib.import_module(FAMILIES[0]).Fabric(accelerator="cpu", devices=1, loggers=[logger])
+    network = Network()
+    with watch(fabric, interval_s=0.01) as run:
+        for batch in run.batches(loader(Samples(400, hand_clock.spend, 0.03))):
+            for _ in range(10):
+                hand_clock.spend(0.0001)
+                device.launch(0.002)
+            network.step(batch)
+            time.sleep(0.0005)  # for the thread that samples
+    assert device.waited_for == 0
+    report = load_report(logger.log_dir)
+    # Of 31 ms, 20 ms of kernels begin with the first one.
+    assert report.diagnosis.gpu_idle_percent["data_loading"] == pytest.approx(100 * 11 / 31, rel=0.1)
+    assert report.diagnosis.verdict == "low"
+    assert report.gpus[0].utilization_percent_mean == 30
+    metrics = {name: step for logged, step in logger.logged for name in logged if name.startswith("gpu/0/")}
+    assert metrics["gpu/0/utilization_percent/mean"] in range(49, 400, 50)
+
+
+def train_ranks(folder: Path, rank: int) -> None:
+    """Train in a plain loop, then with Fabric; rank 1 loads slowly."""
+    from lightning.fabric import Fabric
+
+    def train(run: Any, batches: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, backward: Any) -> None:
+        with run:
+            for _ in range(2):
+                for batch in run.batches(batches):
+                    backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def slow(steps: int) -> DataLoader[torch.Tensor]:
+        return loader(Samples(steps, time.sleep, 0.03 * rank))
+
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    options: dict[str, Any] = {"min_steps": 10, "min_seconds": 0.1}
+    run = watch(folder=str(folder / "plain"), **options)
+    train(run, slow(25), model, torch.optim.SGD(model.parameters(), lr=1e-6), torch.Tensor.backward)
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    layer = torch.nn.Linear(4, 1)
+    wrapped, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
+    run = watch(fabric, folder=str(folder / "fabric"), **options)
+    train(run, fabric.setup_dataloaders(slow(50)), wrapped, optimizer, fabric.backward)
+
+
+def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, train_ranks)
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert [result.stdout.count("Verdict:") for result in results] == [2, 0]
+    for name in ("plain", "fabric"):
+        report = load_report(tmp_path / name)
+        assert report.settings["world_size"] == 2
+        fast, slow = report.ranks
+        assert (fast.rank, slow.rank) == (0, 1)
+        assert {"data_loading", "forward", "backward", "optimizer"} <= set(slow.phase_s)
+        straggler = next(one for one in report.diagnosis.findings if one.cause == "straggler")
+        assert (straggler.evidence["rank"], straggler.evidence["phase"]) == (1, "data_loading")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_fabric_has_set_up_takes_weights_from_anywhere(tmp_path: Path, family: str) -> None:
+    fabric = importlib.import_module(family).Fabric(accelerator="cpu", devices=1, plugins=[PortableCheckpointIO()])
+    given, other = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    fabric.save(tmp_path / "last.ckpt", {"model": fabric.setup(torch.nn.DataParallel(given))})
+    for target in (fabric.setup(other), fabric.setup(torch.compile(other))):
+        with torch.no_grad():
+            other.weight.zero_()
+        load_weights(target, tmp_path / "last.ckpt")
+        assert torch.equal(other.weight, given.weight)
+
+
+@pytest.mark.usefixtures("claims_dir")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fabric_gets_the_selected_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB"), gpu(memory_free="20GiB")]
+    cpu_as_cuda.install(monkeypatch.setattr)
+    with select_gpus(2) as selection:
+        selection.apply()
+        fabric = importlib.import_module(family).Fabric(accelerator="cuda", devices=2, strategy="ddp")
+        assert cpu_as_cuda.gpus_of(fabric) == [driver.gpus[1].uuid, driver.gpus[2].uuid]
