@@ -43,6 +43,7 @@ class LoopRun:
         self.gpus, self._device = self._find_devices()
         self.iterator: object | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._known: set[int] = set()
         self.optimizer_steps = self.logged_step = 0
         self._loader: object = None
 
@@ -88,7 +89,8 @@ class LoopRun:
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that this optimizer makes a step."""
-        if not any(optimizer is known for known in self.optimizers):
+        if id(optimizer) not in self._known:
+            self._known.add(id(optimizer))
             self.optimizers.append(optimizer)
 
     @property
