@@ -1,4 +1,4 @@
-"""Collects everything that the diagnosis needs of a training, from its driver, its step clock, the host and the GPUs."""
+"""Collects all that the diagnosis needs of a training, from its driver, its step clock, the host and the GPUs."""
 
 from __future__ import annotations
 

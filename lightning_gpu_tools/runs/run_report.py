@@ -250,7 +250,9 @@ def _log_text(logger: Any, name: str, text: str, step: int) -> None:
         experiment.log_text(logger.run_id, text, f"{name}.txt")
     elif hasattr(experiment, "set_tag"):
         experiment.set_tag(logger.run_id, name, text)
-    elif hasattr(experiment, "log_other"):  # Comet
+    elif hasattr(experiment, "log_other") and is_long:  # Comet, which cuts these off after 1,000 characters
+        experiment.log_asset_data(text, name=f"{name}.txt")
+    elif hasattr(experiment, "log_other"):
         experiment.log_other(name, text)
     elif hasattr(experiment, "summary"):  # Weights & Biases
         experiment.summary[name] = text

@@ -333,8 +333,9 @@ def _users_phase(owner: object, base: str, hook: str) -> str | None:
 
 
 def _overrides(owner: object, base: str, hook: str) -> bool:
-    """Return whether the owner's class has another method there than Lightning's ``base`` that it is made from."""
-    return getattr(type(owner), hook, None) is not getattr(base_of(owner, base), hook, None)
+    """Return whether the owner has another method there than Lightning's ``base``; so has what is not made from it."""
+    own_base = base_of(owner, base)
+    return own_base is None or getattr(type(owner), hook, None) is not getattr(own_base, hook, None)
 
 
 def _default_phase(trainer: Trainer, hook: str) -> str | None:

@@ -92,10 +92,11 @@ def test_a_launcher_that_lightning_recognizes_comes_first() -> None:
     "environ",
     [
         {},
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "1"},
         {"SLURM_JOB_ID": "1"},
+        slurm(0, SLURM_JOB_NAME="bash", SLURM_STEP_TASKS_PER_NODE="1"),
     ],
-    ids=["alone", "kubeflow", "sbatch-without-srun"],
+    ids=["alone", "kubeflow", "sbatch-without-srun", "shell"],
 )
 def test_a_process_without_others_on_its_machine_has_no_launch(environ: dict[str, str]) -> None:
     assert find_launch(environ, has_mpi4py=True) is None
