@@ -114,6 +114,24 @@ def pairs(run: TrainingWatch, network: Network) -> None:
         network.step(one)
 
 
+def uneven_pairs(run: TrainingWatch, network: Network) -> None:
+    for one, _ in zip(run.batches(loader(Samples(40))), run.batches(loader(Samples(29))), strict=False):
+        network.step(one)
+    network.spend(50 * 0.02)
+
+
+def broken_loader(run: TrainingWatch, network: Network) -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            raise Boom("no such file")
+
+    with pytest.raises(Boom):
+        next(iter(run.batches(Broken())))
+    network.spend(50 * 0.02)
+    for batch in run.batches(loader(Samples(30))):
+        network.step(batch)
+
+
 def nested_validation(run: TrainingWatch, network: Network) -> None:
     for number, batch in enumerate(run.batches(loader(Samples(30)))):
         network.step(batch)
@@ -188,6 +206,8 @@ def with_workers(run: TrainingWatch, network: Network) -> None:
 
 SHAPES: dict[Callable[[TrainingWatch, Network], None], dict[str, float]] = {
     pairs: {"training_step/forward": 30},
+    uneven_pairs: {"training_step/forward": 29, "outside_loop": 50},
+    broken_loader: {"training_step/forward": 30, "outside_loop": 50},
     nested_validation: {"training_step/forward": 30, "validation": 15},
     validation_in_its_phase: {"training_step/forward": 30, "validation": 10 * 5},
     breaks: {"training_step/forward": 30},
