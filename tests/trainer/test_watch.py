@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -366,6 +369,22 @@ def reported(folder: Path, run: TrainingWatch, batches: DataLoader[torch.Tensor]
 def test_a_watch_can_be_used_again(tmp_path: Path) -> None:
     run = watch(folder=str(tmp_path))
     assert [reported(tmp_path, run, loader(Samples(count))).steps for count in (3, 5)] == [3, 5]
+
+
+def test_nothing_of_the_loops_is_kept_alive(tmp_path: Path) -> None:
+    network, batches = Network(), loader(Samples(100), num_workers=1)
+    ends, others = [weakref.ref(network.optimizer), weakref.ref(batches)], set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        with watch(folder=str(tmp_path)) as run:
+            for batch in run.batches(batches):
+                network.step(batch)
+                break
+            assert set(multiprocessing.active_children()) <= others
+        del network, batches, batch
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_is_no_loop_books_nothing(tmp_path: Path, hand_clock: HandClock) -> None:
