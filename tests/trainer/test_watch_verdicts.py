@@ -21,7 +21,7 @@ from lightning_gpu_tools import TrainingWatch, watch
 STEPS = {
     "a2": 60,
     "another loader": 60,
-    "n": 1000,
+    "e": 52,
     "f": 100,
     "g": 10,
     "slow backward": 60,
