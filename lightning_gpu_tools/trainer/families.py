@@ -131,7 +131,14 @@ def _act(act: Callable[[ModuleType], object], module: ModuleType) -> None:
     try:
         act(module)
     except Exception as error:  # noqa: BLE001 - whatever it is, the import and the training of others go on
-        warnings.warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.", stacklevel=3)
+        only_warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.")
+
+
+def only_warn(message: str) -> None:
+    """Warn, whatever the filters are: none makes it an error of a program that may not even use this package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(message, stacklevel=4)
 
 
 class Root:
