@@ -26,7 +26,7 @@ STEPS = {
     "g": 10,
     "slow backward": 60,
     "slow optimizer": 60,
-    "short epochs": 200,
+    "short epochs": 120,
     "b": 60,
     "c": 60,
     "d": 60,
