@@ -18,7 +18,7 @@ WHY_NOT = (
     if os.geteuid() != 0
     else ""
 )
-# Nobody is told apart and no device is guarded: all of it is this test's own. Nothing waits for more jobs to come.
+# No device is guarded, and nothing waits for more jobs to come.
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -28,8 +28,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmUser=root
-AuthType=auth/none
-CredType=cred/none
+AuthInfo=socket={folder}/munge.socket
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -63,8 +62,13 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     configuration = _CONFIGURATION.format(folder=folder, ports=ports, host=socket.gethostname().partition(".")[0])
     (folder / "slurm.conf").write_text(configuration)
     environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+    # Its own key: who has it can run anything as anybody.
+    with open(folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, mode=0o400)) as key:
+        key.write(os.urandom(128))
+    names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    munged = ["munged", "--foreground", "--force", *(f"--{name}={folder}/munge.{end}" for name, end in names.items())]
     with (folder / "log").open("w") as log, ExitStack() as daemons:
-        for command in (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+        for command in (munged, ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
             daemon = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
             daemons.callback(daemon.wait)
             daemons.callback(daemon.terminate)

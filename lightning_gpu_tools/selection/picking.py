@@ -140,7 +140,7 @@ def select_gpus(
     this package; they do not keep other programs off a GPU.
 
     In a script that Lightning's DDP starts again for each rank, all ranks get the GPUs that the first one has picked
-    and applied. Under torchrun and SLURM each rank picks for itself. There, use
+    and applied. Under torchrun, SLURM and MPI each rank picks for itself. There, use
     :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy, which pick once for all ranks.
 
     Args:

@@ -23,8 +23,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     On a server that several people share, Lightning's own choice is GPU 0, 1, ..., whoever uses them. This one takes
     idle GPUs before busy ones and then those with the most free memory, stays inside ``CUDA_VISIBLE_DEVICES``, and
     respects what others have claimed. All processes of the job on this machine get the same GPUs: children of DDP,
-    ranks of torchrun and SLURM, and the next ``Trainer`` in the same script. If ``CUDA_VISIBLE_DEVICES`` already has
-    exactly as many GPUs as ``devices`` asks for, as under a scheduler, they are used as they are.
+    ranks of torchrun, SLURM and MPI, and the next ``Trainer`` in the same script. If ``CUDA_VISIBLE_DEVICES`` already
+    has exactly as many GPUs as ``devices`` asks for, as under a scheduler, they are used as they are.
 
     ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify, or, where
     ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list: those, if they qualify.
