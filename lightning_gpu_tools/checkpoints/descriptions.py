@@ -10,7 +10,7 @@ from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32"), 4),
+    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "qint8", "quint8", "quint4x2", "quint2x4", "float4_e2m1fn_x2"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),

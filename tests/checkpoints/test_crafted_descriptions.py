@@ -109,6 +109,11 @@ def test_every_kind_of_content_loads_as_torch_loads_it(kind: str, tmp_path: Path
     content = {"it": KINDS[kind]()}
     path, packed, old = tmp_path / "a.ckpt", tmp_path / "b.ckpt", tmp_path / "c.ckpt"
     torch.save(content, path)
+    if kind in ("nested", "jagged"):
+        try:
+            torch.load(path)
+        except pickle.UnpicklingError:
+            pytest.skip("this torch does not load them itself")
     packed.write_bytes(zipped(records_of(path.read_bytes()), zipfile.ZIP_DEFLATED))
     torch.save(content, old, _use_new_zipfile_serialization=False)
     for file in (path, packed) if kind in NOT_IN_THE_OLD_FORMAT else (path, packed, old):
