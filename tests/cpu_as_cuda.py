@@ -35,8 +35,6 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(torch.cuda, "is_initialized", lambda: _state.seen is not None)
     set_attribute(torch.cuda, "get_device_properties", _properties)
     set_attribute(torch.cuda, "get_device_name", lambda index: _properties(index).name)
-    # These GPUs have no random numbers. A build for CUDA would count them by the fake driver.
-    set_attribute(torch.cuda.random, "device_count", lambda: 0)
     for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy, FreeMemoryStrategy):
         set_attribute(strategy, "root_device", property(lambda self: torch.device("cpu")))
     # PyTorch refuses to shard a model where there is no accelerator: every rank keeps all of it.

@@ -27,7 +27,7 @@ class MyStrategy(FreeMemoryDDPStrategy):
 
 
 monitor, plugin = MyMonitor(report=False), PortableCheckpointIO()
-strategy = MyStrategy(mine=7, start_method="spawn", find_unused_parameters=False)
+strategy = MyStrategy(mine=7, find_unused_parameters=False)
 pl: Any = importlib.import_module(sys.argv[1])
 folder = Path(sys.argv[2])
 
@@ -48,7 +48,7 @@ class Model(pl.LightningModule):  # type: ignore[misc, name-defined]
 
 
 def train() -> dict[str, Any]:
-    """Train in a spawned process, to which everything is pickled; the callback is given bare."""
+    """Train with DDP; the callback is given bare."""
     trainer = pl.Trainer(
         strategy=strategy,
         callbacks=monitor,

@@ -67,7 +67,7 @@ def run_ranks(
         process.start()
         started.append(process)
     for process in started:
-        process.join(100)
+        process.join(150)
         assert process.exitcode is not None, "it hangs"
     texts = [[(folder / f"{name}{rank}").read_text() for name in ("stdout", "stderr")] for rank in range(ranks)]
     return [subprocess.CompletedProcess("", p.exitcode, *text) for p, text in zip(started, texts, strict=True)]

@@ -77,7 +77,7 @@ def divided(value: torch.Tensor, *cuts: Sequence[int]) -> torch.Tensor:
 def write_distributed(folder: Path, content: dict[str, Any], *, files: int = 1) -> Path:
     """As torch.distributed.checkpoint writes it, which FSDP's and ModelParallel's sharded checkpoints are."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=files, sync_files=False)
-    dcp.save(content, storage_writer=writer, no_dist=True)
+    dcp.save(content, storage_writer=writer)
     return folder
 
 

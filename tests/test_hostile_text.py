@@ -356,7 +356,7 @@ def test_the_plugin_shows_hostile_names_harmlessly(
     trainer = quiet_trainer(tmp_path, plugins=[PortableCheckpointIO()], logger=False)
     with caplog.at_level(logging.INFO):
         try:
-            trainer.validate(model, loader(Samples(1)), ckpt_path=files[name], weights_only=True)
+            trainer.validate(model, loader(Samples(1)), ckpt_path=files[name])
         except CheckpointError as error:
             assert_harmless(str(error))
     for text in (*caplog.messages, *(str(one.message) for one in recwarn)):

@@ -12,13 +12,12 @@ import functools
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.trainer.families import Callback, when_imported
+from lightning_gpu_tools.trainer.families import Callback, only_warn, when_imported
 
 _STRATEGIES = {
     "free_memory": "FreeMemoryStrategy",
@@ -65,10 +64,9 @@ def _advises() -> bool:
 
 @functools.cache
 def _warn_of_fabric() -> None:
-    warnings.warn(
+    only_warn(
         "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Put the loop into "
-        "`with lightning_gpu_tools.watch(fabric) as run:`.",
-        stacklevel=3,
+        "`with lightning_gpu_tools.watch(fabric) as run:`."
     )
 
 
@@ -109,5 +107,5 @@ def _or_warn(consequence: str, act: Callable[[], list[Callback]]) -> list[Callba
     try:
         return act()
     except Exception as error:  # noqa: BLE001 - whatever it is, a Trainer that may not even use the package goes on
-        warnings.warn(f"{consequence}: {error!r}. Is lightning_gpu_tools installed completely?", stacklevel=3)
+        only_warn(f"{consequence}: {error!r}. Is lightning_gpu_tools installed completely?")
         return []

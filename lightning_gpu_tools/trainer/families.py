@@ -131,7 +131,14 @@ def _act(act: Callable[[ModuleType], object], module: ModuleType) -> None:
     try:
         act(module)
     except Exception as error:  # noqa: BLE001 - whatever it is, the import and the training of others go on
-        warnings.warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.", stacklevel=3)
+        only_warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.")
+
+
+def only_warn(message: str) -> None:
+    """Warn, whatever the filters are: none makes it an error of a program that may not even use this package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(message, stacklevel=4)
 
 
 class Root:
@@ -258,13 +265,14 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
     if not TYPE_CHECKING:  # a type checker is to know Lightning's attributes and no others
 
         def __getattr__(self, name: str) -> Any:
-            if name in _READ_FIRST:
-                if self._family is None:
+            if self._family is None:
+                if name in _READ_FIRST:
                     return vars(self).get("_options", {}).get(name.lstrip("_"))
-                if name in ("_precision_plugin", "_precision"):  # which a Trainer's strategy has, and a Fabric's
-                    raise self._taken()
-            when = "" if self._family else " before a Trainer or a Fabric has taken it"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{when}")
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} has no attribute {name!r} before a Trainer or a Fabric has taken it")
+            if name in ("_precision_plugin", "_precision"):  # the one of a Trainer's strategy, the other of a Fabric's
+                raise self._taken()
+            return super().__getattribute__(name)  # which raises an error of its own
 
 
 @functools.cache

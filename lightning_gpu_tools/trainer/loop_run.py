@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ class LoopRun:
     Make it where the first batch is asked for: by then the ranks have met and the model is on its device.
 
     Attributes:
-        iterator: That of the loader in use.
         optimizers: Those that have made a step.
         optimizer_steps: How many steps they have made.
         logged_step: How many batches are done.
@@ -41,8 +41,9 @@ class LoopRun:
     def __init__(self) -> None:
         self.place = self._find_place()
         self.gpus, self._device = self._find_devices()
-        self.iterator: object | None = None
+        self._iterator: Callable[[], object | None] = lambda: None
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._known: set[int] = set()
         self.optimizer_steps = self.logged_step = 0
         self._loader: object = None
 
@@ -86,9 +87,26 @@ class LoopRun:
         """Say that steps come from this loader from now on."""
         self._loader = getattr(loader, _GIVEN_LOADER, loader)
 
+    @property
+    def iterator(self) -> object | None:
+        """That of the loader in use."""
+        return self._iterator()
+
+    @iterator.setter
+    def iterator(self, iterator: object) -> None:
+        try:  # only the loop keeps it alive, and with it the workers
+            self._iterator = weakref.ref(iterator)
+        except TypeError:
+            self._iterator = lambda: None
+
+    def forget(self) -> None:
+        """Keep nothing of the loop's alive."""
+        self._loader, self.optimizers, self._iterator = None, [], lambda: None
+
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that this optimizer makes a step."""
-        if not any(optimizer is known for known in self.optimizers):
+        if id(optimizer) not in self._known:
+            self._known.add(id(optimizer))
             self.optimizers.append(optimizer)
 
     @property

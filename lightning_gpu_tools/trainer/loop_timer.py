@@ -45,7 +45,13 @@ _Function = Callable[..., Any]
 
 
 class Loop:
-    """One pass over one loader."""
+    """One pass over one loader.
+
+    Attributes:
+        around: What the time was booked on before its iterator was made, or before it asked for a batch of a step that
+            another loop has begun.
+        is_validation: Whether it is validation.
+    """
 
     def __init__(self) -> None:
         self.around: Account | None = None
@@ -217,6 +223,10 @@ class LoopTimer:
                 self._clock.cut_at_edge()
                 self._enter("training")
             return False
+        # The iterator could not be made, or one loop of several in a step has no more data.
+        waits = self._clock.current in (self._epoch_start, self._data_loading) and self._fetching is None
+        if is_own_thread and waits and loop.around is not None:
+            self._clock.switch(loop.around)
         if self._counting is not loop:
             return False
         self._counting = None

@@ -82,6 +82,7 @@ class TrainingWatch:
 
     def _reset(self) -> None:
         self._session: Session | None = None
+        self._run: LoopRun | None = None
         self._timer: LoopTimer | None = None
         self._advisor: Advisor | None = None
         self._running: RunningReport | None = None
@@ -144,7 +145,7 @@ class TrainingWatch:
 
     def _begin(self, loader: object) -> LoopTimer:
         """Begin to measure, at the first batch: by then the ranks have met and the model is on its device."""
-        run = LoopRun() if self._fabric is None else FabricRun(self._fabric)
+        run = self._run = LoopRun() if self._fabric is None else FabricRun(self._fabric)
         run.follow(loader)
         session = self._session = Session(
             run, lambda clock, enter: LoopTimer(run, self._fabric, clock, enter, self._after_step)
@@ -202,8 +203,8 @@ class TrainingWatch:
 
     def _close(self) -> None:
         """End the measuring; nothing happens the second time."""
-        session, timer, running = self._session, self._timer, self._running
-        self._session = self._timer = self._advisor = self._running = None
+        session, run, timer, running = self._session, self._run, self._timer, self._running
+        self._session = self._run = self._timer = self._advisor = self._running = None
         self._is_on = False
         # What is broken may break here, too.
         if timer is not None:
@@ -215,6 +216,8 @@ class TrainingWatch:
         if running is not None:
             with suppress(Exception):
                 running.give_up()
+        if run is not None:
+            run.forget()
 
 
 class _Batches(Generic[_T]):

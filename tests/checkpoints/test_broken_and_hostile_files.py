@@ -145,6 +145,9 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
     (tmp_path / "newer.ckpt").unlink()
     with pytest.raises(BrokenCheckpointError, match=r"use an earlier checkpoint\.$"):
         read_checkpoint(tmp_path / "broken.ckpt")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BrokenCheckpointError, match=r"is a JSON text, not a checkpoint\.$"):
+        read_checkpoint(tmp_path / "config.json")
 
 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:

@@ -229,11 +229,12 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path) -> None:
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
 
+@pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageWriter"), reason="this torch does not write them")
 def test_parts_by_dcp_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
     for distributed in (True, False):
         folder = tmp_path / str(distributed)
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=distributed)
-        dcp.save(dict(WEIGHTS), storage_writer=writer, no_dist=True)
+        dcp.save(dict(WEIGHTS), storage_writer=writer)
     file = next(folder.glob("*.safetensors"))  # its index says that this is all
     assert [load_weights(Net(), path).missing for path in (folder, file)] == [(), ()]
     folder = tmp_path / "True"

@@ -9,10 +9,12 @@ from rank_processes import run_ranks
 
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.trainer import demo as demo_training
 
 
 def demo(folder: Path, rank: int) -> None:
     os.environ["LIGHTNING_GPU_TOOLS_DISABLE"] = "1"
+    demo_training.STEPS = 120
     sys.exit(main(["demo", "--folder", str(folder)]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -168,16 +167,6 @@ def test_a_selection_opens_and_reads_the_driver_once(
     assert run_cli(*arguments, env={"LIGHTNING_GPU_TOOLS_JOB": job}).returncode == 0
     assert driver.stays_open()
     assert [call.function for call in driver.calls()].count("nvmlDeviceGetMemoryInfo") == 3
-
-
-def test_memory_that_a_claims_holder_uses_counts_once(driver: Driver, pick: Pick) -> None:
-    driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="20GiB")]
-    with select_gpus(min_free="30GiB"):
-        assert pick().out == f"{driver.gpus[1].uuid}\n"
-        with driver.change():
-            driver.gpus[0].processes = [process(pid=os.getpid(), memory="10GiB")]
-            driver.gpus[0].memory_free = "41GiB"
-        assert pick().out == f"{driver.gpus[0].uuid}\n"
 
 
 def test_help_gives_an_example_and_the_exit_codes(pick: Pick) -> None:

@@ -89,19 +89,6 @@ def test_the_thread_polls_at_once_and_at_intervals(driver):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
-def test_the_driver_is_asked_by_the_thread_only(clock):
-    clock.gpus = [gpu(gpm={2: 10}, processes=[])]
-    readings = sampler.read_gpus()
-    with sampling([readings[0].uuid]) as reader:
-        reader.take(wait_s=TIMEOUT_S)
-        reader.enter("validation")
-        clock.advance(1)
-        reader.take(wait_s=TIMEOUT_S)
-        reader.whole()
-        reader.timelines(readings[0].uuid)
-    assert {call.thread for call in clock.calls()} == {"lightning-gpu-tools-sampler"}
-
-
 def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
     monkeypatch.setattr(sampler.time, "time", lambda: clock.now_s)  # the clock of the phases is the driver's
     clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
@@ -119,15 +106,6 @@ def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
     assert validation.utilization_mean_percent == pytest.approx(10, abs=3)
     assert (training.duration_s, validation.duration_s) == (pytest.approx(3), pytest.approx(3))
     assert (training.energy_joules, validation.energy_joules) == (pytest.approx(300), pytest.approx(300))
-
-
-def test_gpm_is_left_alone_on_request(clock):
-    clock.gpus = [gpu(gpm={2: 50})]
-    with sampling([clock.gpus[0].uuid], gpm=False) as reader:
-        reader.take(wait_s=TIMEOUT_S)
-        clock.advance(1)
-        assert reader.take(wait_s=TIMEOUT_S)[clock.gpus[0].uuid].sm_active_percent is None
-    assert not any("Gpm" in call.function for call in clock.calls())
 
 
 def test_the_latest_utilization_is_the_mean_of_the_gpus(clock):

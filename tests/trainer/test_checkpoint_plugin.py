@@ -21,6 +21,7 @@ from plugin_trainings import (  # noqa: F401 - a fixture
     make_net,
     no_tracing,
     same,
+    saves_after_a_fit,
     trained,
     trainer,
     weights,
@@ -33,7 +34,8 @@ from lightning_gpu_tools.trainer.checkpoint_plugin import MANIFEST, PortableChec
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "in_thread"), [*((name, False) for name in WRAPPINGS), ("compile(DataParallel)", True)]
+    ("saved_as", "in_thread"),
+    [*((name, False) for name in WRAPPINGS), pytest.param("compile(DataParallel)", True, marks=saves_after_a_fit)],
 )
 def test_the_file_has_clean_keys_and_any_wrapping_loads_it(saved_as: str, in_thread: bool, tmp_path: Path) -> None:
     plugin, path = PortableCheckpointIO(), tmp_path / "a.ckpt"

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from plugin_trainings import Lit, make_net, no_tracing, same, trained, trainer, weights  # noqa: F401 - a fixture
+from plugin_trainings import Lit, make_net, no_tracing, same, saves_after_a_fit, trained, trainer, weights  # noqa: F401 - a fixture
 from rank_processes import run_ranks
 from torch import nn
 
@@ -192,6 +192,7 @@ def test_remote_files_are_written_whole_or_not_at_all(
     assert "/bucket/run/last.ckpt" not in memory_files.store
 
 
+@saves_after_a_fit
 def test_a_failed_save_raises_also_from_the_thread(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     plugin = AsyncCheckpointIO(PortableCheckpointIO())
@@ -241,6 +242,10 @@ def test_bare_weights_and_safetensors_can_be_tested_too(tmp_path: Path) -> None:
 def test_an_inner_plugin_that_writes_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the other way round: AsyncCheckpointIO\(PortableCheckpointIO\(\)\)"):
         PortableCheckpointIO(AsyncCheckpointIO())
+
+
+@saves_after_a_fit
+def test_an_inner_plugin_may_save_in_a_thread(tmp_path: Path) -> None:
     plugin = PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO()))
     trained(tmp_path, "DataParallel", plugin)
     plugin.teardown()

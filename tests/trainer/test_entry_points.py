@@ -178,6 +178,7 @@ def test_zero_code_mode_yields_to_what_the_user_has(
     assert "Verdict" not in capfd.readouterr().out
 
 
+@pytest.mark.filterwarnings("error:LIGHTNING_GPU_TOOLS")
 def test_zero_code_mode_says_once_that_it_is_not_for_fabric(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +117,24 @@ def pairs(run: TrainingWatch, network: Network) -> None:
         network.step(one)
 
 
+def uneven_pairs(run: TrainingWatch, network: Network) -> None:
+    for one, _ in zip(run.batches(loader(Samples(40))), run.batches(loader(Samples(29))), strict=False):
+        network.step(one)
+    network.spend(50 * 0.02)
+
+
+def broken_loader(run: TrainingWatch, network: Network) -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            raise Boom("no such file")
+
+    with pytest.raises(Boom):
+        next(iter(run.batches(Broken())))
+    network.spend(50 * 0.02)
+    for batch in run.batches(loader(Samples(30))):
+        network.step(batch)
+
+
 def nested_validation(run: TrainingWatch, network: Network) -> None:
     for number, batch in enumerate(run.batches(loader(Samples(30)))):
         network.step(batch)
@@ -188,6 +209,8 @@ def with_workers(run: TrainingWatch, network: Network) -> None:
 
 SHAPES: dict[Callable[[TrainingWatch, Network], None], dict[str, float]] = {
     pairs: {"training_step/forward": 30},
+    uneven_pairs: {"training_step/forward": 29, "outside_loop": 50},
+    broken_loader: {"training_step/forward": 30, "outside_loop": 50},
     nested_validation: {"training_step/forward": 30, "validation": 15},
     validation_in_its_phase: {"training_step/forward": 30, "validation": 10 * 5},
     breaks: {"training_step/forward": 30},
@@ -346,6 +369,22 @@ def reported(folder: Path, run: TrainingWatch, batches: DataLoader[torch.Tensor]
 def test_a_watch_can_be_used_again(tmp_path: Path) -> None:
     run = watch(folder=str(tmp_path))
     assert [reported(tmp_path, run, loader(Samples(count))).steps for count in (3, 5)] == [3, 5]
+
+
+def test_nothing_of_the_loops_is_kept_alive(tmp_path: Path) -> None:
+    network, batches = Network(), loader(Samples(100), num_workers=1)
+    ends, others = [weakref.ref(network.optimizer), weakref.ref(batches)], set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        with watch(folder=str(tmp_path)) as run:
+            for batch in run.batches(batches):
+                network.step(batch)
+                break
+            assert set(multiprocessing.active_children()) <= others
+        del network, batches, batch
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_is_no_loop_books_nothing(tmp_path: Path, hand_clock: HandClock) -> None:

@@ -1,8 +1,9 @@
 """The object that stands in for the ``CDLL`` of ``libnvidia-ml.so.1``: C functions as Python callables.
 
 They fill the caller's ctypes structures by field name and return NVML return codes, as nvml.h documents them, so
-``pynvml`` (or any other ctypes user, for example torch) runs on top unchanged. A function that the object does not have
-raises ``AttributeError``, which ``pynvml`` turns into ``NVMLError_FunctionNotFound``: so an old driver is data, too.
+``pynvml`` (or any other ctypes user) runs on top unchanged. A function that the object does not have raises
+``AttributeError``, which ``pynvml`` turns into ``NVMLError_FunctionNotFound``: so an old driver is data, too. Only
+torch finds no driver: a build for CUDA would take its GPUs for CUDA's, and none stands behind it.
 
 Standard library only, and cheap to import: it is loaded at the start of every child process of a test.
 """
@@ -156,7 +157,8 @@ def install() -> None:
         def __new__(cls, name: Any = None, *arguments: Any, **options: Any) -> Any:
             if name != "libnvidia-ml.so.1" or VARIABLE not in os.environ:
                 return super().__new__(cls)
-            if library.state.library_missing:
+            is_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+            if library.state.library_missing or is_torch:
                 raise OSError("libnvidia-ml.so.1: cannot open shared object file: No such file or directory")
             return library
 
