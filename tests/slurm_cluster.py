@@ -37,7 +37,7 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 ReturnToService=2
 SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 KillWait=1
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=1000 Gres=gpu:4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=1000 Gres=gpu:4
@@ -84,7 +84,7 @@ def _answer(environment: dict[str, str], *command: str) -> str:
 
 def wait_for(happens: Callable[[], bool], log: Path | None = None) -> None:
     """Wait for something that takes well under a second on a quiet machine."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not happens():
         assert time.monotonic() < deadline, log.read_text()[-3000:] if log else "it has not happened"
         time.sleep(0.05)

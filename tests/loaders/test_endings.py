@@ -162,7 +162,7 @@ def interrupt_searches(folder: Path, rank: int) -> None:
 
     os.register_at_fork(after_in_parent=after_fork)
     for when in ("in a trial", "in a fork"):  # noqa: B007 - read above
-        trainer = quiet_trainer(folder, callbacks=[NumWorkersFinder(budget_s=2.0)])
+        trainer = quiet_trainer(folder, callbacks=[NumWorkersFinder()])
         try:
             trainer.fit(Model(time.sleep, 0.004), DataLoader(Interrupting(200, time.sleep, 0.016)))
             ended = "as usual"

@@ -16,7 +16,7 @@ from slurm_cluster import WHY_NOT, wait_for
 
 from lightning_gpu_tools.selection.claims import read_ledger
 
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(120)]
 ONE_NODE = ("-N1", "--ntasks-per-node=2")
 TWO_NODES = ("-N2", "--ntasks-per-node=1")
 RUN = (sys.executable, "-m", "lightning_gpu_tools", "run", "--exclusive")
@@ -148,7 +148,9 @@ def test_a_requeued_job_chooses_again(start: Callable[..., Job], driver: Driver,
     answer("scontrol", "requeue", number)
     with driver.change():
         driver.gpus[3].memory_free = 0
-    wait_for(lambda: answer("squeue", "-ho", "%T").strip() == "PENDING")
+    states = ("squeue", "-ho", "%T"), ("sinfo", "-ho", "%t")
+    wait_for(lambda: [answer(*command).strip() for command in states] == ["PENDING", "idle"])
     assert live_claims(claims_dir) == []
-    answer("scontrol", "update", f"jobid={number}", "StartTime=now")  # else it waits for two minutes
+    # Else it waits for two minutes. In the second of the end, SLURM would refuse the job's credential as revoked.
+    answer("scontrol", "update", f"jobid={number}", "StartTime=now+2")
     assert job.gpus(tasks=4) == [[2, 1], [2, 1]]
