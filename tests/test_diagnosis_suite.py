@@ -1,8 +1,6 @@
 """The cases of benchmarks/diagnosis_suite.py that take no time, and that every cause has one."""
 
-import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -24,9 +22,6 @@ def test_the_known_cause_is_named_first(name: str) -> None:
     diagnosis = diagnose(run)
     assert in_words(diagnosis) == known
     assert words in diagnosis.next_step
-    own_loop = diagnose(replace(run, has_trainer=False))
-    texts = [own_loop.why, own_loop.next_step, *(one.advice for one in own_loop.findings)]
-    assert not re.search(r"Trainer\(|NumWorkersFinder|GPUUtilization|ModelCheckpoint|transfer_batch", " ".join(texts))
     if share is not None:
         assert diagnosis.findings[0].share == pytest.approx(share)
 

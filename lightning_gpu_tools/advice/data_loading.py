@@ -7,6 +7,7 @@ from statistics import median
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
+from lightning_gpu_tools.advice.loader_trials import BY_THE_FINDER
 from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.training.phases import DATA_LOADING, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
@@ -225,7 +226,7 @@ def _advice(
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls. "
             "Copy the data to a local disk, pack many small files into a few large ones, or keep decoded samples in "
             f"memory. More workers than cores ({run.host.cores:g}) can help if the storage serves them in parallel: "
-            f"{_settings_line(now, plan)}. NumWorkersFinder() measures it."
+            f"{_settings_line(now, plan)}. {_search(run)} measures it."
         )
     if kind == "cpu_bound":
         return (
@@ -241,9 +242,14 @@ def _advice(
     too_full += "for their batches. Enlarge it: docker run --shm-size=..., or --ipc=host."
     if plan.settings.num_workers <= now.num_workers:
         return too_full
-    advice = f"In the DataLoader set {_settings_line(now, plan)}. NumWorkersFinder() finds and applies them."
+    found = BY_THE_FINDER if run.has_trainer else f"{_search(run)} finds them."
+    advice = f"In the DataLoader set {_settings_line(now, plan)}. {found}"
     limits = {"cores": f" Then the cores are the limit: {cpu_times}.", "shm": f" {too_full}"}
     return advice + limits.get(plan.limited_by or "", "")
+
+
+def _search(run: RunMeasurements) -> str:
+    return "NumWorkersFinder()" if run.has_trainer else "find_loader_settings(loader, step_time_s=...)"
 
 
 def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> str:

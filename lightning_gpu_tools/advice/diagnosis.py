@@ -26,7 +26,6 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
-from lightning_gpu_tools.advice.own_loops import for_own_loop
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
@@ -55,13 +54,6 @@ def diagnose(
         min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
         min_steps: Steady steps needed to judge; 50 by default.
     """
-    diagnosis = _diagnosed(run, searched, min_utilization_percent, min_steps)
-    return diagnosis if run.has_trainer else for_own_loop(diagnosis)
-
-
-def _diagnosed(
-    run: RunMeasurements, searched: LoaderResult | None, min_utilization_percent: float, min_steps: int
-) -> Diagnosis:
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
         verdict, findings = _judge(run, min_utilization_percent, searched)
@@ -76,7 +68,7 @@ def _diagnosed(
             f"Measured {steady} steady steps; at least {min_steps} are needed. The first steps of the run and of each "
             "epoch do not count."
         )
-        next_step = "Train longer, or lower min_steps of GPUUtilizationAdvisor."
+        next_step = f"Train longer, or lower min_steps of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
     return Diagnosis(
         verdict=verdict,
         findings=findings,
@@ -166,11 +158,17 @@ def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
 
 
 def _unexplained(run: RunMeasurements, idle: float) -> Finding:
-    advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     if run.profile is None and run.on_gpu:
-        advice = (
-            "GPUUtilizationAdvisor(profile=True) profiles three steps, which separates syncs, small kernels and copies."
+        how = (
+            "GPUUtilizationAdvisor(profile=True) profiles three steps"
+            if run.has_trainer
+            else "Profile three steps with torch.profiler"
         )
+        advice = f"{how}, which separates syncs, small kernels and copies."
+    elif run.has_trainer:
+        advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
+    else:
+        advice = "Profile some steps with torch.profiler."
     evidence: dict[str, float | str] = {"phase": TRAINING_STEP, "idle_percent": 100 * idle}
     if run.left_on_cpu:
         evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
@@ -235,7 +233,11 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
-    if first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
+    if first.cause == "callback" and not run.has_trainer:
+        costs = f'The phase "{name or first.cause}" takes'
+    elif first.cause == "logging" and not name:  # run.phase("logging")
+        costs = "Logging takes"
+    elif first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
         costs = f"{name} takes"
     elif first.cause == "unexplained":
         idle = "idle_percent" in first.evidence

@@ -58,12 +58,12 @@ def shared_gpu(run: RunMeasurements) -> Finding | None:
         return None
     share = min((percent or 0.0) / 100, 1.0)
     evidence = {"others_utilization_percent": percent, "others_memory_bytes": size}
+    pick = "FreeMemoryCUDAAccelerator(exclusive=True)" if run.has_trainer else "select_gpus(exclusive=True)"
     return Finding(
         cause="shared_gpu",
         share=share,
         ceiling=ceiling(share),
         ceiling_lower=1.0,
         evidence={name: value for name, value in evidence.items() if value is not None},
-        advice="Use a free GPU (lightning-gpu-tools pick --exclusive, or FreeMemoryCUDAAccelerator(exclusive=True)), "
-        "then measure again.",
+        advice=f"Use a free GPU (lightning-gpu-tools pick --exclusive, or {pick}), then measure again.",
     )

@@ -34,7 +34,12 @@ _ADVICE: dict[Cause, str] = {
     "what exists by then. Where the program calls gc.collect() itself, call it {times} times less often.",
     "epoch_start": "Make epochs longer{keep_workers}.",
 }
-# In its place, by the name of the method.
+_ADVICE_IN_OWN_LOOP: dict[Cause, str] = {
+    **_ADVICE,
+    "logging": "Log {times} times less often. Training waits meanwhile.",
+    "checkpoint": "Save {times} times less often, or save in the background.",
+}
+# A Trainer calls these by name.
 _ADVICE_ON_METHOD = {
     "log": "Pass fewer metrics to self.log, without prog_bar=True, which reads each from the device in every step.",
     "step": 'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
@@ -53,15 +58,16 @@ _REST_SHARE = 0.02
 def host_work(run: RunMeasurements) -> list[Finding]:
     """Return a finding for each callback, logger, ... that takes time."""
     found = []
-    for cause, advice in _ADVICE.items():
+    on_method = _ADVICE_ON_METHOD if run.has_trainer else {}
+    for cause, advice in (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP).items():
         for phase, seconds in run.phase_s.items():
             group, _, name = phase.partition("/")
             if group != cause:
                 continue
             share = min(run.lost_share(phase), run.idle_share)
             times = _times_less(share)
-            change = _ADVICE_ON_METHOD.get(name.partition(".")[2], advice).format(
-                name=printable(name),
+            change = on_method.get(name.partition(".")[2], advice).format(
+                name=printable(name or group),
                 times=times,
                 rarely=_round_up(times * max(1, run.log_every_n_steps)),
                 keep_workers=_KEEP_WORKERS if _restarts_workers(run.loader) else "",
@@ -122,29 +128,37 @@ def _validation(run: RunMeasurements) -> list[Finding]:
     evidence = {**_seconds(run, seconds), "wall_percent": 100 * taken}
     if busy is not None:
         evidence["gpu_busy_percent"] = busy
+    change = f"Validate {_times_less(taken)} times less often and on fewer batches."
+    if run.has_trainer:
+        change = (
+            f"Validate {_times_less(taken)} times less often (Trainer(val_check_interval=... or "
+            "check_val_every_n_epoch=...)) and on fewer batches (limit_val_batches=...)."
+        )
     return [
         counted(
             "validation",
             taken * (1 - (busy or 0.0) / 100),
             evidence=evidence,
-            advice=f"Validate {_times_less(taken)} times less often (Trainer(val_check_interval=... or "
-            "check_val_every_n_epoch=...)) and on fewer batches (limit_val_batches=...). Give the validation "
-            "DataLoader workers, too.",
+            advice=f"{change} Give the validation DataLoader workers, too.",
         )
     ]
 
 
 def _copy_on_the_host(run: RunMeasurements) -> list[Finding]:
-    """Without a GPU nothing is copied, so the time goes to the transfer hooks of the model."""
+    """Without a GPU nothing is copied, so the time goes to the transfer hooks of the model, or to what a loop does."""
     seconds = run.phase_s.get(COPY, 0.0)
     if run.on_gpu or seconds <= 0:
         return []
+    change = (
+        "Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their work"
+        if run.has_trainer
+        else "Make moving the batch cheaper, or do that work"
+    )
     return [
         counted(
             "host_to_device_copy",
             min(seconds / run.wall_s, 1.0),
             evidence=_seconds(run, seconds),
-            advice="Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their "
-            "work in the dataset, where workers run it in parallel.",
+            advice=f"{change} in the dataset, where workers run it in parallel.",
         )
     ]

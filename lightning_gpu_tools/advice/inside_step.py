@@ -43,6 +43,7 @@ _MAX_OPTIMIZER = 2.0
 _FUSED_SAVES = 0.7
 # loadtune's target: fill 80 % of the memory. The rest is for fragmentation, the CUDA context and the largest sample.
 _MAX_FILL = 0.80
+_LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
 _CAVEAT = " With a larger batch, scale the learning rate and compare the validation metric."
 
 
@@ -138,13 +139,17 @@ def _copy(run: RunMeasurements) -> Finding | None:
     if run.profile is not None:
         evidence["pageable_copies_per_step"] = run.profile.pageable_copies_per_step
     if run.loader is not None and not run.loader.pin_memory:
+        by_itself, by_hand = (
+            ("Lightning", "transfer_batch_to_device") if run.has_trainer else ("Fabric", "batch.to(device)")
+        )
         advice = (
             "In the DataLoader set pin_memory=True (now False). The GPU copies page-locked memory in the background; "
-            "Lightning already passes non_blocking=True. Your own transfer_batch_to_device must pass it, too."
+            f"{by_itself} already passes non_blocking=True. Your own {by_hand} must pass it, too."
         )
     else:
-        advice = "Copy less: send images as uint8 and convert them on the GPU in on_after_batch_transfer."
-    if len(run.ranks) > 1:
+        hook = " in on_after_batch_transfer" if run.has_trainer else ""
+        advice = f"Copy less: send images as uint8 and convert them on the GPU{hook}."
+    if len(run.ranks) > 1 and run.has_trainer:
         advice += (
             " With several ranks Lightning waits for the GPU at the start of each step (Lightning issue 21487), so no "
             "copy overlaps the previous step."
@@ -187,8 +192,7 @@ def _sync(run: RunMeasurements) -> Finding | None:
         share,
         evidence,
         f"The host syncs with the GPU {profile.syncs_per_step:.3g}x per step{where}. Remove .item(), float(), print "
-        "and .cpu() there, or call them every 50 steps. Pass the tensor itself to self.log; prog_bar=True syncs each "
-        "time the bar is drawn.",
+        f"and .cpu() there, or call them every 50 steps.{_LOG_WITHOUT_SYNC if run.has_trainer else ''}",
         "heuristic" if traced is None else "measured",
     )
 
@@ -260,15 +264,17 @@ def low_precision(run: RunMeasurements) -> Finding | None:
         return None
     busy = (run.utilization_percent or 0.0) / 100
     share = busy * (1 - 1 / _HALF_PRECISION_SPEEDUP)
+    # A plain loop has no setting of precision that could be known, so without a Trainer it is Fabric's.
+    driver = "Trainer" if run.has_trainer else "Fabric"
     if gpu.compute_capability >= _AMPERE:
-        advice = "Set Trainer(precision='bf16-mixed')"
+        advice = f"Set {driver}(precision='bf16-mixed')"
         if run.matmul_precision == "highest":
             advice += ", or with less change torch.set_float32_matmul_precision('high') (TF32)"
         advice += ", and compare the validation metric."
     else:
         advice = (
-            "Set Trainer(precision='16-mixed'); this GPU has no bf16. Numbers beyond 65504 overflow in fp16, so watch "
-            "for a loss of inf or nan."
+            f"Set {driver}(precision='16-mixed'); this GPU has no bf16. Numbers beyond 65504 overflow in fp16, so "
+            "watch for a loss of inf or nan."
         )
     return counted(
         "low_precision",
@@ -286,13 +292,24 @@ def _communication(run: RunMeasurements) -> Finding | None:
     share = profile.exposed_communication_s / profile.wall_s
     if share < MIN_COMMUNICATION:
         return None
+    if run.has_trainer:
+        seldom, half, ddp = (
+            "Trainer(accumulate_grad_batches=4)",
+            "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)",
+            "DDPStrategy",
+        )
+    else:
+        seldom, half, ddp = (
+            "no_sync() in three batches of four",
+            "register_comm_hook(None, bf16_compress_hook)",
+            "DistributedDataParallel",
+        )
     return counted(
         "communication",
         min(share, 1.0),
         {"ms_per_step": profile.exposed_communication_s / profile.steps * 1e3, "ranks": max(1, len(run.ranks))},
-        "The GPU waits for other GPUs. Average gradients less often (Trainer(accumulate_grad_batches=4)) or send half "
-        "the bytes (DDPStrategy(ddp_comm_hook=...bf16_compress_hook)). Also set "
-        "DDPStrategy(static_graph=True, gradient_as_bucket_view=True).",
+        f"The GPU waits for other GPUs. Average gradients less often ({seldom}) or send half the bytes ({half}). Also "
+        f"set {ddp}(static_graph=True, gradient_as_bucket_view=True).",
     )
 
 

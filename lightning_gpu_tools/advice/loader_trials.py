@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
+# What advice says of its settings until a search has measured them.
+BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderTrial:
@@ -97,8 +100,7 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
     """Return a finding of ``data_loading`` with what a search has measured instead of what was predicted."""
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
-        hint = "NumWorkersFinder() finds and applies them."
-        return replace(finding, advice=finding.advice.replace(hint, result.reason))
+        return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
     evidence = dict(finding.evidence)
     if result.settings != result.original and not result.applied:
         changes = [

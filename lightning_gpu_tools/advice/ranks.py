@@ -30,6 +30,11 @@ _ADVICE = {
     "validation": "give all ranks as many batches, and compare its storage and cores with theirs",
     "epoch_start": "compare its storage and cores, and set persistent_workers=True",
 }
+_ADVICE_IN_OWN_LOOP = {
+    **_ADVICE,
+    "logging": "log less often",
+    "checkpoint": "save less often, or in the background",
+}
 _IN_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 
 
@@ -71,7 +76,8 @@ def straggler(run: RunMeasurements) -> Finding | None:
         where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
     else:
         evidence["phase"] = phase
-        where = f"It loses the time in {_in_words(phase)}: {_ADVICE[base_phase(phase)]}."
+        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[base_phase(phase)]
+        where = f"It loses the time in {_in_words(phase)}: {advice}."
     return counted(
         "straggler",
         share,
@@ -95,11 +101,16 @@ def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
         why = (
             "Which rank is slow cannot be told. With this strategy ranks also wait in forward, backward and optimizer."
         )
+    change = (
+        "Set Trainer(accumulate_grad_batches=...)"
+        if run.has_trainer
+        else "Accumulate gradients over several batches (no_sync)"
+    )
     return counted(
         "communication",
         min(waits / run.step_s, 1.0),
         evidence={"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
-        advice=f"{why} Set Trainer(accumulate_grad_batches=...) so that they meet less often, or use fewer ranks.",
+        advice=f"{why} {change} so that they meet less often, or use fewer ranks.",
     )
 
 

@@ -47,6 +47,8 @@ _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
 # Slow steps in these have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
+# By whether a Trainer drives the training.
+_ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}
 _OF_RANKS = ("straggler", "communication")
 
 
@@ -158,11 +160,12 @@ def period(steps: Sequence[int]) -> int | None:
 
 
 def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    """Return what the Trainer does as often as that; ``None`` if there is nothing."""
+    """Return what the training does as often as that; ``None`` if it is not known."""
     pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
     known = {
-        "accumulate_grad_batches": run.accumulate_grad_batches,
-        "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches,
+        _ACCUMULATION[run.has_trainer]: run.accumulate_grad_batches,
+        # A loop logs when it likes.
+        "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches if run.has_trainer else None,
         "validation": period(pauses.get(VALIDATION, ())),
         "checkpoints": period(pauses.get(CHECKPOINT, ())),
         "epochs": run.epoch_steps,
@@ -207,7 +210,7 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
     """Return the findings with what is uneven: added to the finding of its cause, or as one of its own."""
     findings = list(found)
     for one in uneven(run):
-        if not one.lasting or one.evidence.get("period") == "accumulate_grad_batches":
+        if not one.lasting or one.evidence.get("period") in _ACCUMULATION.values():
             continue  # the optimizer's step is due then
         place = next((i for i, finding in enumerate(findings) if _is_about(finding, one)), None)
         before = None if place is None else findings.pop(place)

@@ -1,0 +1,112 @@
+"""Advice names what the user has: a Trainer's options, or what a loop of one's own can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from measured_runs import LOADER, cpu_run, gpu_run, run_of, sampled_idle
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu_cases import MEASURED, PROFILE, STEP, WAITS, on_hopper, ranks
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.findings import Cause, Diagnosis
+from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
+from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
+
+OF_A_TRAINER = (
+    r"Trainer|NumWorkersFinder|GPUUtilizationAdvisor|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
+    r"prog_bar|transfer_batch|batch_transfer|Lightning|"
+    r"[Tt]he callback |The logger  |every_n_|accumulate_grad|val_check|limit_val|interval"
+)
+OF_A_LOOP = r"run\.phase|run\.batches|watch\(|find_loader_settings|Fabric|no_sync|select_gpus|\.to\(device\)|The phase"
+
+COPIES: dict[str, Any] = {
+    "phase_ms": {"host_to_device_copy": 20, "training_step": 30},
+    "utilization": 60.0,
+    "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
+}
+NAMED = {"optimizers": {"Adam": "fusible"}}
+
+
+def work(phase: str, **options: Any) -> RunMeasurements:
+    return cpu_run({phase: 20, "training_step/forward": 5}, **options)
+
+
+def late_rank(phase: str) -> RunMeasurements:
+    return gpu_run(STEP, 99.0, **ranks(*[{phase: 0.01}] * 3, {phase: 0.03}))
+
+
+def waiting_ranks(phase: str) -> RunMeasurements:
+    waits = tuple(RankStep(rank=i, node=0, own_step_s=0.01, phase_s={phase: 0.01}, wait_s=0.02) for i in range(2))
+    return cpu_run({"training_step": 30}, ranks=waits)
+
+
+def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurements:
+    slow = [number % every == 0 and number > 20 for number in range(1, 401)]
+    return run_of([{"training_step": 0.02, **({phase: slow_s} if one else {})} for one in slow], **options)
+
+
+RUNS = [
+    *(case.run for case in MEASURED.values()),
+    *map(
+        work, ("callback", "callback/A", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")
+    ),
+    *map(work, ("logging", "logging/CSVLogger", "logging/self.log", "checkpoint", "validation", "epoch_start")),
+    *map(work, ("garbage_collection", "host_to_device_copy", "unexplained", "training_step", TRAINER, OUTSIDE_LOOP)),
+    cpu_run({"training_step/forward": 2, "training_step/backward": 18, "training_step/optimizer": 2}, **NAMED),
+    cpu_run({"training_step/forward": 2, "training_step/backward": 4, "training_step/optimizer": 14}, **NAMED),
+    cpu_run(WAITS),
+    cpu_run(WAITS, loader=None),
+    gpu_run(**COPIES, ranks=late_rank("forward").ranks),
+    gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),
+    gpu_run(STEP, 40.0),
+    gpu_run(STEP, 40.0, profile=PROFILE),
+    gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))),
+    *map(late_rank, ("data_loading", "backward", "callback/A", "logging/A", "checkpoint", "validation", "epoch_start")),
+    *map(waiting_ranks, ("backward", "data_loading")),
+    *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
+    uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
+    dataclasses.replace(cpu_run(STEP), blocks=[]),
+]
+
+
+def texts(diagnosis: Diagnosis) -> list[str]:
+    return [diagnosis.why, diagnosis.next_step, *(finding.advice for finding in diagnosis.findings)]
+
+
+def test_every_cause_is_among_the_runs() -> None:
+    assert {finding.cause for run in RUNS for finding in diagnose(run).findings} == {*get_args(Cause)}
+
+
+@pytest.mark.parametrize(
+    ("has_trainer", "foreign", "impossible"),
+    [
+        pytest.param(True, OF_A_LOOP, {OUTSIDE_LOOP}, id="Trainer"),
+        pytest.param(False, OF_A_TRAINER, {TRAINER, f"{LOGGING}/{SELF_LOG}"}, id="loop"),
+    ],
+)
+def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str, impossible: set[str]) -> None:
+    for run in RUNS:
+        if impossible.isdisjoint(run.phase_s):
+            for text in texts(diagnose(dataclasses.replace(run, has_trainer=has_trainer))):
+                assert not re.search(foreign, text), text
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80 %'),
+        (work("logging"), "Logging takes 80 %"),
+        (work("callback/my.step"), "Run my.step 197 times less often"),
+        (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
+    ],
+)
+def test_a_loop_reads_what_it_can_follow(run: RunMeasurements, words: str) -> None:
+    assert words in " ".join(texts(diagnose(dataclasses.replace(run, has_trainer=False))))
