@@ -19,6 +19,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
+from lightning_gpu_tools.training.step_clock import StepClock
+
 
 class HandClock:
     """A clock that only moves when something is done: call it for the time, ``spend`` to let time pass."""
@@ -97,6 +100,16 @@ class Spending(Callback):
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
         self.spend(self.seconds)
+
+
+class Watch(Callback):
+    """Holds a step clock that runs on the test's time."""
+
+    def __init__(self, time: HandClock) -> None:
+        self.clock = StepClock(time)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.timer = FitTimer(trainer, self.clock)
 
 
 class SpendingLogger(CSVLogger):

@@ -5,6 +5,12 @@ import sys
 import cpu_as_cuda
 import pytest
 from fake_driver import Driver, gpu
+from trainings import HandClock
+
+
+@pytest.fixture
+def time() -> HandClock:
+    return HandClock()
 
 
 @pytest.fixture
