@@ -212,8 +212,7 @@ class GpuSummary:
     timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
 
 
-# What the report has over time, and in both phases together.
-_TIMELINES = ("utilization_percent", "memory_used_bytes", "power_watts")
+# What the report has of both phases together.
 _OF_BOTH_PHASES: Mapping[Reduction, Any] = {"max": max, "last": max, "difference": sum}
 
 
@@ -272,9 +271,8 @@ def gpu_summary(
         others_utilization_percent=sharing.others_utilization_percent,
         errors=window.errors,
         timelines={
-            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in timelines[name]]
-            for name in _TIMELINES
-            if name in timelines
+            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in points]
+            for name, points in timelines.items()
         },
         **{metric.reported: over_run(metric, window, validation) for metric in METRICS if metric.reported},
     )

@@ -1,4 +1,4 @@
-"""What is known of a training by its Trainer."""
+"""What is known of a training by its Trainer; and what a Fabric says in the same words."""
 
 from __future__ import annotations
 
@@ -11,14 +11,37 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.runs.run import Place, Run
+from lightning_gpu_tools.runs.run import Place
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 
 
-def trains_on_gpu(trainer: Trainer) -> bool:
-    """Return whether the Trainer trains on NVIDIA GPUs."""
+def trains_on_gpu(trainer: Any) -> bool:
+    """Return whether a Trainer or a Fabric trains on NVIDIA GPUs."""
     return base_of(trainer.accelerator, "CUDAAccelerator") is not None
+
+
+def place_of(trainer: Any) -> Place:
+    """Return which rank of a Trainer or a Fabric this is."""
+    return Place(
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        local_rank=trainer.local_rank,
+        node=trainer.node_rank,
+        nodes=getattr(trainer.strategy, "num_nodes", 1),
+    )
+
+
+def gpus_of(trainer: Any) -> Sequence[torch.device]:
+    """Return the GPUs that a Trainer or a Fabric uses on this node."""
+    strategy = trainer.strategy
+    return (getattr(strategy, "parallel_devices", None) or [strategy.root_device]) if trains_on_gpu(trainer) else ()
+
+
+def settings_of(trainer: Any) -> Mapping[str, Any]:
+    """Return the name of the accelerator of a Trainer or a Fabric, and the version of its package."""
+    package, version = version_of(trainer)
+    return {"accelerator": type(trainer.accelerator).__name__, package: version}
 
 
 def is_plain_ddp(trainer: Trainer) -> bool:
@@ -26,41 +49,17 @@ def is_plain_ddp(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
-class TrainerRun(Run):
-    """A Trainer's fit.
-
-    Args:
-        trainer: The Trainer.
-    """
+class TrainerRun:
+    """A Trainer's fit that is about to begin."""
 
     has_trainer = True
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-
-    @property
-    def place(self) -> Place:
-        """Which rank this is."""
-        trainer = self._trainer
-        return Place(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            local_rank=trainer.local_rank,
-            node=trainer.node_rank,
-            nodes=trainer.num_nodes,
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the strategy."""
-        return self._trainer.strategy.root_device
-
-    @property
-    def gpus(self) -> Sequence[torch.device]:
-        """The GPUs that the Trainer uses on this node."""
-        if not trains_on_gpu(self._trainer):
-            return ()
-        return getattr(self._trainer.strategy, "parallel_devices", None) or [self.device]
+        self.place = place_of(trainer)
+        self.device: torch.device = trainer.strategy.root_device
+        self.gpus = gpus_of(trainer)
+        self.precision = str(trainer.precision)
 
     @property
     def loader(self) -> DataLoader[Any] | None:
@@ -103,11 +102,6 @@ class TrainerRun(Run):
         return compat.logged_step(self._trainer)
 
     @property
-    def precision(self) -> str:
-        """The Trainer's."""
-        return str(self._trainer.precision)
-
-    @property
     def accumulate_grad_batches(self) -> int:
         """The Trainer's."""
         return self._trainer.accumulate_grad_batches
@@ -120,13 +114,8 @@ class TrainerRun(Run):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The names of the model and the accelerator, and the version of the Trainer's package."""
-        package, version = version_of(self._trainer)
-        return {
-            "model": type(self._trainer.lightning_module).__qualname__,
-            "accelerator": type(self._trainer.accelerator).__name__,
-            package: version,
-        }
+        """Also the name of the model."""
+        return {"model": type(self._trainer.lightning_module).__qualname__, **settings_of(self._trainer)}
 
 
 def _flat(loaders: Any) -> Iterable[Any]:
