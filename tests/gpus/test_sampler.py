@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_driver import GIB, gpu
@@ -41,6 +42,11 @@ def clock(driver, monkeypatch):
 
 def sampling(uuids, **options):
     return contextlib.closing(Sampler(uuids, **{"interval_s": 3600.0, **options}))
+
+
+def probing(read):
+    """Open a probe that reads like this."""
+    return lambda uuid, gpm: SimpleNamespace(read=read, close=lambda: None)
 
 
 def test_a_window_holds_what_happened_between_two_calls(clock):
@@ -79,15 +85,11 @@ def test_the_thread_polls_at_once_and_at_intervals(driver):
     driver.gpus = [gpu(utilization=40)]
     polls = threading.Semaphore(0)
 
-    class CountingProbe:
-        def read(self) -> GpuSample:
-            polls.release()
-            return GpuSample(uuid="GPU-a", time_s=0.0)
+    def read() -> GpuSample:
+        polls.release()
+        return GpuSample(uuid="GPU-a", time_s=0.0)
 
-        def close(self) -> None:
-            pass
-
-    with sampling(["GPU-a"], interval_s=0.01, open_probe=lambda uuid, gpm: CountingProbe()):
+    with sampling(["GPU-a"], interval_s=0.01, open_probe=probing(read)):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
@@ -134,15 +136,8 @@ def test_without_a_driver_sampling_is_refused(driver):
 
 
 def test_a_bug_in_the_thread_is_reported_and_raises_nothing():
-    class BrokenProbe:
-        def read(self) -> GpuSample:
-            raise ZeroDivisionError("a bug")
-
-        def close(self) -> None:
-            pass
-
     started_s = time.monotonic()
-    with sampling(["GPU-a"], open_probe=lambda uuid, gpm: BrokenProbe()) as reader:
+    with sampling(["GPU-a"], open_probe=probing(lambda: 1 // 0)) as reader:
         window = reader.take(wait_s=TIMEOUT_S)["GPU-a"]
     assert isinstance(reader.failure, ZeroDivisionError)
     assert window.duration_s == 0
@@ -153,15 +148,11 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(sampler, "_TIMEOUT_S", 0.05)
     release = threading.Event()
 
-    class HangingProbe:
-        def read(self) -> GpuSample:
-            release.wait(TIMEOUT_S)
-            return GpuSample(uuid="GPU-a", time_s=1.0)
+    def read() -> GpuSample:
+        release.wait(TIMEOUT_S)
+        return GpuSample(uuid="GPU-a", time_s=1.0)
 
-        def close(self) -> None:
-            pass
-
-    reader = Sampler(["GPU-a"], open_probe=lambda uuid, gpm: HangingProbe())
+    reader = Sampler(["GPU-a"], open_probe=probing(read))
     assert reader.take(wait_s=0.05)["GPU-a"].duration_s == 0
     (thread,) = sampling_threads()
     reader.close()
