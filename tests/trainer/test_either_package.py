@@ -193,16 +193,3 @@ def test_the_accelerator_serves_every_family(cuda: Driver, family: str) -> None:
     for given in (FreeMemoryCUDAAccelerator(), copy.copy(Mine())):
         assert isinstance(given, importlib.import_module(f"{family}.accelerators").CUDAAccelerator)
         assert positions(make(family, accelerator=given, devices=2, strategy="ddp"), cuda) == [3, 2]
-
-
-@pytest.mark.parametrize("family", FABRICS)
-def test_fabric_saves_and_loads_through_the_plugin(family: str, tmp_path: Path) -> None:
-    fabric = importlib.import_module(family).Fabric(accelerator="cpu", devices=1, plugins=[PortableCheckpointIO()])
-    layer = fabric.setup(torch.nn.Linear(4, 1))
-    fabric.save(tmp_path / "a.ckpt", {"model": layer, "step": 3})
-    saved = layer.weight.detach().clone()
-    with torch.no_grad():
-        layer.weight.zero_()
-    assert fabric.load(tmp_path / "a.ckpt", {"model": layer})["step"] == 3
-    assert torch.equal(layer.weight, saved)
-    assert type(fabric.strategy.checkpoint_io) is PortableCheckpointIO

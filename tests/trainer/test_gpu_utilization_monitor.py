@@ -204,24 +204,17 @@ class Send(Callback):
         self.sent = collate([torch.ones(1)] * 2)
 
 
-def test_a_loader_that_refers_to_the_trainer_pickles(tmp_path: Path) -> None:
-    sending = Send()
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), sending]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path))
-    trainer.fit(Model(), datamodule=Collating())
-    assert sending.sent.tolist() == [[1.0], [1.0]]
-
-
 @pytest.mark.parametrize("profiler", [None, "simple"])
-def test_a_trainer_can_be_copied_in_mid_fit(tmp_path: Path, profiler: str | None) -> None:
+def test_a_trainer_can_be_copied_and_pickled_in_mid_fit(tmp_path: Path, profiler: str | None) -> None:
     class Copy(Callback):
         def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             self.copy = copy.deepcopy(trainer)
 
-    copying = Copy()
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), copying]
+    copying, sending = Copy(), Send()
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), copying, sending]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, profiler=profiler, logger=CSVLogger(tmp_path))
-    trainer.fit(Model(), loader(Samples(8)))
+    trainer.fit(Model(), datamodule=Collating())
+    assert sending.sent.tolist() == [[1.0], [1.0]]
     copied = copying.copy.profiler  # type: ignore[attr-defined]
     with copied.profile("mine") as name:
         assert name == "mine"
