@@ -15,8 +15,7 @@ from fake_driver import Driver, gpu, process
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
-from trainings import Boom, Model, Raise, Samples, background_threads, loader, logged, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, Tunable, background_threads, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
@@ -281,17 +280,6 @@ def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_p
 
 def test_trial_runs_of_tuners_are_not_reported(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=50)]
-
-    class Tunable(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_size, self.lr = 1, 1e-6
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            return loader(Samples(40), batch_size=self.batch_size)
-
-        def val_dataloader(self) -> DataLoader[Any]:
-            return loader(Samples(1))
 
     tuners: list[Callback] = [
         BatchSizeFinder(steps_per_trial=3, init_val=2, max_trials=2),
