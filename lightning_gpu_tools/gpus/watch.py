@@ -25,9 +25,6 @@ class GpuWatch:
         gpm: Whether the GPU performance monitors may be used.
         node: Number of the node.
 
-    Attributes:
-        sampler: Its thread samples them.
-
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
     """
@@ -49,12 +46,22 @@ class GpuWatch:
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int] = {}
-        self.sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
-        self.enter = self.sampler.enter
+        self._sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
+        self.enter = self._sampler.enter
+
+    @property
+    def latest_percent(self) -> float | None:
+        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
+        return self._sampler.latest_percent
+
+    @property
+    def thread_cpu_s(self) -> float:
+        """CPU time of the sampling thread."""
+        return self._sampler.cpu_s
 
     def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
         """Return the whole run so far of the GPUs that the model trains on."""
-        return [window for uuid, window in self.sampler.whole(phase=phase).items() if uuid in self._trained_on]
+        return [window for uuid, window in self._sampler.whole(phase=phase).items() if uuid in self._trained_on]
 
     def sharing(self, window: GpuWindow) -> Sharing:
         """Return who uses what of a GPU."""
@@ -62,7 +69,7 @@ class GpuWatch:
 
     def take(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""
-        windows, validation = self.sampler.take(), self.sampler.take(phase="validation")
+        windows, validation = self._sampler.take(), self._sampler.take(phase="validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []
         for uuid, gpu in self._gpus.items():
@@ -74,8 +81,8 @@ class GpuWatch:
             node = f" of node {self._node}" if self._node else ""
             troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
             troubles += window.problems
-        if self.sampler.failure is not None:
-            troubles.append(f"The GPUs are no longer measured: {self.sampler.failure!r}.")
+        if self._sampler.failure is not None:
+            troubles.append(f"The GPUs are no longer measured: {self._sampler.failure!r}.")
         return metrics, troubles
 
     def _count_energy(self, *windows: GpuWindow) -> float | None:
@@ -95,8 +102,8 @@ class GpuWatch:
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU over the whole run so far, from any thread; at its end the GPUs are polled once more."""
-        windows = self.sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
-        validation = self.sampler.whole(phase="validation")
+        windows = self._sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
+        validation = self._sampler.whole(phase="validation")
         found = []
         for uuid, gpu in self._gpus.items():
             if uuid not in windows:
@@ -108,7 +115,7 @@ class GpuWatch:
                     gpu,
                     windows[uuid],
                     validation[uuid],
-                    self.sampler.timelines(uuid),
+                    self._sampler.timelines(uuid),
                     node=self._node,
                     started_s=self._started_s,
                     sharing=sharing,
@@ -119,4 +126,4 @@ class GpuWatch:
 
     def close(self) -> None:
         """Stop sampling; what was sampled stays. Idempotent."""
-        self.sampler.close()
+        self._sampler.close()

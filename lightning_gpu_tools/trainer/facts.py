@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.runs.run import Place
+from lightning_gpu_tools.runs.run import Place, Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 
@@ -49,17 +49,28 @@ def is_plain_ddp(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.model, DistributedDataParallel)
 
 
-class TrainerRun:
-    """A Trainer's fit that is about to begin."""
+class TrainerRun(Run):
+    """A Trainer's fit."""
 
     has_trainer = True
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.place = place_of(trainer)
-        self.device: torch.device = trainer.strategy.root_device
-        self.gpus = gpus_of(trainer)
-        self.precision = str(trainer.precision)
+
+    @property
+    def place(self) -> Place:
+        """Which rank this is."""
+        return place_of(self._trainer)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the strategy."""
+        return self._trainer.strategy.root_device
+
+    @property
+    def gpus(self) -> Sequence[torch.device]:
+        """The GPUs that the Trainer uses on this node."""
+        return gpus_of(self._trainer)
 
     @property
     def loader(self) -> DataLoader[Any] | None:
@@ -100,6 +111,11 @@ class TrainerRun:
     def logged_step(self) -> int:
         """The step of the metrics of ``self.log``."""
         return compat.logged_step(self._trainer)
+
+    @property
+    def precision(self) -> str:
+        """The Trainer's."""
+        return str(self._trainer.precision)
 
     @property
     def accumulate_grad_batches(self) -> int:

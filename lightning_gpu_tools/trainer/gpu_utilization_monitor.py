@@ -147,7 +147,7 @@ def _with_utilization(gpus: GpuWatch) -> Callable[[Callable[..., Any]], Callable
 
     def wrapper(get_metrics: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            percent = gpus.sampler.latest_percent
+            percent = gpus.latest_percent
             shown: dict[str, Any] = {} if percent is None else {"gpu_busy": f"{percent:.0f}%"}
             return {**get_metrics(*args, **kwargs), **shown}
 
