@@ -219,14 +219,9 @@ _OF_BOTH_PHASES: Mapping[Reduction, Any] = {"max": max, "last": max, "difference
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
 ) -> dict[str, float]:
-    """Return what to log of one GPU, by name; what was not reported is absent.
+    """Return what to log of one GPU, by name, of the time since the last point; what was not reported is absent.
 
-    Args:
-        index: The GPU's number on its node.
-        window: What happened since the last point.
-        sharing: Who uses what of it.
-        energy_joules: Energy since training started.
-        node: Its node; every one but the first stands in the name.
+    The energy is that since training started. Every node but the first stands in the name.
     """
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
@@ -245,17 +240,9 @@ def gpu_summary(
     sharing: Sharing,
     others_memory_bytes_max: int | None,
 ) -> GpuSummary:
-    """Return one GPU over a whole run.
+    """Return one GPU over a whole run, from its windows outside of validation and in it.
 
-    Args:
-        gpu: Which one.
-        window: The run outside of validation.
-        validation: The run in validation.
-        timelines: What it did over time, as ``Sampler.timelines`` gives it.
-        node: Its node.
-        started_s: When training started, seconds since the epoch.
-        sharing: Who used what of it, at the end.
-        others_memory_bytes_max: The most memory that others used.
+    ``timelines`` is what ``Sampler.timelines`` gives; who shares the GPU is said as of the end.
     """
     power = [watts for _, watts in timelines.get("power_watts", ())]
     return GpuSummary(
