@@ -77,7 +77,14 @@ class HostReading(NamedTuple):
 class RunRecorder:
     """Keeps, from the start of a training on, what is needed to describe it at any later moment.
 
-    Make it when the loader is known. On the exchange the ranks publish how fast they are, under ``own_step``.
+    Make it when the loader is known.
+
+    Args:
+        run: The training.
+        clock: Its step clock.
+        exchange: Where the ranks publish how fast they are, under ``own_step``.
+        rank_waits: Takes waiting for them out of the clock's phases.
+        gpus: Samples the GPUs; ``None`` without any.
 
     Attributes:
         profile: A few steps under the profiler; ``None`` until an advisor sets it.
@@ -194,7 +201,8 @@ class RunRecorder:
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far. For the training thread.
 
-        ``now`` is what another thread has just read of the host; by default it is read again.
+        Args:
+            now: What another thread has just read of the host; by default it is read again.
         """
         clock, run, gpus, began = self._clock, self._run, self._gpus, self._began
         now = now or self.read_host()

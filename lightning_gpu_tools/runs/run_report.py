@@ -52,7 +52,12 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
     """Return the report of a training, with what the other ranks published last. For the training thread.
 
     Of one that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, the
-    growth of memory, and the cost of measuring. ``host`` is what another thread has just read; else it is read again.
+    growth of memory, and the cost of measuring.
+
+    Args:
+        session: Of the training.
+        outcome: How it ended.
+        host: What another thread has just read of the host; by default it is read again.
     """
     ended = outcome != RUNNING
     measured = session.begin().measurements(host)
@@ -125,6 +130,10 @@ class RunningReport:
 
     That begins in a background thread, which asks for it when it is time. The training thread measures after its next
     step, and the background thread writes. If that step takes too long, it writes what it has, with the clock's times.
+
+    Args:
+        session: Of the training.
+        file: Where the report is written.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -175,9 +184,12 @@ class RunningReport:
 
 
 def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
-    """Write the report of a training that has ended, plot it, log its summary, and print it.
+    """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
 
-    Whatever fails costs only itself and is printed, too. The loggers are those of the run.
+    Args:
+        report: Of a training that has ended.
+        file: Where it is written, and the plot beside it.
+        run: Whose loggers get the summary.
     """
     folder = file.path.parent
     paths: list[Path] = []
@@ -212,7 +224,11 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
 def log_summary(diagnosis: Diagnosis, report: str, logger: Any, step: int) -> None:
     """Send a diagnosis to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
 
-    The text of the whole report is sent as ``gpu_tools/report``.
+    Args:
+        diagnosis: Its summary is sent.
+        report: The text of the whole report, which is sent as ``gpu_tools/report``.
+        logger: Any logger of Lightning's.
+        step: Of the metrics.
     """
     summary = {**diagnosis.summary(), "report": report}
     named = {f"gpu_tools{logger.group_separator}{name}": value for name, value in summary.items()}
