@@ -81,10 +81,7 @@ class FitTimer:
     What a future Lightning has under another name cannot be timed: it stays part of the phase around it and is named in
     ``unseen``.
 
-    Args:
-        trainer: Whose fit.
-        clock: What is driven.
-        enter: Is called with the phase when validation begins and when training goes on.
+    ``enter`` is called with the phase when validation begins and when training goes on.
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
