@@ -351,5 +351,5 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     report = load_report(tmp_path)
     assert report.gpus[0].errors
     assert report.monitor_us_per_step is not None
-    assert 0 < report.monitor_us_per_step < 5000
+    assert 0 < report.monitor_us_per_step < report.wall_s / report.steps * 1e6
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)
