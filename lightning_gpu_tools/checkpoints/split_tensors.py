@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from lightning_gpu_tools.checkpoints.formats import Fault
 from lightning_gpu_tools.checkpoints.shards import Part, SplitTensorInfo
+from lightning_gpu_tools.units import printable
 
 
 class LazyTensor(torch.Tensor):
@@ -73,14 +75,34 @@ def put_in_place(content: Any, made: Callable[[Any], Any]) -> Any:
     return put(content)
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the type of numbers that has this name.
+
+    Raises:
+        Fault: A newer torch has it.
+    """
+    dtype: torch.dtype | None = getattr(torch, name, None)
+    if dtype is None:
+        raise needs_newer_torch(f"torch.{name}")
+    return dtype
+
+
+def needs_newer_torch(name: str) -> Fault:
+    """Return the fault of a file that names something of a newer torch."""
+    return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
+
+
 def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     """Return a tensor that is mapped to where its numbers are, or made of these whenever it is needed.
 
     Args:
         info: Where its numbers are.
         numbers: The bytes of each file.
+
+    Raises:
+        Fault: This torch does not know its type.
     """
-    dtype, shape = getattr(torch, info.dtype), info.shape or ()
+    dtype, shape = dtype_of(info.dtype), info.shape or ()
     if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
         return _block(info.parts[0], dtype, numbers).reshape(shape)
     return LazyTensor(shape, dtype, functools.partial(_join, info, dtype, numbers))

@@ -28,7 +28,7 @@ from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, come
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import Files, opened_source
-from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
+from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     Structure,
@@ -157,9 +157,12 @@ def _read(
             shard = structure.shard(name)
             if verify or shard.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
                 compare_with_checksums(file, shard)
-        if structure.assembly is None:
-            return load(files[""], structure)
-        return _load_shards(files, structure, structure.assembly, load, map_location)
+        try:
+            if structure.assembly is None:
+                return load(files[""], structure)
+            return _load_shards(files, structure, structure.assembly, load, map_location)
+        except Fault as fault:
+            raise broken(structure.path, fault) from None
 
 
 def _load_shards(
@@ -184,10 +187,7 @@ def _load_shards(
             return load(file, describe(file, os.path.join(structure.path, leaf.file)))
         return leaf
 
-    try:
-        return put_in_place(assembly.assemble(contents), made)
-    except Fault as fault:
-        raise broken(structure.path, fault) from None
+    return put_in_place(assembly.assemble(contents), made)
 
 
 def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
@@ -367,7 +367,7 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
             raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
         unknown = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
         if unknown and not foreign:
-            raise broken(structure.path, _needs_newer_torch(unknown[1])) from None
+            raise broken(structure.path, needs_newer_torch(unknown[1])) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
@@ -378,10 +378,6 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
         return
     fault = Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
     raise broken(structure.path, fault) from None
-
-
-def _needs_newer_torch(name: str) -> Fault:
-    return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
 
 
 def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
@@ -404,17 +400,14 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
     weights: OrderedDict[str, Any] = OrderedDict.fromkeys(structure.content)
     with collector_paused():
         in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])
-        for dtype, run in itertools.groupby(in_order, key=lambda item: item[1].dtype):
-            named = list(run)
-            if not hasattr(torch, dtype):
-                raise broken(structure.path, _needs_newer_torch(f"torch.{dtype}"))
+        for dtype_name, run in itertools.groupby(in_order, key=lambda item: item[1].dtype):
+            dtype, named = dtype_of(dtype_name), list(run)
             start = structure.places[named[0][0]]
             sizes = [info.storage.numel for _, info in named]
-            itemsize = getattr(torch, dtype).itemsize
-            part = numbers[start : start + sum(sizes) * itemsize]
-            if start % itemsize:  # torch reads no number across the boundaries of its size
+            part = numbers[start : start + sum(sizes) * dtype.itemsize]
+            if start % dtype.itemsize:  # torch reads no number across the boundaries of its size
                 part = part.clone()
-            parts = torch.unsafe_split_with_sizes(part.view(getattr(torch, dtype)), sizes)
+            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
             for (name, info), value in zip(named, parts, strict=True):
                 weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
         if str(device) != "cpu":

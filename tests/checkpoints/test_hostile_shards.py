@@ -71,6 +71,17 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(edit: Any, message: 
     refuse(index, message)
 
 
+def test_numbers_of_a_newer_torch_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.rand(4).to(torch.float8_e5m2)
+    index = write_index(tmp_path / "index", {"w": weight}, 1)
+    folder = write_distributed(tmp_path / "dcp", {"w": divided(weight, [2])})
+    monkeypatch.delattr(torch, "float8_e5m2")  # as torch 2.6 lacks float8_e8m0fnu
+    for path in (index, folder):
+        assert read_structure(path).content["w"].dtype == "float8_e5m2"
+        with pytest.raises(BrokenCheckpointError, match=r"torch.float8_e5m2, which torch \S+ does not know. Use a"):
+            read_checkpoint(path)
+
+
 def test_a_weight_in_two_shards_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
