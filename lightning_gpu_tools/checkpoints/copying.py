@@ -23,6 +23,7 @@ from lightning_gpu_tools.checkpoints.model_keys import (
     is_packed,
     is_sharded,
     loads_itself,
+    name_of,
     part_of,
     shape_of,
 )
@@ -70,13 +71,7 @@ class Fit(NamedTuple):
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
     """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers.
 
-    Args:
-        model: As it is. Its own hooks run; what they and ``load_state_dict`` do to its tensors is undone.
-        fit: Says which weight belongs to which of them.
-        leave_out_misfits: Whether weights of another shape are going to be left out. If not, they are refused.
-
-    Raises:
-        CheckpointMismatchError: There is such a weight. Nothing was changed.
+    Hooks of the model run; what they and ``load_state_dict`` do to its tensors is undone.
     """
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
@@ -224,7 +219,9 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
-    owners = [module for module in model.modules() if any(map(_is_partitioned, module.parameters(recurse=False)))]
+    owners = [
+        module for module in model.modules() if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False))
+    ]
     handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
     try:
         with gathered:
@@ -239,10 +236,6 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
         if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's own keep no copies
             engine.optimizer.refresh_fp32_params()
-
-
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id")
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
@@ -314,7 +307,7 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         numbers = torch.view_as_real(numbers.resolve_conj())
         if not dtype.is_complex:
             if numbers[..., 1].any():
-                return f"a complex number cannot become one of {_name(dtype)}"
+                return f"a complex number cannot become one of {name_of(dtype)}"
             numbers = numbers[..., 0]
     if numbers.is_floating_point() and numbers.element_size() < 4:
         numbers = numbers.float()  # where the limits below are exact, and float8 can be compared
@@ -330,15 +323,11 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     if not changed.any():
         return ""
     number = numbers[changed][0]
-    return f"{number.item():g} would become {number.to(dtype).item():g} as {_name(dtype)}"
+    return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
 
 
 def _kind(value: torch.Tensor) -> str:
     if is_packed(value):
         return f"a tensor of the class {printable(type(value).__name__)}"
-    layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
+    layout = "nested" if value.is_nested else "meta" if value.is_meta else name_of(value.layout)
     return f"a {'quantized ' * value.is_quantized}{layout} tensor"
-
-
-def _name(torchs: torch.dtype | torch.layout) -> str:
-    return str(torchs).removeprefix("torch.")
