@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
@@ -28,7 +29,7 @@ from lightning_gpu_tools.checkpoints.model_keys import (
     shape_of,
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import fault_of_parts
+from lightning_gpu_tools.checkpoints.state_dicts import FROM_META, fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
@@ -84,6 +85,11 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
             (old, fit.state[new]) for old, new in fit.plan.renames.items() if shape_of(fit.state[new]) is not None
         )
         refused |= {old: why for old, target in places if (why := _why_not_copied(fit.weights[old], target))}
+    without = [key for key, why in refused.items() if why == FROM_META]
+    if without:
+        raise CheckpointMismatchError(
+            f"It has no numbers for {list_groups(without)}: it was saved {FROM_META}. Nothing was changed."
+        )
     if refused:
         shown = [f"{printable(key)} ({why})" for key, why in list(refused.items())[:4]]
         more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
@@ -279,10 +285,11 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     """Say why a weight cannot be copied, or not without becoming another one; ``""`` if it can."""
     if not isinstance(value, torch.Tensor):
         return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
+    if value.is_meta > target.is_meta:
+        return FROM_META
     is_of_its_kind = (
         value.layout is target.layout
         and value.is_nested == target.is_nested
-        and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
         and (type(value) is type(target) or not (is_packed(value) or is_packed(target)))
     )
@@ -329,5 +336,5 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
 def _kind(value: torch.Tensor) -> str:
     if is_packed(value):
         return f"a tensor of the class {printable(type(value).__name__)}"
-    layout = "nested" if value.is_nested else "meta" if value.is_meta else name_of(value.layout)
+    layout = "nested" if value.is_nested else name_of(value.layout)
     return f"a {'quantized ' * value.is_quantized}{layout} tensor"

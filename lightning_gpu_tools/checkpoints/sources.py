@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import struct
@@ -198,10 +199,14 @@ def _shapes_of(content: Any) -> Shapes | None:
 
 
 def _shapes_at_beginning(path: Path) -> Shapes | None:
-    """Return what can still be read of the weights in a damaged zip file: torch writes their description first."""
+    """Return what can still be read of the weights in a damaged file: torch and safetensors describe them first."""
     try:
         with opened(path) as file:
             head = file.read(_MAX_HEAD_BYTES)
+        if head[8:9] == b"{":
+            header = json.loads(head[8 : 8 + int.from_bytes(head[:8], "little")])
+            header.pop("__metadata__", None)
+            return frozenset((key, tuple(entry["shape"])) for key, entry in header.items())
         name_bytes, extra_bytes = struct.unpack_from("<2H", head, 26)  # APPNOTE.TXT 4.3.7
         start = 30 + name_bytes + extra_bytes
         if not head[30 : 30 + name_bytes].endswith(b"/data.pkl"):

@@ -109,13 +109,15 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     }
 
 
+FROM_META = "from the meta device. Save the model after its weights are loaded"
+
+
 def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that were saved from the meta device, as names and shapes alone."""
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
         raise CheckpointError(
-            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved from the meta device. "
-            "Save the model after its weights are loaded."
+            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved {FROM_META}."
         )
 
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import os
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +142,8 @@ def naming_file(path: str | os.PathLike[str], model_class: type) -> Iterator[Non
     except CheckpointError as error:
         does_not_fit = isinstance(error, CheckpointMismatchError)
         where = f" does not fit {printable(model_class.__name__)}." if does_not_fit else ":"
-        error.args = (f"{printable_path(path)}{where} {error.args[0]}", *error.args[1:])
+        message = error.args[0].replace("FILE TARGET", f"{shlex.quote(printable_path(path))} renamed.pt")
+        error.args = (f"{printable_path(path)}{where} {message}", *error.args[1:])
         raise
 
 

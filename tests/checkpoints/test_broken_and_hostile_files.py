@@ -43,7 +43,10 @@ def tar() -> bytes:
     return buffer.getvalue()
 
 
-ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+HEADER = {
+    "a": {"dtype": "F32", "shape": [30, 20], "data_offsets": [0, 2400]},
+    "b": {"dtype": "F32", "shape": [5], "data_offsets": [2400, 2420]},
+}
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
@@ -73,7 +76,7 @@ FAULTS = {
     "cut legacy file": (LEGACY[: len(LEGACY) // 2], "damaged or cut file in torch's old format"),
     "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', "safetensors file cut short"),
     "safetensors of another type": (
-        safetensors({"a": {**ENTRY, "dtype": "F6_E2M3"}}),
+        safetensors({**HEADER, "a": {**HEADER["a"], "dtype": "F6_E2M3"}}),
         "has a in the type F6_E2M3, which",
     ),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "GGUF file, as llama.cpp"),
@@ -82,7 +85,7 @@ FAULTS = {
     "msgpack": (b"\x81\xa6params\x81\xa5Dense" + bytes(100), "msgpack file, as Flax"),
     "safetensors of nonsense": (safetensors(b'{"a": 1}'), "damaged safetensors file"),
     "safetensors cut in its weights": (
-        safetensors({"a": ENTRY}) + bytes(8),
+        safetensors(HEADER) + bytes(8),
         "is cut short: the weights of a end beyond the end",
     ),
 }
@@ -98,7 +101,16 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
         read_checkpoint(path)
     text = str(caught.value)
     assert text.startswith(str(path))
-    of_model = " of the same model" * fault.startswith(("cut in", "cut by", "zeros at", "damaged zip", "missing"))
+    known = (
+        "cut in",
+        "cut by",
+        "zeros at",
+        "damaged zip",
+        "missing",
+        "safetensors of another",
+        "safetensors cut in its w",
+    )
+    of_model = " of the same model" * fault.startswith(known)
     assert text.endswith(f" The newest complete checkpoint{of_model} in that folder: {tmp_path / 'epoch=2.ckpt'}")
     assert "weights_only" not in text
     # The same without torch.
