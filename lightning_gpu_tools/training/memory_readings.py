@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +60,9 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryHoldings:
-    """What a training holds from step to step on this rank's GPU. What is sharded or on the CPU counts as far as it is
-    here; tensors that share their memory count once.
+    """What a training holds from step to step on this rank's GPU.
+
+    What is sharded counts as far as it is here, and what is on the CPU does not; what is shared counts once.
 
     Attributes:
         parameters_bytes: Parameters.
@@ -91,25 +93,46 @@ class MemoryHoldings:
         )
 
 
+class MemoryPoint(NamedTuple):
+    """A moment of a training in a timeline.
+
+    Attributes:
+        time_s: Seconds since training started.
+        kept_bytes: In tensors when a step began.
+        step_bytes: The most of the readings in it.
+        reserved_bytes: What the allocator held of the GPU.
+    """
+
+    time_s: float
+    kept_bytes: float
+    step_bytes: float
+    reserved_bytes: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """The GPU memory of one rank over a run.
 
     Attributes:
-        uuid: Its GPU, as in the report's ``gpus``; ``None`` if unknown.
-        pid: Its process, as it sees itself.
         latest: The last reading.
+        before_training: The first one, right before training: what was loaded, and a peak by then.
         holdings: What is held from step to step; ``None`` before the optimizer's first step.
         first_step: The step with the optimizer's first step; ``None`` before.
-        last_step: The last step that was read.
-        peaks_bytes: By phase in which the peak rose, how high: ``before_training``, ``forward``, ``backward``,
-            ``optimizer``, ``validation``, or ``training_step`` where it rose in a step that was not read.
+        last_step: The last step that was read to its end; ``None`` before.
+        peaks_bytes: By phase in which the peak of the tensors rose, how high: ``before_training``, ``forward``,
+            ``backward``, ``optimizer``, ``validation``, or ``training`` where it rose between two readings.
+        timeline: The steps that were read, in at most 200 points; empty in what one rank sends to another.
     """
 
-    uuid: str | None
-    pid: int
     latest: MemoryReading
+    before_training: MemoryReading | None = None
     holdings: MemoryHoldings | None = None
     first_step: StepMemory | None = None
     last_step: StepMemory | None = None
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
+    timeline: tuple[MemoryPoint, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most in tensors, also if somebody has reset torch's own peak since."""
+        return max(self.latest.peak_allocated_bytes, *self.peaks_bytes.values(), 0)
