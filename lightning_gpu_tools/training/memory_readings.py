@@ -57,6 +57,12 @@ class StepMemory:
     after_backward: MemoryReading | None = None
     end: MemoryReading | None = None
 
+    @property
+    def readings(self) -> list[MemoryReading]:
+        """Those that there are, in order."""
+        moments = (self.begin, self.after_forward, self.before_backward, self.after_backward, self.end)
+        return [reading for reading in moments if reading is not None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryHoldings:
@@ -135,4 +141,4 @@ class RankMemory:
     @property
     def peak_bytes(self) -> int:
         """The most in tensors, also if somebody has reset torch's own peak since."""
-        return max(self.latest.peak_allocated_bytes, *self.peaks_bytes.values(), 0)
+        return max(self.latest.peak_allocated_bytes, *self.peaks_bytes.values())
