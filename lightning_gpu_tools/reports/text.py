@@ -353,12 +353,12 @@ def _share_used(account: MemoryAccount) -> float:
 
 def _memory_head(account: MemoryAccount, whole_bytes: int, gpus: int) -> str:
     gpu = f"{f'node {account.node} ' if account.node else ''}GPU {account.index}"
-    gpu += f", the fullest of {gpus}" if gpus > 1 else ""
+    gpu += f", the fullest of {gpus}," if gpus > 1 else ""
     if account.used_bytes is None:
-        return f"What torch had reserved on {gpu}: {format_bytes(whole_bytes)} (what the driver says is not known)"
-    free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
-    explained = "".join(_known(", {:.0f} % explained", 100 * (account.explained_share or 0.0)))
-    return f"What was in memory on {gpu}: {format_bytes(whole_bytes)}{free}{explained}"
+        return f"What the {format_bytes(whole_bytes)} are that torch has reserved on {gpu} (the driver gives no total)"
+    free = "" if account.free_bytes is None else f"; {format_bytes(account.free_bytes)} are free"
+    explained = 100 * (account.explained_share or 0.0)
+    return f"What the {format_bytes(whole_bytes)} in use on {gpu} are ({explained:.0f} % explained){free}"
 
 
 def _processes(others: Sequence[OtherProcess]) -> list[tuple[str, int]]:

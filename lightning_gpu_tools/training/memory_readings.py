@@ -141,4 +141,4 @@ class RankMemory:
     @property
     def peak_bytes(self) -> int:
         """The most in tensors, also if somebody has reset torch's own peak since."""
-        return max(self.latest.peak_allocated_bytes, *self.peaks_bytes.values())
+        return max([self.latest.peak_allocated_bytes, *self.peaks_bytes.values()])
