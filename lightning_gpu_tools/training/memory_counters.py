@@ -98,40 +98,51 @@ def count_holdings(training: Training) -> MemoryHoldings:
 
     Without a model, as in a loop, parameters are those that are optimized, and buffers are not known.
     """
-    module, optimizers = training.module, training.optimizers
-    of_groups = (weight for one in optimizers for group in one.param_groups for weight in group["params"])
-    weights = list(of_groups if module is None else module.parameters())
+    module, optimizers, weights = training.module, training.optimizers, _weights(training)
+    gradients_bytes = count_gradients(training)
+    sends_copies = training.is_plain_ddp and not any(map(_is_part, _gradients(weights)))
     seen: set[int] = set()
 
     def size(*objects: object) -> int:
         return sum(_storage_sizes(objects, training.device, seen))
 
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    parameters_bytes = size(weights, [getattr(weight, "ds_tensor", None) for weight in weights])
-    gradients_bytes = size(gradients, *_attributes(optimizers, _GRADIENTS))
     return MemoryHoldings(
-        parameters_bytes=parameters_bytes,
+        parameters_bytes=size(weights, [getattr(weight, "ds_tensor", None) for weight in weights]),
         gradients_bytes=gradients_bytes,
         gradients_kept_bytes=gradients_bytes,
-        gradient_buckets_bytes=0 if _are_views(gradients) or not training.is_plain_ddp else gradients_bytes,
-        optimizer_bytes=size(
-            [list(one.state.values()) for one in optimizers], *_attributes(optimizers, _MASTER_WEIGHTS)
-        ),
-        buffers_bytes=0 if module is None else size(list(module.buffers())),
+        gradient_buckets_bytes=gradients_bytes if sends_copies else 0,
+        optimizer_bytes=size([[*one.state.values()] for one in optimizers], _attributes(optimizers, _MASTER_WEIGHTS)),
+        buffers_bytes=0 if module is None else size([*module.buffers()]),
     )
+
+
+def count_gradients(training: Training) -> int:
+    """Return the size of the gradients that are there at this moment."""
+    gradients = [_gradients(_weights(training)), _attributes(training.optimizers, _GRADIENTS)]
+    return sum(_storage_sizes(gradients, training.device, set()))
+
+
+def _weights(training: Training) -> list[torch.nn.Parameter]:
+    if training.module is not None:
+        return list(training.module.parameters())
+    return [weight for one in training.optimizers for group in one.param_groups for weight in group["params"]]
+
+
+def _gradients(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[object]:
     return [getattr(optimizer, name, None) for optimizer in optimizers for name in names]
 
 
-def _are_views(gradients: Iterable[torch.Tensor]) -> bool:
-    """Return whether gradients lie in larger pieces of memory, as with DDP's ``gradient_as_bucket_view=True``."""
-    return any(gradient.untyped_storage().nbytes() > gradient.nbytes for gradient in gradients)
+def _is_part(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient lies in a larger piece of memory, as with DDP's ``gradient_as_bucket_view=True``."""
+    return gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _storage_sizes(objects: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
-    """Return the sizes of the storages on a device that were not seen before. A sharded tensor has its local one."""
+    """Return the sizes of the storages on a device that were not seen before; of a sharded tensor, that of its part."""
     for tensor in _tensors(objects):
         if tensor.device == device:
             storage = tensor.untyped_storage()
@@ -150,10 +161,8 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from (value._indices(), value._values())
         else:
             yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors(one)
 
 
@@ -187,11 +196,12 @@ class MemoryCounters:
         self._spent_s = 0.0
         self._moments: dict[str, MemoryReading] = {}
         self._batch_step = 0  # whose batch is still to be noted
+        self._batch_shape: tuple[int, ...] | None = None
         self._latest: MemoryReading | None = None
         self._first: StepMemory | None = None
         self._last: StepMemory | None = None
         self._holdings: MemoryHoldings | None = None
-        self._gradients_bytes: int | None = None
+        self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
         self._peak_bytes = self._total_bytes = 0
         self._peaks: dict[str, int] = {}
@@ -243,7 +253,8 @@ class MemoryCounters:
     def begin_step(self) -> None:
         """Read what is there before forward, if it is this step's turn."""
         if self._clock.steps >= self._next_step:
-            self._spent_s, self._moments, self._batch_step = 0.0, {}, self._clock.steps
+            self._spent_s, self._moments = 0.0, {}
+            self._batch_step, self._batch_shape = self._clock.steps, None
             self._reading = True
             self.note("begin", "training")
 
@@ -275,11 +286,11 @@ class MemoryCounters:
 
     def note_batch(self, shape: tuple[int, ...] | None) -> None:
         """Note the shape of the batch of a step that was read, or is."""
-        for name in ("_first", "_last"):
-            step = getattr(self, name)
-            if step is not None and step.step == self._batch_step:
-                setattr(self, name, dataclasses.replace(step, batch_shape=shape))
-        self._batch_step = 0
+        self._batch_step, self._batch_shape = 0, shape
+        if not self._reading and self._last is not None:  # a Trainer gives the batch when the step has ended
+            is_first = self._last is self._first
+            self._last = dataclasses.replace(self._last, batch_shape=shape)
+            self._first = self._last if is_first else self._first
 
     # What they do in a step that is read
 
@@ -305,12 +316,15 @@ class MemoryCounters:
         reading = self._read(phase)
         if reading is not None and moment not in self._moments:
             self._moments[moment] = reading
-        if moment == "after_backward" and self._gradients_bytes is None:
-            self._gradients_bytes = count_holdings(self._training).gradients_bytes
+        if moment == "after_backward" and not self._gradients_bytes:
+            self._gradients_bytes = count_gradients(self._training)
+        elif moment == "begin" and self._holdings is not None and self._last is self._first:
+            kept_bytes = count_gradients(self._training)
+            self._holdings = dataclasses.replace(self._holdings, gradients_kept_bytes=kept_bytes)
 
     def _end_step(self) -> None:
         self._note("end", "optimizer")
-        step = self._last = StepMemory(step=self._clock.steps, **self._moments)
+        step = self._last = StepMemory(step=self._clock.steps, batch_shape=self._batch_shape, **self._moments)
         sizes = [reading.allocated_bytes for reading in step.readings]
         if step.begin is not None and step.end is not None:
             for timeline, size in zip(
@@ -320,7 +334,7 @@ class MemoryCounters:
         if self._holdings is None and self._training.optimizer_steps > self._optimizer_steps:
             self._first = step
             held = count_holdings(self._training)
-            gradients_bytes = max(held.gradients_bytes, self._gradients_bytes or 0)
+            gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
             self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
         interval = 1
         if self._holdings is not None or step.step >= _MAX_EARLY_STEPS:
