@@ -127,14 +127,14 @@ class MemoryAccount:
         total_bytes: Size of its memory.
         used_bytes: In use by all, as the driver says.
         free_bytes: The rest of it.
-        parts_bytes: The parts by name, which add up to ``used_bytes``, or without it to what torch had reserved; see
-            docs/report_schema.md.
+        parts_bytes: The parts by name, which add up to ``used_bytes``, or without it to what torch has reserved.
         explained_share: Share of ``used_bytes`` that has a name.
         others: Processes of other jobs, the largest first.
         moments_bytes: What was in tensors at moments of the training, of the rank with the highest peak:
             ``before_training``, ``step_start``, ``after_forward``, ``after_backward``, ``after_step``, and
             ``after_first_step``.
-        peaks_bytes: By phase in which the peak of the tensors rose, how high, of the same rank.
+        peaks_bytes: By phase in which the peak of the tensors rose, how high, of the same rank: ``before_training``,
+            ``forward``, ``backward``, ``optimizer``, ``validation``, and ``training`` between two readings.
         timeline: The steps of rank 0 that were read, if it trains on this GPU; in at most 200 points.
     """
 

@@ -28,7 +28,7 @@ _WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # A report is at most 80 lines long, whatever the job. The file has the rest.
 _MAX_GPUS = 8
-_MAX_NAMES = 8
+_MAX_NAMES = 6
 _MAX_PROCESSES = 3
 _MIN_PART = 0.02
 _CAUSE = "  ◀ cause"
@@ -340,10 +340,11 @@ def _memory_tree(report: Report) -> list[str]:
         groups.setdefault(part.group or part.label, {})[part.label if part.group else ""] = size
     branches = []
     for group, parts in groups.items():
-        is_others = group == PARTS[OTHER_PROCESSES].label
-        leaves = _processes(fullest.others) if is_others else [(name, size) for name, size in parts.items() if name]
-        shown = sorted((one for one in leaves if one[1] >= _MIN_PART * whole_bytes), key=lambda one: -one[1])
-        branches.append((line(group, sum(parts.values())), [line(*one) for one in shown]))
+        leaves = sorted(((name, size) for name, size in parts.items() if name), key=lambda leaf: -leaf[1])
+        if group == PARTS[OTHER_PROCESSES].label:
+            leaves = _processes(fullest.others)
+        shown = [line(*leaf) for leaf in leaves if leaf[1] >= _MIN_PART * whole_bytes]
+        branches.append((line(group, sum(parts.values())), shown))
     return [_wrapped(_memory_head(fullest, whole_bytes, len(report.memory))), *_tree(branches), *_in_tensors(fullest)]
 
 
