@@ -32,6 +32,9 @@ _MAX_INTERVAL = 200
 # Our default: gradients are hardly ever accumulated over more steps than these, which are all read if the optimizer
 # makes no step.
 _MAX_EARLY_STEPS = 64
+# Our default: an optimizer that has no state after so many steps never has one. The scaler of 16-bit gradients skips the
+# first few steps, until its scale fits.
+_MAX_SKIPPED_STEPS = 4
 _MAX_POINTS = 200
 # Where DeepSpeed's optimizers keep their part of the master weights and of the gradients (0.19: ZeRO 3; 1 and 2).
 _MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
@@ -331,7 +334,7 @@ class MemoryCounters:
                 self._timelines, (step.begin.allocated_bytes, max(sizes), step.end.reserved_bytes), strict=True
             ):
                 timeline.add(self._clock.wall_s, size)
-        if self._holdings is None and self._training.optimizer_steps > self._optimizer_steps:
+        if self._holdings is None and self._has_optimized():
             self._first = step
             held = count_holdings(self._training)
             gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
@@ -341,6 +344,10 @@ class MemoryCounters:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self._next_step = step.step + self._random.randint(1, 2 * interval - 1)
         self.when_read()
+
+    def _has_optimized(self) -> bool:
+        steps = self._training.optimizer_steps - self._optimizer_steps
+        return steps >= (1 if any(one.state for one in self._training.optimizers) else _MAX_SKIPPED_STEPS)
 
     # What is known
 

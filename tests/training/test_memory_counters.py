@@ -113,8 +113,7 @@ class Loop:
         monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self._later))
         self.memory.install(monkeypatch.setattr)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
-        module = nn.Linear(4, 4)
-        self.training = training(module, torch.optim.SGD(module.parameters()))
+        self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))
         self.counters = MemoryCounters(self.training, self.clock)
         self.steps_per_optimizer_step = steps_per_optimizer_step
         self.read: list[int] = []
@@ -156,6 +155,16 @@ def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.Monkey
     assert facts.first_step is not None
     assert (loop.read, facts.first_step.step) == ([1, 2, 3, 4], 4)
     assert facts.holdings is not None
+
+
+def test_steps_that_a_scaler_skips_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    loop.training.optimizers[0].state.clear()
+    loop.run(2)
+    assert loop.counters.facts().first_step is None  # type: ignore[union-attr]
+    loop.training.optimizers[0].state[0] = {"exp_avg": torch.zeros(4)}
+    loop.run(1)
+    assert loop.counters.facts().first_step.step == 3  # type: ignore[union-attr]
 
 
 def test_a_training_without_an_optimizer_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
