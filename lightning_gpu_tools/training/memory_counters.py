@@ -32,8 +32,8 @@ _MAX_INTERVAL = 200
 # Our default: gradients are hardly ever accumulated over more steps than these, which are all read if the optimizer
 # makes no step.
 _MAX_EARLY_STEPS = 64
-# Our default: an optimizer that has no state after so many steps never has one. The scaler of 16-bit gradients skips the
-# first few steps, until its scale fits.
+# Our default: an optimizer without a state after so many steps never has one. The scaler of 16-bit gradients skips the
+# first few, until its scale fits.
 _MAX_SKIPPED_STEPS = 4
 _MAX_POINTS = 200
 # Where DeepSpeed's optimizers keep their part of the master weights and of the gradients (0.19: ZeRO 3; 1 and 2).
