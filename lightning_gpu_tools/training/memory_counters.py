@@ -213,10 +213,10 @@ class MemoryCounters:
         self._guard(self._begin)
 
     def _begin(self) -> None:
-        self._before = self._read("before_training")
-        if self._before is None:  # CUDA has not begun, so nothing trains on this GPU
+        if read_memory(self._gpu) is None:  # CUDA has not begun, so nothing trains on this GPU
             self._next_step = math.inf
         else:
+            self._before = self._read("before_training")
             self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
 
     # What a training calls in every step
@@ -305,20 +305,17 @@ class MemoryCounters:
             except Exception as error:  # noqa: BLE001
                 self.failure, self._reading, self._next_step = error, False, math.inf
 
-    def _read(self, phase: str) -> MemoryReading | None:
+    def _read(self, phase: str) -> MemoryReading:
         began_s = time.perf_counter()
-        reading = read_memory(self._gpu)
-        if reading is not None:
-            self._latest = reading
-            if reading.peak_allocated_bytes > self._peak_bytes:
-                self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
+        reading = self._latest = read_memory(self._gpu)
+        assert reading is not None  # CUDA has begun
+        if reading.peak_allocated_bytes > self._peak_bytes:
+            self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
         self._spent_s += time.perf_counter() - began_s
         return reading
 
     def _note(self, moment: str, phase: str) -> None:
-        reading = self._read(phase)
-        if reading is not None and moment not in self._moments:
-            self._moments[moment] = reading
+        self._moments.setdefault(moment, self._read(phase))
         if moment == "after_backward" and not self._gradients_bytes:
             self._gradients_bytes = count_gradients(self._training)
         elif moment == "begin" and self._holdings is not None and self._last is self._first:
@@ -329,11 +326,10 @@ class MemoryCounters:
         self._note("end", "optimizer")
         step = self._last = StepMemory(step=self._clock.steps, batch_shape=self._batch_shape, **self._moments)
         sizes = [reading.allocated_bytes for reading in step.readings]
-        if step.begin is not None and step.end is not None:
-            for timeline, size in zip(
-                self._timelines, (step.begin.allocated_bytes, max(sizes), step.end.reserved_bytes), strict=True
-            ):
-                timeline.add(self._clock.wall_s, size)
+        for timeline, size in zip(
+            self._timelines, (sizes[0], max(sizes), self._moments["end"].reserved_bytes), strict=True
+        ):
+            timeline.add(self._clock.wall_s, size)
         if self._holdings is None and self._has_optimized():
             self._first = step
             held = count_holdings(self._training)

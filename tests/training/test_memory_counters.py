@@ -140,7 +140,7 @@ def test_reading_takes_at_most_ten_microseconds_a_step(monkeypatch: pytest.Monke
     loop.run(5000)
     assert 2e-6 < (loop.time() - began_s) / 5000 < 10e-6
     assert len({step % 10 for step in loop.read}) > 5  # nothing periodic is always or never hit
-    assert loop.memory.reads == 1 + 5 * len(loop.read)  # of the moments of a step that is read, and of no other
+    assert loop.memory.reads == 2 + 5 * len(loop.read)  # of the moments of a step that is read, and of no other
 
 
 def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.MonkeyPatch) -> None:
