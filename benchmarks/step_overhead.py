@@ -22,6 +22,7 @@ import logging
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
+from typing import BinaryIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -162,17 +164,29 @@ class Runner:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
+        self.folder = folder
         folder.mkdir()
         for pipe in ("turns", "times"):
             os.mkfifo(folder / pipe)
         command = [sys.executable, __file__, "--train", name, "--folder", str(folder)]
         if name == TRACEML:
-            command = [str(traceml()), "run", __file__, "--args", *command[2:]]
+            # Its processes on one machine would otherwise all take the same ports.
+            ports = ["--aggregator-port", str(free_port()), "--master-port", str(free_port())]
+            command = [str(traceml()), "run", *ports, __file__, "--args", *command[2:]]
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
-        self.folder = folder
-        self.turns = (folder / "turns").open("wb", buffering=0)
+        self.turns = self.open_turns()
         self.times = (folder / "times").open()
+
+    def open_turns(self) -> BinaryIO:
+        """Open the pipe as soon as the training reads from it; it never does if it failed to start."""
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError):  # ENXIO: nobody reads yet
+                turns = os.open(self.folder / "turns", os.O_WRONLY | os.O_NONBLOCK)
+                os.set_blocking(turns, True)
+                return os.fdopen(turns, "wb", buffering=0)
+            time.sleep(0.05)
+        sys.exit(f"{self.name} did not start:\n{(self.folder / 'output').read_text()}")
 
     def turn(self) -> tuple[float, float]:
         """Let it train and return the mean wall and CPU time of a step, in us."""
@@ -230,6 +244,13 @@ def fake_gpus(count: int) -> Iterator[None]:
         machine.gpus = [fake_driver.gpu(utilization=50) for _ in range(count)]
         os.environ.update(machine.variables())
         yield
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def traceml() -> str | None:
