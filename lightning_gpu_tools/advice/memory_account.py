@@ -202,31 +202,31 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     """Return what one rank's allocator has reserved, by part. What is counted first is cut last."""
     latest = rank.latest
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
-    peak_bytes = min(rank.peak_bytes, reserved_bytes)  # it may have been before the allocator emptied its cache
+    readings = [latest, *(reading for step in (rank.first_step, rank.last_step) if step for reading in step.readings)]
+    nearest = max(readings, key=lambda reading: reading.allocated_bytes)
+    # What was before training, by this process or an earlier fit, is not the peak of this training.
+    peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
+    peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
+    # It may have been before the allocator emptied its cache.
+    peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
     parts: dict[str, int] = {}
     left_bytes = peak_bytes
-    for name, size in {**_held_at_peak(rank), ACTIVATIONS: peak_bytes}.items():
+    for name, size in {**_held(rank, peak_in), ACTIVATIONS: peak_bytes}.items():
         parts[name] = min(size, left_bytes)
         left_bytes -= parts[name]
-    step = rank.last_step or rank.first_step
-    readings = [] if step is None else step.readings
-    nearest = max(readings, key=lambda reading: reading.allocated_bytes, default=latest)
     cache_bytes = reserved_bytes - peak_bytes
     parts[CACHE_FRAGMENTED] = min(nearest.inactive_split_bytes, cache_bytes)
     parts[CACHE_REUSABLE] = cache_bytes - parts[CACHE_FRAGMENTED]
     return parts
 
 
-def _held_at_peak(rank: RankMemory) -> dict[str, int]:
-    """Return what was held when most was in tensors, as far as it outlives a step, and the gradients."""
-    held = rank.holdings or MemoryHoldings()
-    peak_in = max(rank.peaks_bytes, key=lambda phase: rank.peaks_bytes[phase], default="")
-    parts = {PARAMETERS: held.parameters_bytes, BUFFERS: held.buffers_bytes}
-    if peak_in == "before_training":  # as while loading a checkpoint: nothing else was there yet
-        return parts
-    step = rank.last_step or rank.first_step
+def _held(rank: RankMemory, peak_in: str) -> dict[str, int]:
+    """Return what outlives a step, and the gradients that are there when most is in tensors."""
+    held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
     begin = rank.latest if step is None or step.begin is None else step.begin
-    return parts | {
+    return {
+        PARAMETERS: held.parameters_bytes,
+        BUFFERS: held.buffers_bytes,
         OPTIMIZER_STATES: held.optimizer_bytes,
         # Forward has those of the step before, if they were not zeroed at its end.
         GRADIENTS: held.gradients_kept_bytes if peak_in in ("forward", "validation") else held.gradients_bytes,

@@ -102,10 +102,13 @@ def test_a_peak_in_forward_has_only_the_gradients_that_were_kept() -> None:
     assert in_gib(account_for(DRIVER, [replace(forward, holdings=RANK.holdings)]))["gradients"] == 3
 
 
-def test_a_peak_before_training_held_no_optimizer_states() -> None:
-    loading = replace(RANK, peaks_bytes={"before_training": 20 * GIB, "backward": 19 * GIB})
-    parts = in_gib(account_for(DRIVER, [loading]))
-    assert (parts["parameters"], parts["activations"], parts.get("optimizer_states")) == (3, 17, None)
+@pytest.mark.parametrize(("peaks", "activations"), [({"backward": 19 * GIB}, 6), ({}, 5)])
+def test_a_peak_before_training_is_not_this_trainings(peaks: dict[str, int], activations: int) -> None:
+    """Without one of its own, the most of its readings is known."""
+    earlier = replace(RANK, peaks_bytes={"before_training": 20 * GIB, **peaks})
+    expected = {**TORCH, "activations": activations, "cache_reusable": 11 - activations}
+    parts = in_gib(account_for(DRIVER, [earlier]))
+    assert {name: parts[name] for name in expected} == expected
 
 
 def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
