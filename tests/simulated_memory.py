@@ -20,7 +20,7 @@ class SimulatedMemory(TorchDispatchMode):
     Attributes:
         allocated_bytes: In tensors.
         peak_bytes: The most so far.
-        reserved_bytes: What was taken from the driver; it is never given back.
+        reserved_bytes: What was taken from the driver.
         inactive_split_bytes: What it says of free parts of segments.
         reads: How often it was asked for the counters.
         fault: What it raises then.
@@ -35,6 +35,7 @@ class SimulatedMemory(TorchDispatchMode):
     def install(self, set_attribute: Callable[..., None]) -> None:
         """Be what torch asks for the counters of its allocator."""
         set_attribute(torch._C, "_cuda_memoryStats", self._stats, raising=False)  # not there without CUDA
+        set_attribute(torch._C, "_cuda_emptyCache", self._empty_cache, raising=False)
         set_attribute(torch.cuda.memory, "is_initialized", lambda: True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +53,13 @@ class SimulatedMemory(TorchDispatchMode):
         weakref.finalize(storage, self._free, storage._cdata, size).atexit = False
         self.allocated_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        self.reserved_bytes = -(-self.peak_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        self.reserved_bytes = max(self.reserved_bytes, self._segments())
+
+    def _segments(self) -> int:
+        return -(-self.allocated_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+
+    def _empty_cache(self) -> None:
+        self.reserved_bytes = self._segments()
 
     def _free(self, storage: int, size: int) -> None:
         self._held.discard(storage)

@@ -266,7 +266,7 @@ def _split(processes: Sequence[GpuProcess], own_pids: frozenset[int] | None) -> 
 def _moments(rank: RankMemory) -> dict[str, int]:
     """Return what was in tensors at the moments that were read."""
     first, last = rank.first_step, rank.last_step or rank.first_step
-    moments = {"before_training": rank.before_training, "after_first_step": first and first.end}
+    moments = {"before_training": rank.before_training, "after_first_step": None if first is None else first.end}
     if last is not None:
         moments |= {
             "step_start": last.begin,

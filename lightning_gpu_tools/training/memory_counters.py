@@ -303,7 +303,8 @@ class MemoryCounters:
                 action(*args)
             # Counters with other names, an allocator without any, a tensor unlike any other: training goes on without.
             except Exception as error:  # noqa: BLE001
-                self.failure, self._reading, self._next_step = error, False, math.inf
+                self.failure = error.with_traceback(None)  # whose frames would keep a batch
+                self._reading, self._next_step = False, math.inf
 
     def _read(self, phase: str) -> MemoryReading:
         began_s = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,12 +106,25 @@ def test_a_sharded_model_counts_what_this_rank_holds() -> None:
 # When steps are read
 
 
+class SlowMemory(SimulatedMemory):
+    """Its counters take 100 us to read."""
+
+    def __init__(self, time: HandClock) -> None:
+        super().__init__()
+        self.time = time
+
+    def _stats(self, device: int) -> dict[str, Any]:
+        self.time.spend(100e-6)
+        return super()._stats(device)
+
+
 class Loop:
-    """Steps with the moments of a Trainer's, whose counters take 100 us to read."""
+    """Steps with the moments of a Trainer's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_optimizer_step: int = 1) -> None:
-        self.memory, self.time, self.clock = SimulatedMemory(), HandClock(), StepClock()
-        monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self._later))
+        self.time, self.clock = HandClock(), StepClock()
+        self.memory = SlowMemory(self.time)
+        monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self.time))
         self.memory.install(monkeypatch.setattr)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
         self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))
@@ -119,11 +133,7 @@ class Loop:
         self.read: list[int] = []
         self.counters.when_read = lambda: self.read.append(self.clock.steps)
         forward, backward = self.counters.after_forward(list), self.counters.around_backward(list)
-        self.step = self.counters.around_step(lambda: (forward(), backward(), self._optimize()))
-
-    def _later(self) -> float:
-        self.time.spend(50e-6)
-        return self.time()
+        self.step = self.counters.around_step(lambda batch=None: (forward(), backward(), self._optimize()))
 
     def _optimize(self) -> None:
         self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
@@ -178,7 +188,13 @@ def test_an_allocator_without_counters_ends_the_reading(monkeypatch: pytest.Monk
     loop = Loop(monkeypatch)
     loop.run(2)
     loop.memory.fault = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
-    loop.run(1000)
+    batch = torch.zeros(1)
+    kept = weakref.ref(batch)
+    for _ in range(1000):
+        loop.clock.steps += 1
+        loop.step(batch)
+    del batch
+    assert kept() is None  # an error would keep whatever was in use when it was raised
     reads = loop.memory.reads
     loop.run(1000)
     assert (loop.memory.reads, loop.counters.facts()) == (reads, None)
