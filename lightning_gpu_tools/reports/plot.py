@@ -29,7 +29,7 @@ _LINES = (("#000000", "-"), ("#000000", ":"), ("#666666", "-"), ("#666666", "--"
 # Panels below the phases: timeline, label, divisor, height against that of the phases.
 _PANELS = (
     ("utilization_percent", "GPU busy (%)", 1.0, 2.0),
-    ("memory_used_bytes", "memory (GiB)", 2.0**30, 1.0),
+    ("memory_used_bytes", "memory (GiB)", 2.0**30, 1.5),
     ("power_watts", "power (W)", 1.0, 1.0),
 )
 # Whatever the user's own style is. Text may hold dollar signs, which are not meant as mathematics.
@@ -141,7 +141,9 @@ def _draw_memory(axis: Axes, accounts: Sequence[MemoryAccount], divisor: float) 
         top = [max(low, getattr(point, field) / divisor) for low, point in zip(bottom, account.timeline, strict=True)]
         axis.fill_between(times, bottom, top, color=color, alpha=0.6, linewidth=0, label=label)
         bottom = top
-    axis.legend(loc="upper right", ncols=len(_BANDS), fontsize="small", title=f"GPU {account.index}: torch's allocator")
+    axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
+    where: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+    axis.legend(**where, ncols=len(_BANDS), fontsize="small", frameon=False)
 
 
 def _legend(report: Report) -> list[Patch]:
