@@ -128,15 +128,16 @@ def diagnosis() -> str:
 def step_overhead() -> str:
     plain, fake = results("step_overhead"), results("step_overhead_fake_gpus")
 
+    none, empty, ours = "no callbacks", "two empty callbacks", "monitor + advisor"
+
     def beyond(found: Results, name: str, other: str, kind: str) -> str:
-        if name not in found["measured_us"] or name == other:
+        beside = found["measured_us"].get(ours if name == empty else name)  # each tool has its own to compare with
+        if beside is None or name == other:
             return ""
-        measured, base = (found["measured_us"][one][kind] for one in (name, other))
-        values = [a - b for a, b in zip(measured, base, strict=True)]
+        values = [a - b for a, b in zip(beside[name][kind], beside[other][kind], strict=True)]
         low, high = median_interval(values) or (min(values), max(values))
         return f"{median(values):+.0f} ({low:+.0f} to {high:+.0f})"
 
-    none, empty = "no callbacks", "two empty callbacks"
     rows = [
         (
             name,
@@ -145,8 +146,7 @@ def step_overhead() -> str:
             beyond(plain, name, none, "cpu"),
             beyond(fake, name, none, "wall"),
         )
-        for name in fake["measured_us"]
-        if name != none
+        for name in (empty, *fake["measured_us"])
     ]
     head = (
         "us per step",
@@ -155,14 +155,13 @@ def step_overhead() -> str:
         "CPU time, beyond none",
         f"{fake['fake_gpus']} fake GPUs, beyond none",
     )
-    step_us = median(plain["measured_us"][none]["wall"])
+    step_us = median(plain["measured_us"][ours][none]["wall"])
     return block(
         table(head, *rows),
         f"Steps of {step_us / 1e3:.1f} ms; everything at its defaults; `log_every_n_steps=50` unless stated. Medians "
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
-        f"{plain['steps_per_turn']} steps, averaged over {plain.get('processes', 1)} processes of each, with 95 % "
-        "intervals. What threads and processes do beside the training is not in them. "
-        + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+        f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes of each, with 95 % "
+        "intervals, each tool by itself. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
     )
 
 

@@ -84,3 +84,8 @@ def device_numbers(trainer: Trainer) -> list[int]:
 def gpus_of(trainer: Trainer) -> list[str]:
     """Return the UUIDs of the GPUs that a Trainer uses, in the order of its ranks."""
     return [uuids()[number] for number in device_numbers(trainer)]
+
+
+def positions(trainer: Trainer, driver: fake_driver.Driver) -> list[int]:
+    """Return the same by their positions in the machine."""
+    return [[one.uuid for one in driver.gpus].index(uuid) for uuid in gpus_of(trainer)]

@@ -216,22 +216,16 @@ class GpuSummary:
     timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
 
 
-# What the report has over time, and in both phases together.
-_TIMELINES = ("utilization_percent", "memory_used_bytes", "power_watts")
+# What the report has of both phases together.
 _OF_BOTH_PHASES: Mapping[Reduction, Any] = {"max": max, "last": max, "difference": sum}
 
 
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
 ) -> dict[str, float]:
-    """Return what to log of one GPU, by name; what was not reported is absent.
+    """Return what to log of one GPU, by name, of the time since the last point; what was not reported is absent.
 
-    Args:
-        index: The GPU's number on its node.
-        window: What happened since the last point.
-        sharing: Who uses what of it.
-        energy_joules: Energy since training started.
-        node: Its node; every one but the first stands in the name.
+    The energy is that since training started. Every node but the first stands in the name.
     """
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
@@ -250,17 +244,9 @@ def gpu_summary(
     sharing: Sharing,
     others_memory_bytes_max: int | None,
 ) -> GpuSummary:
-    """Return one GPU over a whole run.
+    """Return one GPU over a whole run, from its windows outside of validation and in it.
 
-    Args:
-        gpu: Which one.
-        window: The run outside of validation.
-        validation: The run in validation.
-        timelines: What it did over time, as ``Sampler.timelines`` gives it.
-        node: Its node.
-        started_s: When training started, seconds since the epoch.
-        sharing: Who used what of it, at the end.
-        others_memory_bytes_max: The most memory that others used.
+    ``timelines`` is what ``Sampler.timelines`` gives; who shares the GPU is said as of the end.
     """
     power = [watts for _, watts in timelines.get("power_watts", ())]
     return GpuSummary(
@@ -276,9 +262,8 @@ def gpu_summary(
         others_utilization_percent=sharing.others_utilization_percent,
         errors=window.errors,
         timelines={
-            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in timelines[name]]
-            for name in _TIMELINES
-            if name in timelines
+            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in points]
+            for name, points in timelines.items()
         },
         **{metric.reported: over_run(metric, window, validation) for metric in METRICS if metric.reported},
     )

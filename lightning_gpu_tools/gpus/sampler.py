@@ -77,7 +77,6 @@ class Sampler:
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
-        ValueError: ``interval_s`` is not positive.
     """
 
     def __init__(
@@ -88,8 +87,6 @@ class Sampler:
         gpm: bool = True,
         open_probe: Callable[..., Probe] = _open_probe,
     ) -> None:
-        if not interval_s > 0:
-            raise ValueError(f"interval_s must be positive, got {interval_s!r}.")
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
         self._open_probe = functools.partial(open_probe, gpm=gpm)
         self._pid = os.getpid()

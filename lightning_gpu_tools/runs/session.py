@@ -287,11 +287,7 @@ class Session:
         self._exchange.publish(self._turn, **facts)
 
     def finish(self, timeout_s: float) -> None:
-        """Stop the clock, publish a last time, and on rank 0 wait for the other ranks to do so.
-
-        Args:
-            timeout_s: How long to wait at most.
-        """
+        """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks to do so."""
         if self._finished:
             return
         self.background.close()

@@ -82,10 +82,7 @@ class FitTimer:
     What a future Lightning has under another name cannot be timed: it stays part of the phase around it and is named in
     ``unseen``.
 
-    Args:
-        trainer: Whose fit.
-        clock: What is driven.
-        enter: Is called with the phase when validation begins and when training goes on.
+    ``enter`` is called with the phase when validation begins and when training goes on.
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
@@ -287,10 +284,7 @@ def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]
 def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     """Return the context that books an action on its phase; one that does nothing if it is part of what is around it.
 
-    Args:
-        action: As Lightning names it: ``"run_training_batch"``, ``"[Callback]EarlyStopping.on_train_batch_end"``.
-        trainer: Whose action.
-        clock: Where the time is booked.
+    Lightning names actions ``"run_training_batch"``, ``"[Callback]EarlyStopping.on_train_batch_end"``.
     """
     owner, hook = _owner_and_hook(action)
     if action == compat.RUN_STEP:

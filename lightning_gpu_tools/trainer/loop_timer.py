@@ -68,12 +68,8 @@ class LoopTimer:
     ``zip(run.batches(a), run.batches(b))`` are one. A loop without gradients, in a training that has had some, is
     validation.
 
-    Args:
-        run: What it is a loop of; is told what is seen of the loader and the optimizers.
-        fabric: A Fabric of the user's, or ``None``.
-        clock: What is driven.
-        enter: Is called with the phase when validation begins and when training goes on.
-        after_step: Is called after each step, before the next one begins.
+    The run is told what is seen of the loader and the optimizers. ``enter`` is called with the phase when validation
+    begins and when training goes on, ``after_step`` after each step, before the next one begins.
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.

@@ -74,7 +74,6 @@ def _number(name: str, answer: Callable[..., int | None], *, mig: bool = False) 
         pointed(arguments[-1]).value = int(required(answer(library, device, *arguments[:-1])))
 
 
-_number("nvmlDeviceGetIndex", lambda library, device: library.state.gpus.index(device))
 _number("nvmlDeviceGetComputeMode", lambda _, device: _COMPUTE_MODES.get(device.compute_mode))
 _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capable else 0)
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
@@ -123,11 +122,6 @@ _MESSAGES = {code: name.replace("_", " ").capitalize().encode() for name, code i
 @_function("nvmlErrorString")
 def _error_string(_library: Library, code: Any) -> bytes:
     return _MESSAGES.get(value_of(code), b"Unknown Error")
-
-
-@_function("nvmlSystemGetDriverVersion")
-def _driver_version(_library: Library, buffer: Any, _size: Any) -> None:
-    pointed(buffer).value = b"580.95.05"
 
 
 @_function("nvmlDeviceGetCount", "nvmlDeviceGetCount_v2")
