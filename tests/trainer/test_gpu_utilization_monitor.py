@@ -195,26 +195,25 @@ class Collating(LightningDataModule):
         return loader(Samples(8), collate_fn=self.collate)
 
 
-class Send(Callback):
-    """Does what the start of a spawned worker does with its loader."""
+class CopyAndSend(Callback):
+    """Copies the Trainer, and does what the start of a spawned worker does with its loader."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         collate = pickle.loads(ForkingPickler.dumps(trainer.train_dataloader.collate_fn))
         self.sent = collate([torch.ones(1)] * 2)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.copy = copy.deepcopy(trainer)
+
 
 @pytest.mark.parametrize("profiler", [None, "simple"])
 def test_a_trainer_can_be_copied_and_pickled_in_mid_fit(tmp_path: Path, profiler: str | None) -> None:
-    class Copy(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.copy = copy.deepcopy(trainer)
-
-    copying, sending = Copy(), Send()
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), copying, sending]
+    copying = CopyAndSend()
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), copying]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, profiler=profiler, logger=CSVLogger(tmp_path))
     trainer.fit(Model(), datamodule=Collating())
-    assert sending.sent.tolist() == [[1.0], [1.0]]
-    copied = copying.copy.profiler  # type: ignore[attr-defined]
+    assert copying.sent.tolist() == [[1.0], [1.0]]
+    copied = copying.copy.profiler
     with copied.profile("mine") as name:
         assert name == "mine"
     assert copied.profile.__self__ is copied
