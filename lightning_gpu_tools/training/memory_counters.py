@@ -210,7 +210,7 @@ class MemoryCounters:
         self._peaks: dict[str, int] = {}
         self._timelines = [Timeline(_MAX_POINTS, 1.0) for _ in MemoryPoint._fields[1:]]
         self._before: MemoryReading | None = None
-        self._guard(self._begin)
+        self._do(self._begin)
 
     def _begin(self) -> None:
         if read_memory(self._gpu) is None:  # CUDA has not begun, so nothing trains on this GPU
@@ -269,18 +269,22 @@ class MemoryCounters:
             phase: What has come before.
         """
         if self._reading:
-            self._clock.as_own_work(self._guard, self._note, moment, phase)
+            self._do(self._note, moment, phase)
+            self._do(self._count_gradients, moment, is_once=True)
 
     def end_step(self) -> None:
         """Read what is there after the optimizer."""
         if self._reading:
-            self._clock.as_own_work(self._guard, self._end_step)
+            self.note("end", "optimizer")
+            self._do(self._keep_step)
+            self._do(self._count_holdings, is_once=True)
+            self._do(self._plan_next)
             self._reading = False
 
     def enter(self, phase: str) -> None:
         """Read what is there when validation begins, or when training goes on."""
         if self._before is not None:
-            self._clock.as_own_work(self._guard, self._read, "training" if phase == "validation" else "validation")
+            self._do(self._read, "training" if phase == "validation" else "validation")
 
     @property
     def wants_batch(self) -> bool:
@@ -297,49 +301,66 @@ class MemoryCounters:
 
     # What they do in a step that is read
 
-    def _guard(self, action: _Function, *args: Any) -> None:
+    def _do(self, action: _Function, *args: Any, is_once: bool = False) -> None:
+        """Do something, which counts toward what a step that is read costs, unless it is done once in a training."""
         if self.failure is None:
-            try:
-                action(*args)
-            # Counters with other names, an allocator without any, a tensor unlike any other: training goes on without.
-            except Exception as error:  # noqa: BLE001
-                self.failure = error.with_traceback(None)  # whose frames would keep a batch
-                self._reading, self._next_step = False, math.inf
+            began_s = time.perf_counter()
+            self._clock.as_own_work(self._guard, action, *args)
+            if not is_once:
+                self._spent_s += time.perf_counter() - began_s
+
+    def _do(self, action: _Function, *args: Any, is_once: bool = False) -> None:
+        """Do something, which counts toward what a step that is read costs, unless it is done once in a training."""
+        if self.failure is None:
+            began_s = time.perf_counter()
+            self._clock.as_own_work(self._guard, action, *args)
+            if not is_once:
+                self._spent_s += time.perf_counter() - began_s
+
+    def _guard(self, action: _Function, *args: Any) -> None:
+        try:
+            action(*args)
+        # Counters with other names, an allocator without any, a tensor unlike any other: training goes on without.
+        except Exception as error:  # noqa: BLE001
+            self.failure = error.with_traceback(None)  # whose frames would keep a batch
+            self._reading, self._next_step = False, math.inf
 
     def _read(self, phase: str) -> MemoryReading:
-        began_s = time.perf_counter()
         reading = self._latest = read_memory(self._gpu)
         assert reading is not None  # CUDA has begun
         if reading.peak_allocated_bytes > self._peak_bytes:
             self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
-        self._spent_s += time.perf_counter() - began_s
         return reading
 
     def _note(self, moment: str, phase: str) -> None:
         self._moments.setdefault(moment, self._read(phase))
+
+    def _count_gradients(self, moment: str) -> None:
         if moment == "after_backward" and not self._gradients_bytes:
             self._gradients_bytes = count_gradients(self._training)
         elif moment == "begin" and self._holdings is not None and self._last is self._first:
             kept_bytes = count_gradients(self._training)
             self._holdings = dataclasses.replace(self._holdings, gradients_kept_bytes=kept_bytes)
 
-    def _end_step(self) -> None:
-        self._note("end", "optimizer")
+    def _keep_step(self) -> None:
         step = self._last = StepMemory(step=self._clock.steps, batch_shape=self._batch_shape, **self._moments)
         sizes = [reading.allocated_bytes for reading in step.readings]
-        for timeline, size in zip(
-            self._timelines, (sizes[0], max(sizes), self._moments["end"].reserved_bytes), strict=True
-        ):
+        points = sizes[0], max(sizes), self._moments["end"].reserved_bytes
+        for timeline, size in zip(self._timelines, points, strict=True):
             timeline.add(self._clock.wall_s, size)
+
+    def _count_holdings(self) -> None:
         if self._holdings is None and self._has_optimized():
-            self._first = step
+            self._first = self._last
             held = count_holdings(self._training)
             gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
             self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
+
+    def _plan_next(self) -> None:
         interval = 1
-        if self._holdings is not None or step.step >= _MAX_EARLY_STEPS:
+        if self._holdings is not None or self._clock.steps >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
-        self._next_step = step.step + self._random.randint(1, 2 * interval - 1)
+        self._next_step = self._clock.steps + self._random.randint(1, 2 * interval - 1)
         self.when_read()
 
     def _has_optimized(self) -> bool:
