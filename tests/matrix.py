@@ -1,10 +1,12 @@
 """Runs the whole suite with other versions of torch and Lightning, each pair in a virtual environment of its own.
 
-    python tests/matrix.py                                    every pair below
-    python tests/matrix.py 2.6.0 2.5.1 --python python3.12    one pair
+    python tests/matrix.py                                      every line of MATRIX
+    python tests/matrix.py 2.6.0 2.5.1 --python python3.10      one pair
 
-All other packages are the newest that pip finds; options of pytest come from ``PYTEST_ADDOPTS``. A result is kept in
-benchmarks/results/versions.json. A build for CUDA takes 6 GB of the disk while its tests run.
+The suite runs as README says, on all cores; what fails then runs again, one test after the other, because a busy
+machine makes tests time out. All other packages are the newest that pip finds; options of pytest come from
+``PYTEST_ADDOPTS``. Each result is kept in benchmarks/results/versions.json, and ``python -m benchmarks.tables`` writes
+them into README. A build for CUDA takes 6 GB of the disk until its tests have run.
 """
 
 from __future__ import annotations
@@ -23,44 +25,72 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
-# torch and Lightning: the oldest that are supported, the newest, and between them pairs of the same time.
-PAIRS = [("2.6.0", "2.5.1"), ("2.8.0", "2.5.6"), ("2.10.0", "2.6.0"), ("2.13.0", "2.6.6"), ("2.15.0", "2.6.6")]
+# torch, Lightning, Python: the oldest that are supported, the newest, and between them versions of the same time.
+MATRIX = [
+    ("2.6.0", "2.5.1", "python3.10"),
+    ("2.8.0", "2.5.6", "python3.11"),
+    ("2.10.0", "2.6.0", "python3.12"),
+    ("2.13.0", "2.6.6", "python3.11"),
+    ("2.15.0", "2.6.6", "python3.13"),
+]
+# The RichProgressBar of Lightning before 2.5.3 fails with Rich 14.1 and later (Lightning's pull request 21016).
+OTHER_PACKAGES = {"2.5.1": ["rich<14.1"]}
 DESCRIBE = """
-import json, torch
+import importlib.metadata, json, torch
 from benchmarks.machine import describe_machine
-print(json.dumps({"machine": describe_machine(), "cuda": torch.version.cuda}))
+rich = importlib.metadata.version("rich")
+print(json.dumps({"machine": describe_machine(), "cuda": torch.version.cuda, "rich": rich}))
 """
 
 
 def run(torch: str, lightning: str, python: str, folder: Path) -> dict[str, Any]:
     """Install a pair of versions in a folder, unless they are there; run the suite and return how it went."""
-    subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
-    executable = folder / "venv" / "bin" / "python"
+    print(f"torch {torch}, Lightning {lightning}, {python}: installing in {folder}", flush=True)
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    executable = folder / "bin" / "python"
     # An installed package has entry points, and PYTHONPATH could put another clone before it.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     versions = [f"torch=={torch}", f"lightning=={lightning}", f"pytorch-lightning=={lightning}"]
+    versions += OTHER_PACKAGES.get(lightning, [])
     pip = [executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile"]
     subprocess.run([*pip, *versions, "-e", f"{ROOT}[dev]"], check=True, env=environment)
-    described = subprocess.check_output([executable, "-c", DESCRIBE], cwd=ROOT, env=environment)
+    described = json.loads(subprocess.check_output([executable, "-c", DESCRIBE], cwd=ROOT, env=environment))
 
-    answers = folder / "junit.xml"
+    def outcomes(*options: str) -> dict[str, tuple[str, str]]:
+        """Return how each test ended, and why it was skipped."""
+        file = folder / "junit.xml"
+        pytest = [executable, "-m", "pytest", "-q", "-o", f"cache_dir={folder / 'cache'}", f"--junitxml={file}"]
+        subprocess.run([*pytest, *options], cwd=ROOT, env=environment, check=False)
+        return {f"{case.get('classname')}::{case.get('name')}": outcome(case) for case in cases(file)}
+
     begin_s = time.monotonic()
-    pytest = [executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={answers}"]
-    subprocess.run(pytest, cwd=ROOT, env=environment, check=False)
+    first = outcomes("-n", "logical")
     seconds = time.monotonic() - begin_s
-
-    cases = [*ElementTree.parse(answers).iter("testcase")]
-    skips = [case.find("skipped") for case in cases if case.find("skipped") is not None]
-    failures = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = {name for name, (kind, _) in first.items() if kind == "failed"}
+    second = outcomes("--last-failed") if failed else {}
+    failed_again = {name for name in failed if second.get(name) != ("passed", "")}
+    skipped = Counter(reason for kind, reason in first.values() if kind == "skipped")
     return {
-        **json.loads(described),
-        "passed": len(cases) - len(skips) - len(failures),
-        "failed": len(failures),
-        "skipped": len(skips),
+        **described,
+        "passed": len(first) - len(failed_again) - skipped.total(),
+        "failed": len(failed_again),
+        "skipped": skipped.total(),
         "seconds": round(seconds),
-        "failures": sorted(f"{case.get('classname')}::{case.get('name')}" for case in failures),
-        "skipped_because": dict(Counter(one.get("message", "") for one in skips if one is not None)),
+        "failures": sorted(failed_again),
+        "passed_when_repeated": sorted(failed - failed_again),
+        "skipped_because": dict(skipped),
     }
+
+
+def cases(file: Path) -> list[ElementTree.Element]:
+    return [*ElementTree.parse(file).iter("testcase")]
+
+
+def outcome(case: ElementTree.Element) -> tuple[str, str]:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed", ""
+    skipped = case.find("skipped")
+    return ("passed", "") if skipped is None else ("skipped", skipped.get("message", ""))
 
 
 def keep(result: dict[str, Any]) -> None:
@@ -73,21 +103,29 @@ def keep(result: dict[str, Any]) -> None:
 
     runs = sorted([*(one for one in kept if versions(one) != versions(result)), result], key=versions)
     RESULTS.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    counts = ", ".join(f"{result[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+    print(f"{counts} in {result['seconds']} s. Kept in {RESULTS}.", flush=True)
 
 
-def main() -> None:
-    """Run one pair of versions, or all of them."""
+def main() -> int:
+    """Run one pair of versions, or all of them; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="of torch, and of both of Lightning's packages")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter; by default this one")
-    parser.add_argument("--folder", type=Path, help="keep the environment here, and use what is here")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter for one pair; by default this one")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the environments here, and use what is here")
     arguments = parser.parse_args()
     if len(arguments.versions) not in (0, 2):
         parser.error("name a version of torch and one of Lightning, or none for every pair")
-    for torch, lightning in [arguments.versions] if arguments.versions else PAIRS:
+    chosen = [(*arguments.versions, arguments.python)] if arguments.versions else MATRIX
+    failed = 0
+    for torch, lightning, python in chosen:
         with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-            keep(run(torch, lightning, arguments.python, arguments.folder or Path(folder)))
+            name = f"torch-{torch}-lightning-{lightning}-{Path(python).name}"
+            result = run(torch, lightning, python, (arguments.keep or Path(folder)).absolute() / name)
+        keep(result)
+        failed += result["failed"]
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -113,11 +113,6 @@ class NumWorkersFinder(GuardedCallback):
             self._fit.start()
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.next_round()
-
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -177,7 +172,7 @@ class _Fit:
         self._session = session
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
-        self._place = 0
+        self._place: int | None = None  # of the next training loader, while these are made
         self._tuned: int | None = None
         self._study: list[Step] = []
         self._steps = 0
@@ -186,27 +181,37 @@ class _Fit:
         self._turn = self._ramp_up = 0
         self._published: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
-        # Every loader goes through here, each time it is made.
+        # Every training loader goes through here, each time it is made. So do those that a tuner (LearningRateFinder,
+        # BatchSizeFinder) makes for its trials, because it may leave the last one to the training.
         self._wrappers = Wrappers()
+        self._wrappers.put(trainer, "fit_loop.setup_data", self._in_order)
         self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
+
+    def _in_order(self, setup_data: Callable[[], None]) -> Callable[[], None]:
+        def setup_in_order() -> None:
+            self._place = 0
+            try:
+                setup_data()
+            finally:
+                self._place = None
+
+        return setup_in_order
 
     def _adopting(self, process: Callable[[object], object]) -> Callable[[object], object]:
         def process_dataloader(loader: object) -> object:
-            loader = process(loader)
-            trainer = self._trainer
-            # A tuner (LearningRateFinder, BatchSizeFinder) takes the callbacks out while it tries something.
-            if not trainer.training or self._finder not in trainer.callbacks:  # type: ignore[attr-defined]
+            loader, place = process(loader), self._place
+            if place is None:
                 return loader
+            self._place = place + 1
             try:
-                return self._adopt(loader)
+                return self._adopt(loader, place)
             except Exception as error:  # noqa: BLE001 - like an error in a hook
                 self._finder.turn_off(error)
                 return loader
 
         return process_dataloader
 
-    def _adopt(self, loader: object) -> object:
-        place, self._place = self._place, self._place + 1
+    def _adopt(self, loader: object, place: int) -> object:
         before = self._adopted.get(place)
         if before is not None and (loader is before.given or loader is before.made):
             return before.made  # made again, but the same one: its persistent workers go on
@@ -225,10 +230,6 @@ class _Fit:
             before.restore()
         return after.made
 
-    def next_round(self) -> None:
-        """Say that the loaders of this epoch have been made."""
-        self._place = 0
-
     @property
     def result(self) -> LoaderResult | None:
         """What was found; the session has it, so that the report can tell it."""
@@ -239,7 +240,9 @@ class _Fit:
         self._finder.result = self._session.loader_result = found
 
     def start(self) -> None:
-        """Begin to count the steps."""
+        """Begin to count the steps, without those of a tuner's trial."""
+        for switch in self._switches:
+            switch.fetches = []
         self._exchange = self._session.board("loader")
         self._next = self._search
 

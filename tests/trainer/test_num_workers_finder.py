@@ -301,7 +301,8 @@ def test_a_second_fit_starts_anew_and_the_callback_pickles(tmp_path: Path) -> No
 
 def test_trial_runs_of_a_tuner_are_no_training(tmp_path: Path) -> None:
     tuner = LearningRateFinder(num_training_steps=20, min_lr=1e-9, max_lr=1e-6)
-    result, watch = find(tmp_path, shuffled(), tuner)
+    # Two epochs: Lightning 2.5.1 goes on with the loader of the trial, so the first one lacks the batches of that.
+    result, watch = find(tmp_path, shuffled(), tuner, max_epochs=2)
     assert result.applied
     assert watch.workers[:24] == [0] * 24
 
