@@ -309,14 +309,6 @@ class MemoryCounters:
             if not is_once:
                 self._spent_s += time.perf_counter() - began_s
 
-    def _do(self, action: _Function, *args: Any, is_once: bool = False) -> None:
-        """Do something, which counts toward what a step that is read costs, unless it is done once in a training."""
-        if self.failure is None:
-            began_s = time.perf_counter()
-            self._clock.as_own_work(self._guard, action, *args)
-            if not is_once:
-                self._spent_s += time.perf_counter() - began_s
-
     def _guard(self, action: _Function, *args: Any) -> None:
         try:
             action(*args)
