@@ -8,7 +8,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration
 
 _WHOSE = {
     "gpu": "The GPU memory in tensors between steps",
-    "process": "The memory of the training process",
+    "process": "The memory of the process",
     "workers": "The memory of the DataLoader's workers",
 }
 _ADVICE = {
@@ -34,7 +34,7 @@ def pace(growth: MemoryGrowth) -> str:
     where = f" in {growth.phase}" if growth.phase else ""
     end = "" if growth.left_s is None else f"; at this pace it is full in {format_duration(growth.left_s)}"
     rate = format_bytes(growth.bytes_per_s * 60)
-    return f"{_WHOSE[growth.whose]} grows steadily{where}, by {rate} a minute{end}."
+    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} a minute{where}{end}."
 
 
 def growing_memory(growth: MemoryGrowth) -> Finding:

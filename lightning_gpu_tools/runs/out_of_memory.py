@@ -26,7 +26,7 @@ from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.processes import process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training.device_facts import is_fusible
-from lightning_gpu_tools.training.memory_counters import count_holdings, read_memory
+from lightning_gpu_tools.training.memory_counters import count_holdings
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 
@@ -73,7 +73,7 @@ def explain(session: Session, error: BaseException, step: int) -> OutOfMemory | 
         phase=phase,
         step=step,
         rank=run.place.rank,
-        reading=failure.reading if failure is not None else read_memory(run.gpu) if run.gpu is not None else None,
+        reading=failure.reading if failure is not None else failures.counted() if failures is not None else None,
         grad_enabled=None if failure is None else failure.grad_enabled,
         batch_shape=None if failures is None else failures.batch_shape,
         usual_items=None if failures is None else failures.usual_items,

@@ -67,6 +67,7 @@ class MemoryFailures:
         self.snapshot: Path | None = None
         self._gpu = gpu
         self._phase = phase
+        self._can_read = True
         self._step_shape: tuple[int, ...] | None = None
         self._items: deque[int] = deque(maxlen=_MAX_BATCHES)
         self._begins = Timeline(_MAX_POINTS, 1.0)
@@ -118,14 +119,24 @@ class MemoryFailures:
             self._read(self._validation, number)
 
     def _read(self, timeline: Timeline, number: int) -> None:
-        reading = read_memory(self._gpu)
+        reading = self.counted()
         if reading is not None:
             timeline.add(number, reading.allocated_bytes)
+
+    def counted(self) -> MemoryReading | None:
+        """Return what the allocator counts now; ``None`` if it cannot be read."""
+        if self._can_read:
+            try:
+                return read_memory(self._gpu)
+            # Counters with other names, an allocator without any: the account of memory, which has none then, says so.
+            except Exception:  # noqa: BLE001
+                self._can_read = False
+        return None
 
     def note(self) -> None:
         """Note that the allocator has failed, in the thread that allocates. It has let go of its lock."""
         self.count += 1
-        self.last = Failure(self._phase(), torch.is_grad_enabled(), read_memory(self._gpu))
+        self.last = Failure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.snapshot is not None and (dump := compat.memory_dumper()) is not None:
             dump(str(self.snapshot))
 
