@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
@@ -371,6 +372,10 @@ def phases() -> str:
     return table(("phase", "the training thread is"), *rows)
 
 
+def memory_parts() -> str:
+    return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{
         one.__name__: one
@@ -382,13 +387,17 @@ TABLES: dict[str, Callable[[], str]] = {
             checkpoint_keys,
             checkpoint_io,
             phases,
+            memory_parts,
             real_projects,
         )
     },
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{
         kind.__name__: functools.partial(fields, kind)
-        for kind in (Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryGrowth, LoaderSummary, ProcessId)
+        for kind in (
+            *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
+            *(MemoryGrowth, LoaderSummary, ProcessId),
+        )
     },
 }
 

@@ -46,7 +46,8 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def _properties(device: torch.device | int) -> SimpleNamespace:
     index = device if isinstance(device, int) else device.index or 0
-    return SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"), name="Fake GPU on the CPU")
+    uuid = uuids()[index].removeprefix("GPU-")
+    return SimpleNamespace(uuid=uuid, name="Fake GPU on the CPU", total_memory=80 * 2**30)
 
 
 def start() -> None:

@@ -25,6 +25,7 @@ class GpuSample:
         utilization: The driver's own samples since then, oldest first.
         memory_used_bytes: Memory in use by everyone, as the driver reports it.
         memory_total_bytes: All memory of the GPU.
+        driver_memory_bytes: The part of it that the driver keeps for itself; it counts as used.
         power_watts: Power draw at this moment.
         energy_joules: Energy counter since the driver was loaded; take differences.
         temperature_celsius: Temperature of the GPU core.
@@ -41,6 +42,7 @@ class GpuSample:
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
         processes: Processes that compute on the GPU, without user and name; ``None`` if they cannot be read.
+        lists_processes: Whether their memory was read now, and not at the sample before.
         errors: What the GPU itself reported since then, in words: Xid events, uncorrectable ECC errors.
         problems: What could not be read and should have been, in words; once, until it has worked again.
     """
@@ -50,6 +52,7 @@ class GpuSample:
     utilization: tuple[UtilizationSample, ...] = ()
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
+    driver_memory_bytes: int | None = None
     power_watts: float | None = None
     energy_joules: float | None = None
     temperature_celsius: float | None = None
@@ -64,6 +67,7 @@ class GpuSample:
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    lists_processes: bool = False
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 

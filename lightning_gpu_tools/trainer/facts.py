@@ -68,6 +68,12 @@ class TrainerRun(Run):
         return self._trainer.strategy.root_device
 
     @property
+    def gpu(self) -> torch.device | None:
+        """The one among ``gpus`` that is this rank's."""
+        gpus = self.gpus
+        return gpus[self.place.local_rank % len(gpus)] if gpus else None
+
+    @property
     def gpus(self) -> Sequence[torch.device]:
         """The GPUs that the Trainer uses on this node."""
         return gpus_of(self._trainer)
@@ -91,6 +97,11 @@ class TrainerRun(Run):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Those that the model has configured."""
         return self._trainer.optimizers
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The Trainer's global step."""
+        return self._trainer.global_step
 
     @cached_property  # at the end of a fit Lightning unwraps the model before it says so
     def is_plain_ddp(self) -> bool:

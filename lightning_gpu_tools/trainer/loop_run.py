@@ -85,6 +85,11 @@ class LoopRun:
         weights = (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
         return self._device or next((weight.device for weight in weights), torch.device("cpu"))
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """That device if torch has memory on it."""
+        return self._device if self.gpus else None
+
     def follow(self, loader: object) -> None:
         """Say that steps come from this loader from now on."""
         self._loader = getattr(loader, _GIVEN_LOADER, loader)

@@ -18,6 +18,7 @@ from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
@@ -72,6 +73,7 @@ class LoopTimer:
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
+        memory: Counts the memory of this rank's GPU; ``None`` on another device.
         fault: The error that has ended the timing of what the loop calls; ``None`` if all is well.
     """
 
@@ -99,6 +101,7 @@ class LoopTimer:
         self._outside, self._data_loading = clock.account(OUTSIDE_LOOP), clock.account(DATA_LOADING)
         self._epoch_start, self._validation = clock.account(EPOCH_START), clock.account(VALIDATION)
         self._gpu = self.rank_waits.gpu = clock.measure_gpu() if run.gpus else None
+        self.memory = MemoryCounters(run, clock) if run.gpus else None
         self._counting: Loop | None = None
         self._fetching: Loop | None = None
         self._step_is_open = False
@@ -207,6 +210,8 @@ class LoopTimer:
         if self._gpu is not None:
             self._gpu.begin_step()
             self._gpu_is_in_step = True
+        if self.memory is not None:
+            self.memory.begin_step()
         self._clock.switch(self._forward)
         return True
 
@@ -246,6 +251,8 @@ class LoopTimer:
             self._run.logged_step += 1
 
     def _end_gpu_step(self) -> None:
+        if self.memory is not None:
+            self.memory.end_step()
         if self._gpu is not None and self._gpu_is_in_step:
             self._gpu_is_in_step = False
             self._gpu.end_step()
@@ -319,7 +326,7 @@ class LoopTimer:
                 return backward(*args, **kwargs)
             finally:
                 if after is not None:
-                    self._safely(self._go_on, after)
+                    self._safely(self._backward_ends, after)
 
         return timed
 
@@ -328,9 +335,16 @@ class LoopTimer:
         if not self._is_in_step():
             return None
         self._note_training()
+        if self.memory is not None:
+            self.memory.note("before_backward", "forward")
         around = self._clock.current
         self._go_on(self._backward)
         return around if around is self._backward else self._rest
+
+    def _backward_ends(self, after: Account) -> None:
+        self._go_on(after)
+        if self.memory is not None:
+            self.memory.note("after_backward", "backward")
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._is_in_step():

@@ -220,7 +220,8 @@ class GpuTimeline:
             try:
                 action()
             except RuntimeError as error:
-                self.failure, self._open, self._sample, self._sampling = error, None, None, False
+                self.failure = error.with_traceback(None)  # whose frames would keep a batch
+                self._open, self._sample, self._sampling = None, None, False
                 self._unread.clear()
 
     def _event(self) -> _Event:

@@ -74,6 +74,7 @@ class Gpu:
     name: str = "NVIDIA H200"
     memory_total: int | None = 80 * GIB
     memory_free: int | None = 80 * GIB
+    memory_reserved: int = 0  # what the driver keeps; it is part of what is not free
     # Percent over time. The driver keeps one sample for each period, with the mean over that period.
     utilization: Series = 0.0
     sample_period_s: float = 1 / 6

@@ -164,6 +164,14 @@ def _memory(_library: Library, device: Any, info: Any) -> None:
     info.used = info.total - info.free
 
 
+@_device_function("nvmlDeviceGetMemoryInfo_v2", mig=True)
+def _memory_v2(library: Library, device: Any, info: Any) -> None:
+    _memory(library, device, info)
+    info = pointed(info)
+    info.reserved = getattr(device, "memory_reserved", 0)
+    info.used -= info.reserved
+
+
 def _processes(device: Any, count: Any, infos: Any, *, graphics: bool) -> None:
     parent = getattr(device, "parent", None)
     found = [
