@@ -50,9 +50,12 @@ def source(command: str, *names: str) -> str:
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
-    where = f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
     busy = f", load average {load:.1f}: to be repeated on a quiet machine" if load > QUIET else ""
-    return f"`python benchmarks/{command}` on {where}, {machine['date']}{busy}: {links}."
+    return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{busy}: {links}."
+
+
+def hardware(machine: Results) -> str:
+    return f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
 
 
 def table(*rows: Sequence[str]) -> str:
@@ -240,6 +243,25 @@ def checkpoint_keys() -> str:
     )
 
 
+def versions() -> str:
+    runs = results("versions")["runs"]
+    rows = [
+        (
+            run["machine"]["python"],
+            f"{run['machine']['torch'].partition('+')[0]} for {'CUDA ' + run['cuda'] if run['cuda'] else 'CPUs'}",
+            run["machine"]["lightning"],
+            *(f"{run[kind]:,}" for kind in ("passed", "failed", "skipped")),
+        )
+        for run in runs
+    ]
+    notes = "".join(f" torch {run['machine']['torch'].partition('+')[0]}: {run['note']}" for run in runs if "note" in run)
+    machines = "; ".join(sorted({f"{hardware(run['machine'])}, {run['machine']['date']}" for run in runs}))
+    return block(
+        table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
+        f"`python tests/matrix.py` on {machines}: [versions.json](benchmarks/results/versions.json).{notes}",
+    )
+
+
 def real_projects() -> str:
     """Return what each project showed, for a page in docs/."""
     projects = results("real_projects")["projects"]
@@ -382,6 +404,7 @@ TABLES: dict[str, Callable[[], str]] = {
             loader_settings,
             checkpoint_keys,
             checkpoint_io,
+            versions,
             phases,
             real_projects,
         )
