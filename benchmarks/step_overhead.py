@@ -1,13 +1,14 @@
 """What monitor and advisor, and other tools, add to a training step: all at their defaults, in turn, in one run.
 
-    python benchmarks/step_overhead.py [--rounds 300] [--fake-gpus 8] [--output results.json]
+    python benchmarks/step_overhead.py [--rounds 60] [--fake-gpus 8] [--output results.json]
 
-Each variant trains in three processes, because where code and data happen to lie in one makes some 10 us a step, but
-only one of all processes trains at a time: in each round each has one turn, in random order, of 101 whole steps. None
-is left out, and 101 is a prime, so turns hold every part of what is done at each 10th or 50th step. What a variant's
-turns took on average is compared with the turns of the same round without callbacks, and with two callbacks that do
-nothing. The median of these differences comes with its 95 % interval. Threads and processes that
-sample beside the training run beside all variants; only what they cost the training thread is in the result.
+Each tool has a training of its own measured beside one without callbacks and one with two callbacks that do nothing.
+Each of the three trains in three processes, because where code and data happen to lie in one makes some 10 us a step,
+but only one process trains at a time: in each round each has one turn, in random order, of 499 whole steps. A turn
+begins with caches full of what other processes did, which would count for too much in a short one. No step is left out,
+and 499 is a prime, so turns hold every part of what is done at each 10th or 50th step. What the turns of a round took
+on average is compared. The median of these differences comes with its 95 % interval. What a tool's threads and
+processes do beside the training is in the result as far as the training thread feels it.
 
 nvitop's collector runs where nvitop is installed and there are GPUs, TraceML where traceml-ai is installed, as its own
 docs recommend: under ``traceml run``. With --fake-gpus the GPUs are those of the tests' fake driver, which is Python
@@ -31,7 +32,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import BinaryIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -45,9 +45,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Report, load_report
 from lightning_gpu_tools.advice.noise import median_interval
 
-STEPS = 101  # of a turn
+STEPS = 499  # of a turn
 PROCESSES = 3  # of a variant
-WARM_UP_TURNS = 5
+WARM_UP_TURNS = 2
 
 
 class Samples(Dataset):
@@ -59,7 +59,7 @@ class Samples(Dataset):
 
 
 class InTurns(LightningModule):
-    """A step of about a millisecond, which waits for its turn after each 101st, and says how long the turn took."""
+    """A step of about a millisecond, which waits for its turn after each 499th, and says how long the turn took."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -175,18 +175,20 @@ class Runner:
             command = [str(traceml()), "run", *ports, __file__, "--args", *command[2:]]
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
-        self.turns = self.open_turns()
-        self.times = (folder / "times").open()
 
-    def open_turns(self) -> BinaryIO:
-        """Open the pipe as soon as the training reads from it; it never does if it failed to start."""
-        while self.process.poll() is None:
-            with contextlib.suppress(OSError):  # ENXIO: nobody reads yet
+    def connect(self) -> None:
+        """Wait until the training reads from its pipe; it never does if it failed to start."""
+        turns = None
+        while turns is None:
+            if self.process.poll() is not None:
+                sys.exit(f"{self.name} did not start:\n{(self.folder / 'output').read_text()}")
+            try:
                 turns = os.open(self.folder / "turns", os.O_WRONLY | os.O_NONBLOCK)
-                os.set_blocking(turns, True)
-                return os.fdopen(turns, "wb", buffering=0)
-            time.sleep(0.05)
-        sys.exit(f"{self.name} did not start:\n{(self.folder / 'output').read_text()}")
+            except OSError:  # ENXIO: nobody reads yet
+                time.sleep(0.05)
+        os.set_blocking(turns, True)
+        self.turns = os.fdopen(turns, "wb", buffering=0)
+        self.times = (self.folder / "times").open()
 
     def turn(self) -> tuple[float, float]:
         """Let it train and return the mean wall and CPU time of a step, in us."""
@@ -203,10 +205,13 @@ class Runner:
 Turns = list[tuple[float, float]]
 
 
-def measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Turns], Report]:
-    """Train all variants in turn; return what each turn took, and the report of monitor and advisor."""
+def measure(tool: str, rounds: int) -> tuple[dict[str, Turns], Report | None]:
+    """Train with a tool and without in turn; return what the turns took by variant, and a report of the tool's."""
     with tempfile.TemporaryDirectory() as folder:
+        names = (NONE, EMPTY, tool)
         runners = [Runner(name, Path(folder) / f"{i} {k}") for i, name in enumerate(names) for k in range(PROCESSES)]
+        for runner in runners:
+            runner.connect()
         measured: dict[str, Turns] = {name: [] for name in names}
         for number in range(WARM_UP_TURNS + rounds):
             times = {runner: runner.turn() for runner in random.sample(runners, len(runners))}
@@ -215,9 +220,8 @@ def measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Turns], Report
                 measured[name].append((mean(wall_us), mean(cpu_us)))
         for runner in runners:
             runner.end()
-        one_of_ours = next(runner for runner in runners if runner.name == OURS)
-        (file,) = one_of_ours.folder.rglob("gpu_report.json")
-        return measured, load_report(file)
+        file = next(iter(sorted(Path(folder).rglob("gpu_report.json"))), None)
+        return measured, None if file is None else load_report(file)
 
 
 def differences(measured: Turns, other: Turns, kind: int) -> list[float]:
@@ -259,7 +263,7 @@ def traceml() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300, help="turns of each variant (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each variant (default: %(default)s)")
     parser.add_argument("--fake-gpus", type=int, default=0, metavar="N", help="sample N GPUs of the fake driver")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     parser.add_argument("--train", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -268,22 +272,27 @@ def main() -> None:
     if args.train:
         train(args.train, args.folder)
         return
-    names = list(VARIANTS)
+    tools = [name for name in VARIANTS if name not in (NONE, EMPTY)]
     if importlib.util.find_spec("nvitop") is None or not (args.fake_gpus or torch.cuda.is_available()):
-        names.remove(NVITOP)
+        tools.remove(NVITOP)
     if traceml() is None:
-        names.remove(TRACEML)
+        tools.remove(TRACEML)
     load = os.getloadavg()[0]
     with fake_gpus(args.fake_gpus):
-        measured, report = measure(names, args.rounds)
+        measured = {tool: measure(tool, args.rounds) for tool in tools}
+    report = measured[OURS][1]
+    assert report is not None
 
     console = Console(width=120)
     for kind, title in enumerate(("wall time", "CPU time of the training thread")):
         columns = ("us per step (median)", "beyond no callbacks", "beyond two empty callbacks")
         table = Table("variant", *columns, title=f"{title}: median (95 % interval)")
-        for name in names:
-            beyond = [differences(measured[name], measured[other], kind) for other in (NONE, EMPTY)]
-            table.add_row(name, f"{median(one[kind] for one in measured[name]):.0f}", *map(in_words, beyond))
+        for tool in tools:
+            turns = measured[tool][0]
+            for name in (NONE, EMPTY, tool):
+                beyond = [differences(turns[name], turns[other], kind) for other in (NONE, EMPTY)]
+                table.add_row(name, f"{median(one[kind] for one in turns[name]):.0f}", *map(in_words, beyond))
+            table.add_section()
         console.print(table)
     console.print(f"By their own count, monitor and advisor add {report.monitor_us_per_step:.0f} us per step.")
     if report.monitor_thread_us_per_step is not None:
@@ -300,8 +309,11 @@ def main() -> None:
             "own_count_us": report.monitor_us_per_step,
             "sampling_thread_us": report.monitor_thread_us_per_step,
             "measured_us": {
-                name: {kind: [round(one[i], 1) for one in measured[name]] for i, kind in enumerate(("wall", "cpu"))}
-                for name in names
+                tool: {
+                    name: {kind: [round(one[i], 1) for one in turns[name]] for i, kind in enumerate(("wall", "cpu"))}
+                    for name in turns
+                }
+                for tool, (turns, _) in measured.items()
             },
         }
         args.output.write_text(json.dumps(result) + "\n")

@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
@@ -130,15 +131,16 @@ def diagnosis() -> str:
 def step_overhead() -> str:
     plain, fake = results("step_overhead"), results("step_overhead_fake_gpus")
 
+    none, empty, ours = "no callbacks", "two empty callbacks", "monitor + advisor"
+
     def beyond(found: Results, name: str, other: str, kind: str) -> str:
-        if name not in found["measured_us"] or name == other:
+        beside = found["measured_us"].get(ours if name == empty else name)  # each tool has its own to compare with
+        if beside is None or name == other:
             return ""
-        measured, base = (found["measured_us"][one][kind] for one in (name, other))
-        values = [a - b for a, b in zip(measured, base, strict=True)]
+        values = [a - b for a, b in zip(beside[name][kind], beside[other][kind], strict=True)]
         low, high = median_interval(values) or (min(values), max(values))
         return f"{median(values):+.0f} ({low:+.0f} to {high:+.0f})"
 
-    none, empty = "no callbacks", "two empty callbacks"
     rows = [
         (
             name,
@@ -147,8 +149,7 @@ def step_overhead() -> str:
             beyond(plain, name, none, "cpu"),
             beyond(fake, name, none, "wall"),
         )
-        for name in fake["measured_us"]
-        if name != none
+        for name in (empty, *fake["measured_us"])
     ]
     head = (
         "us per step",
@@ -157,14 +158,13 @@ def step_overhead() -> str:
         "CPU time, beyond none",
         f"{fake['fake_gpus']} fake GPUs, beyond none",
     )
-    step_us = median(plain["measured_us"][none]["wall"])
+    step_us = median(plain["measured_us"][ours][none]["wall"])
     return block(
         table(head, *rows),
         f"Steps of {step_us / 1e3:.1f} ms; everything at its defaults; `log_every_n_steps=50` unless stated. Medians "
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
-        f"{plain['steps_per_turn']} steps, averaged over {plain.get('processes', 1)} processes of each, with 95 % "
-        "intervals. What threads and processes do beside the training is not in them. "
-        + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+        f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes of each, with 95 % "
+        "intervals, each tool by itself. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
     )
 
 
@@ -394,6 +394,10 @@ def phases() -> str:
     return table(("phase", "the training thread is"), *rows)
 
 
+def memory_parts() -> str:
+    return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{
         one.__name__: one
@@ -406,13 +410,17 @@ TABLES: dict[str, Callable[[], str]] = {
             checkpoint_io,
             versions,
             phases,
+            memory_parts,
             real_projects,
         )
     },
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{
         kind.__name__: functools.partial(fields, kind)
-        for kind in (Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryGrowth, LoaderSummary, ProcessId)
+        for kind in (
+            *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
+            *(MemoryGrowth, LoaderSummary, ProcessId),
+        )
     },
 }
 

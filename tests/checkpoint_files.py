@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 import warnings
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,16 @@ def refuse_everywhere(path: Path, match: str) -> None:
     ):
         with pytest.raises(BrokenCheckpointError, match=match):
             act()
+
+
+class Exploit:
+    """Makes a folder when it is opened."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.witness),)
 
 
 class Tied(nn.Module):

@@ -46,7 +46,8 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def _properties(device: torch.device | int) -> SimpleNamespace:
     index = device if isinstance(device, int) else device.index or 0
-    return SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"), name="Fake GPU on the CPU")
+    uuid = uuids()[index].removeprefix("GPU-")
+    return SimpleNamespace(uuid=uuid, name="Fake GPU on the CPU", total_memory=80 * 2**30)
 
 
 def start() -> None:
@@ -83,3 +84,8 @@ def device_numbers(trainer: Trainer) -> list[int]:
 def gpus_of(trainer: Trainer) -> list[str]:
     """Return the UUIDs of the GPUs that a Trainer uses, in the order of its ranks."""
     return [uuids()[number] for number in device_numbers(trainer)]
+
+
+def positions(trainer: Trainer, driver: fake_driver.Driver) -> list[int]:
+    """Return the same by their positions in the machine."""
+    return [[one.uuid for one in driver.gpus].index(uuid) for uuid in gpus_of(trainer)]

@@ -150,7 +150,6 @@ class SwitchAt(Callback):
     def __init__(self, epoch: int = 0, done: int = 4, after: LoaderSettings | None = None) -> None:
         self.epoch, self.done, self.after = epoch, done, after
         self.made: list[tuple[Any, Any]] = []
-        self.obstacles: list[str | None] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         process = trainer.strategy.process_dataloader
@@ -175,7 +174,7 @@ class SwitchAt(Callback):
     def _at(self, trainer: Trainer, done: int) -> None:
         if (trainer.current_epoch, done) == (self.epoch, self.done) and self.after is not None:
             for _, made in self.made:
-                self.obstacles.append(made.switch.obstacle())
+                made.switch.obstacle()  # which ends the watch
                 made.switch.use(self.after)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from trainings import HandClock
 
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.run_measurements import GpuIdle, LoaderSettings, RunMeasurements, StepBlock
+from lightning_gpu_tools.training.run_measurements import GpuIdle, LoaderSettings, RankStep, RunMeasurements, StepBlock
 from lightning_gpu_tools.training.step_clock import StepClock
 
 GIB = 2**30
@@ -74,6 +74,19 @@ def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
         idle_s={phase: count * idle / 1e3 for phase, (_, idle) in ms.items()},
         seen=dict.fromkeys(ms, count),
     )
+
+
+COPIES: dict[str, Any] = {
+    "phase_ms": {"host_to_device_copy": 20, "training_step": 30},
+    "utilization": 60.0,
+    "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
+}
+
+
+def waiting_ranks(phase: str) -> RunMeasurements:
+    """Return a run of two equal ranks that wait for each other for two thirds of the time."""
+    ranks = tuple(RankStep(rank=i, node=0, own_step_s=0.01, phase_s={phase: 0.01}, wait_s=0.02) for i in range(2))
+    return cpu_run({"training_step": 30}, ranks=ranks)
 
 
 def timed_steps(steps: Sequence[dict[str, float]]) -> StepClock:

@@ -96,7 +96,16 @@ def check_readings() -> None:
     assert set(nvml.read_numa_nodes(uuids)) == set(uuids)
 
 
-CHECKS = [check_handles, check_utilization_samples, check_counters, check_readings]
+def check_memory() -> None:
+    """What the driver keeps for itself counts as used, and the newer call says how much that is."""
+    for handle in every_gpu():
+        whole = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        parts = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        assert parts.total == whole.total
+        assert abs(parts.used + parts.reserved - whole.used) < 64 * 2**20  # others may come and go
+
+
+CHECKS = [check_handles, check_utilization_samples, check_counters, check_readings, check_memory]
 
 
 def check_probe(wait: Callable[[float], None]) -> None:

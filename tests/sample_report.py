@@ -1,8 +1,12 @@
 """A report for the tests that need one."""
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.training.memory_readings import MemoryPoint
+
+GIB = 2**30
 
 FINDING = Finding(
     cause="data_loading",
@@ -35,9 +39,30 @@ REPORT = Report(
             utilization_percent_mean=34.2,
             utilization_percent_p5=0.0,
             utilization_percent_p95=99.0,
-            memory_used_bytes_max=60 * 2**30,
-            memory_total_bytes=140 * 2**30,
+            memory_used_bytes_max=60 * GIB,
+            memory_total_bytes=140 * GIB,
             timelines={"utilization_percent": [[0.5, 30.0], [1.5, 38.0]]},
+        ),
+    ),
+    memory=(
+        MemoryAccount(
+            index=3,
+            uuid="GPU-1",
+            total_bytes=140 * GIB,
+            used_bytes=60 * GIB,
+            free_bytes=80 * GIB,
+            parts_bytes={
+                "parameters": 4 * GIB,
+                "activations": 30 * GIB,
+                "cache_reusable": 5 * GIB,
+                "other_processes": 20 * GIB,
+                "unexplained": GIB,
+            },
+            explained_share=59 / 60,
+            others=(OtherProcess(pid=4711, used_bytes=20 * GIB, user="ada", name="python"),),
+            moments_bytes={"step_start": 5 * GIB, "after_forward": 30 * GIB},
+            peaks_bytes={"forward": 30 * GIB, "backward": 34 * GIB},
+            timeline=(MemoryPoint(1.0, 5e9, 3e10, 4e10), MemoryPoint(2.0, 5e9, 3e10, 4e10)),
         ),
     ),
     samples_per_s=64 * 2 / 0.051,

@@ -9,11 +9,10 @@ from typing import Any
 
 import cpu_as_cuda
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from trainings import HandClock, Model, Samples, Spending, loader, quiet_trainer
+from lightning.pytorch import Callback
+from trainings import HandClock, Model, Samples, Spending, Watch, loader, quiet_trainer
 
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -90,15 +89,6 @@ class SimulatedGpu:
 
 
 STEPS = 400
-
-
-class Watch(Callback):
-    def __init__(self, time: HandClock) -> None:
-        self.time = time
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock(self.time)
-        FitTimer(trainer, self.clock)
 
 
 class GpuModel(Model):

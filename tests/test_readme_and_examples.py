@@ -72,17 +72,19 @@ def test_readme_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_pa
     assert list((tmp_path / "train.py").rglob("*.ckpt"))
 
 
-def test_the_readmes_metrics_are_the_logged_ones() -> None:
+def test_the_metrics_of_readme_and_docstring_are_the_logged_ones() -> None:
+    from lightning_gpu_tools import GPUUtilizationMonitor
     from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
     from lightning_gpu_tools.gpus.sharing import Sharing
 
     def filled(kind: type[Any]) -> Any:
         return kind(**{field.name: 1 for field in dataclasses.fields(kind)})
 
-    table = set()
-    for cell in re.findall(r"^\| (`.*?`) \|", README, re.MULTILINE):
-        for name in re.findall(r"`(.*?)`", cell):
-            before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
-            table |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
     logged = gpu_metrics(0, filled(GpuWindow), filled(Sharing), energy_joules=1.0)
-    assert {f"gpu/0/{name}" for name in table} == set(logged)
+    docstring = str(GPUUtilizationMonitor.__doc__).replace("``", "`")
+    for text, cells in ((README, r"^\| (`.*?`) \|"), (docstring, r"^    ((?:`[^`]+`(?:, )?)+) ")):
+        listed = set()
+        for name in re.findall(r"`(.*?)`", "".join(re.findall(cells, text, re.MULTILINE))):
+            before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
+            listed |= {f"gpu/0/{before}{choice}{after}" for choice in (choices or "").split(",")}
+        assert listed - {"gpu/0/gpu/<i>/..."} == set(logged)

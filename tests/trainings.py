@@ -19,6 +19,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
+from lightning_gpu_tools.training.step_clock import StepClock
+
 
 class HandClock:
     """A clock that only moves when something is done: call it for the time, ``spend`` to let time pass."""
@@ -88,6 +91,20 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
+class Tunable(Model):
+    """A model that tuners can change, on loaders of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size, self.lr = 1, 1e-6
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return loader(Samples(40), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return loader(Samples(4))
+
+
 class Spending(Callback):
     """Spends time in one hook."""
 
@@ -97,6 +114,16 @@ class Spending(Callback):
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
         self.spend(self.seconds)
+
+
+class Watch(Callback):
+    """Holds a step clock that runs on the test's time."""
+
+    def __init__(self, time: HandClock) -> None:
+        self.clock = StepClock(time)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.timer = FitTimer(trainer, self.clock)
 
 
 class SpendingLogger(CSVLogger):

@@ -34,11 +34,7 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "ad
 
 @contextlib.contextmanager
 def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at the URL.
-    """
+    """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block."""
     filesystem, name = _place(path)
     if filesystem is None:
         yield name
@@ -56,11 +52,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a new file for ``path``, a local path or a URL, that is there when the block ends without an error.
-
-    Raises:
-        OSError: The file system refuses; ``filename`` is the path.
-    """
+    """Open a new file for ``path``, a local path or a URL, that is there when the block ends without an error."""
     filesystem, name = _place(path)
     if filesystem is None:
         with replacing(name) as file:
@@ -144,7 +136,8 @@ def sweep(directory: str) -> list[str]:
     """
     swept = []
     with os.scandir(directory) as entries:
-        candidates = [entry.path for entry in entries if _is_ours(entry.name)]
+        left_over = ((entry.path, _LEFT_OVER.fullmatch(entry.name)) for entry in entries)
+        candidates = [path for path, match in left_over if match and match[1] == running_kernel()]
     for candidate in candidates:
         with contextlib.suppress(OSError):  # somebody else's file, or swept by another process in this moment
             descriptor = os.open(candidate, os.O_RDONLY)
@@ -155,11 +148,6 @@ def sweep(directory: str) -> list[str]:
             finally:
                 os.close(descriptor)
     return swept
-
-
-def _is_ours(name: str) -> bool:
-    match = _LEFT_OVER.fullmatch(name)
-    return match is not None and match[1] == running_kernel()
 
 
 def _open_beside(directory: str) -> tuple[str, BinaryIO]:

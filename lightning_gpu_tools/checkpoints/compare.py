@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_gpu_tools.checkpoints.content import shown_shape
 from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.model_keys import is_packed, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_packed, name_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import (
-    check_numbers,
-    check_repetition,
-    choose_weights,
-    weights_in,
-)
+from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, check_repetition, choose_weights, weights_in
+from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_weights
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
@@ -65,19 +62,10 @@ class Comparison:
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
-def compare(
-    first: str, second: str, progress: Callable[[int], None] = lambda _: None, *, entry: str | None = None
-) -> Comparison:
+def compare(first: str, second: str, progress: Progress = no_progress, *, entry: str | None = None) -> Comparison:
     """Compare the weights of two files, key by key, after taking wrappers and one root off the names of the first.
 
-    Args:
-        first: A local path, or any URL that fsspec knows.
-        second: Likewise.
-        progress: Called with the number of bytes that were compared since the last call.
-        entry: The entry that holds the weights, in each file that has several.
-
-    Raises:
-        CheckpointError: A file cannot be read or holds no single set of weights.
+    ``entry`` is that which holds the weights, in each file that has several.
     """
     one, two = (_weights(path, entry) for path in (first, second))
     try:
@@ -90,10 +78,12 @@ def compare(
     check_repetition(first, {old: one[old] for old in plan.renames})
     check_repetition(second, {new: two[new] for new in plan.renames.values()})
     differences: list[Difference] = []
+    taken = {*plan.renames.values()}
+    sizes = {new: two[new].numel() * two[new].element_size() for new in taken if isinstance(two[new], torch.Tensor)}
+    advance = progress(sum(sizes.values()))
     for old, new in plan.renames.items():
         differences += _differences(new, one[old], two[new])
-        progress(2 * two[new].numel() * two[new].element_size() if isinstance(two[new], torch.Tensor) else 0)
-    taken = set(plan.renames.values())
+        advance(sizes.get(new, 0))
     return Comparison(
         renamed=plan.describe(),
         only_in_first=tuple(key for key in one if key not in plan.renames),
@@ -116,10 +106,10 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
             yield Difference(key=key, what="values", detail="not plain tensors, and different")
         return
     if one.shape != two.shape:
-        yield Difference(key=key, what="shape", detail=f"{_shape(one)} and {_shape(two)}")
+        yield Difference(key=key, what="shape", detail=f"{shown_shape(one.shape)} and {shown_shape(two.shape)}")
         return
     if one.dtype != two.dtype:
-        yield Difference(key=key, what="dtype", detail=f"{_dtype(one)} and {_dtype(two)}")
+        yield Difference(key=key, what="dtype", detail=f"{name_of(one.dtype)} and {name_of(two.dtype)}")
     if one.is_meta or two.is_meta:  # in an extra state
         yield Difference(key=key, what="values", detail="no numbers")
         return
@@ -211,14 +201,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def render(found: Comparison, first: str, second: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.descriptions import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.checkpoints.formats import Fault
+from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.units import printable
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -36,9 +36,6 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
 
     The name is ``""`` if they are all that it holds. A set is every dictionary of tensors except an optimizer's state,
     and every module.
-
-    Raises:
-        Fault: A module in it has more parts than any model.
     """
     mapping = _as_mapping(content)
     if is_state_dict(mapping):
@@ -76,21 +73,17 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
-def put_weights(content: Any, entries: Mapping[str, Mapping[str, Any]]) -> Any:
+def put_weights(
+    content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
+) -> Any:
     """Return the content with other sets of weights, which go by the names of :func:`all_state_dicts`."""
-    if "" in entries:
-        return entries[""]
-
-    def put(name: str, value: Any, depth: int) -> Any:
-        mapping = _as_mapping(value)
-        if name in entries or depth == 0 or not mapping:
-            return entries.get(name, value)
-        return {
-            key: put(f"{name}.{key}" if name else key, item, depth - 1) if isinstance(key, str) else item
-            for key, item in mapping.items()
-        }
-
-    return put("", content, _MAX_LEVELS)
+    mapping = _as_mapping(content)
+    if name in entries or depth == 0 or not mapping:
+        return entries.get(name, content)
+    return {
+        key: put_weights(item, entries, f"{name}.{key}" if name else key, depth - 1) if isinstance(key, str) else item
+        for key, item in mapping.items()
+    }
 
 
 def describe_content(content: Any) -> str:
@@ -98,19 +91,17 @@ def describe_content(content: Any) -> str:
     if isinstance(content, Mapping):
         if "param_groups" in content and "state" in content:
             return "the state of an optimizer"
-        names = ", ".join(printable(name) for name in islice(content, 8))
-        more = f" and {len(content) - 8} more" * (len(content) > 8)
-        return f"a dictionary with {names}{more}" if content else "an empty dictionary"
+        return f"a dictionary with {listed([*content], 8)}" if content else "an empty dictionary"
     if hasattr(content, "shape") and hasattr(content, "dtype"):
-        shape = "x".join(map(str, content.shape or ())) or "scalar"
-        return f"a tensor ({shape}, {printable(str(content.dtype).removeprefix('torch.'))})"
+        return f"a tensor ({shown_shape(content.shape or ())}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
         if not content:
             return "an empty list"
         first = f", first {describe_content(content[0])}" if not isinstance(content[0], (list, tuple)) else ""
         return f"a list of {len(content)}{first}"
     if isinstance(content, Opaque):
-        what = "a module" if _is_module(content) else "an optimizer" if _is_optimizer(content) else "an object"
+        is_optimizer = isinstance(content.state, Mapping) and {"state", "param_groups"} <= content.state.keys()
+        what = "a module" if _is_module(content) else "an optimizer" if is_optimizer else "an object"
         return f"{what} of the class {printable(content.kind or 'unknown')}"
     if isinstance(content, StandIn):
         return f"the class or function {printable(content)}"
@@ -119,6 +110,11 @@ def describe_content(content: Any) -> str:
     if content is None or isinstance(content, (bool, int, float)):
         return f"the value {printable(content)}"
     return f"an object of the class {printable(type(content).__name__)}"
+
+
+def shown_shape(shape: Iterable[int]) -> str:
+    """Return a shape as it is shown: ``3x4``, or ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _as_mapping(value: Any) -> Mapping[Any, Any]:
@@ -142,10 +138,6 @@ def _is_module(value: Any) -> bool:
     parts = ("_modules", "_parameters", "_buffers")
     state = value.state if isinstance(value, Opaque) else None
     return isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in parts)
-
-
-def _is_optimizer(value: Opaque) -> bool:
-    return isinstance(value.state, Mapping) and {"state", "param_groups"} <= value.state.keys()
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT
-from lightning_gpu_tools.checkpoints.model_keys import shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_dense
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
@@ -38,48 +38,32 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
     whole_weights,
 )
+from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
-from lightning_gpu_tools.checkpoints.weights_files import (
-    has_rest,
-    write_content,
-    write_safetensors,
-)
+from lightning_gpu_tools.checkpoints.weights_files import write_content, write_safetensors
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable, printable_path
 
-Progress = Callable[[int], None]
 # Our default, a page: casting this while it is written saves no memory that counts, and takes ten times as long.
 _SMALL_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What to change.
+    """What to change, by the names of the command's options."""
 
-    Attributes:
-        entry: The entry of the file that holds the weights; ``None`` if there is only one.
-        wrappers: Paths of modules whose child ``module`` is a wrapper's; private names such as ``_orig_mod`` always go.
-        keep_prefix: Whether to leave a ``module.`` that all keys begin with. Otherwise only Lightning's files keep it,
-            where no wrapper is left around the model.
-        like: A checkpoint whose keys are wanted.
-        drop_root: Attribute to take off every key, ``"model."``.
-        add_root: Attribute to put before every key.
-        dtype: What floating-point weights become.
-        weights_only: Whether to leave out everything that is not weights.
-    """
-
-    entry: str | None = None
-    wrappers: tuple[str, ...] = ()
+    entry: str | None = None  # the only one
+    wrappers: tuple[str, ...] = ()  # private names such as _orig_mod always go
     keep_prefix: bool = False
     like: str | None = None
     drop_root: str = ""
     add_root: str = ""
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # that of the file
     weights_only: bool = False
 
 
-def convert(source: str, target: str, changes: Changes, progress: Progress = lambda _: None) -> str:
+def convert(source: str, target: str, changes: Changes, progress: Progress = no_progress) -> str:
     """Write ``target`` from ``source``, as safetensors if it ends in ``.safetensors``, and return what was done.
 
     If ``target`` is a symbolic link, the link stays and the file that it names is replaced or made.
@@ -113,22 +97,17 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = lam
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_content(whole, file, progress)
     of_entry = f' of "{printable(entry)}"' if others else ""
+    named = ", ".join(f'"{printable(name)}"' for name in others)
+    about_others = f"not those of {named}, for which there is --entry" if only_weights else f"likewise those of {named}"
     done = [
         f"{len(converted[entry])} weights{of_entry}",
         plan.describe(),
         f"left out: {list_groups(plan.unused)}" if plan.unused else "",
-        _about_others(others, left_out=only_weights),
+        about_others if others else "",
         describe_unread(unread),
     ]
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {', '.join(filter(None, done))}"
-
-
-def _about_others(entries: Sequence[str], *, left_out: bool) -> str:
-    named = ", ".join(f'"{printable(name)}"' for name in entries)
-    if left_out and entries:
-        return f"not those of {named}, for which there is --entry"
-    return f"likewise those of {named}" if entries else ""
 
 
 def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
@@ -177,13 +156,10 @@ def _check_numbers(
     """Check that all weights have numbers, and not too many to write out, before any memory is taken for them."""
     taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
     check_numbers(source, taken)
-    all_numbers = as_safetensors or changes.dtype is not None
-    is_written_out = _has_numbers if all_numbers else has_rest
-    check_repetition(source, {key: value for key, value in taken.items() if is_written_out(value)}, changes.dtype)
-
-
-def _has_numbers(value: Any) -> bool:
-    return shape_of(value) is not None and value.layout is torch.strided
+    # What is not in a row goes to torch.save, which writes storages once.
+    whole = as_safetensors or changes.dtype is not None
+    written = {key: value for key, value in taken.items() if is_dense(value) and (whole or value.is_contiguous())}
+    check_repetition(source, written)
 
 
 def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
@@ -213,8 +189,7 @@ def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Cha
 
 def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
-        is_small = value.numel() * dtype.itemsize <= _SMALL_BYTES
-        if is_small or shape_of(value) is None or value.layout is not torch.strided or value.is_meta:
+        if value.numel() * dtype.itemsize <= _SMALL_BYTES or not is_dense(value):
             return value.detach().to(dtype)
         value.new_empty(1).to(dtype)  # refused now, and not in the middle of writing
     except NotImplementedError:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
@@ -23,11 +24,12 @@ from lightning_gpu_tools.checkpoints.model_keys import (
     is_packed,
     is_sharded,
     loads_itself,
+    name_of,
     part_of,
     shape_of,
 )
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import fault_of_parts
+from lightning_gpu_tools.checkpoints.state_dicts import FROM_META, fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
@@ -70,13 +72,7 @@ class Fit(NamedTuple):
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
     """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers.
 
-    Args:
-        model: As it is. Its own hooks run; what they and ``load_state_dict`` do to its tensors is undone.
-        fit: Says which weight belongs to which of them.
-        leave_out_misfits: Whether weights of another shape are going to be left out. If not, they are refused.
-
-    Raises:
-        CheckpointMismatchError: There is such a weight. Nothing was changed.
+    Hooks of the model run; what they and ``load_state_dict`` do to its tensors is undone.
     """
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
@@ -89,6 +85,11 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
             (old, fit.state[new]) for old, new in fit.plan.renames.items() if shape_of(fit.state[new]) is not None
         )
         refused |= {old: why for old, target in places if (why := _why_not_copied(fit.weights[old], target))}
+    without = [key for key, why in refused.items() if why == FROM_META]
+    if without:
+        raise CheckpointMismatchError(
+            f"It has no numbers for {list_groups(without)}: it was saved {FROM_META}. Nothing was changed."
+        )
     if refused:
         shown = [f"{printable(key)} ({why})" for key, why in list(refused.items())[:4]]
         more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
@@ -224,7 +225,9 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
-    owners = [module for module in model.modules() if any(map(_is_partitioned, module.parameters(recurse=False)))]
+    owners = [
+        module for module in model.modules() if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False))
+    ]
     handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
     try:
         with gathered:
@@ -239,10 +242,6 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
         if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's own keep no copies
             engine.optimizer.refresh_fp32_params()
-
-
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id")
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
@@ -286,10 +285,11 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     """Say why a weight cannot be copied, or not without becoming another one; ``""`` if it can."""
     if not isinstance(value, torch.Tensor):
         return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
+    if value.is_meta > target.is_meta:
+        return FROM_META
     is_of_its_kind = (
         value.layout is target.layout
         and value.is_nested == target.is_nested
-        and value.is_meta <= target.is_meta
         and value.is_quantized <= target.is_quantized
         and (type(value) is type(target) or not (is_packed(value) or is_packed(target)))
     )
@@ -314,7 +314,7 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         numbers = torch.view_as_real(numbers.resolve_conj())
         if not dtype.is_complex:
             if numbers[..., 1].any():
-                return f"a complex number cannot become one of {_name(dtype)}"
+                return f"a complex number cannot become one of {name_of(dtype)}"
             numbers = numbers[..., 0]
     if numbers.is_floating_point() and numbers.element_size() < 4:
         numbers = numbers.float()  # where the limits below are exact, and float8 can be compared
@@ -330,15 +330,11 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
     if not changed.any():
         return ""
     number = numbers[changed][0]
-    return f"{number.item():g} would become {number.to(dtype).item():g} as {_name(dtype)}"
+    return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
 
 
 def _kind(value: torch.Tensor) -> str:
     if is_packed(value):
         return f"a tensor of the class {printable(type(value).__name__)}"
-    layout = "nested" if value.is_nested else "meta" if value.is_meta else _name(value.layout)
+    layout = "nested" if value.is_nested else name_of(value.layout)
     return f"a {'quantized ' * value.is_quantized}{layout} tensor"
-
-
-def _name(torchs: torch.dtype | torch.layout) -> str:
-    return str(torchs).removeprefix("torch.")

@@ -55,11 +55,7 @@ def find_deepspeed(path: str, names: set[str]) -> str | None:
 
 
 def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
-    """Read what a folder holds.
-
-    Raises:
-        Fault: It is not complete, contradicts itself, or is of a model that more than ZeRO has split.
-    """
+    """Read what a folder holds."""
     models, optimizers = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
     others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *models, *optimizers}
     if others:

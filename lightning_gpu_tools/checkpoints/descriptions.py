@@ -78,6 +78,7 @@ class TensorInfo:
         offset: Where in the storage its first number is.
         strides: How far apart its numbers are in the storage, by dimension; ``None`` where they are in a row.
         kind: What it is beside these numbers: ``"sparse"``, ``"quantized"``, the name of a subclass; ``""`` if nothing.
+        is_parameter: Whether it is a parameter, requires gradients like one, or has attributes.
     """
 
     dtype: str
@@ -87,6 +88,7 @@ class TensorInfo:
     offset: int = 0
     strides: tuple[int, ...] | None = None
     kind: str = ""
+    is_parameter: bool = field(default=False, compare=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -42,33 +42,33 @@ class Place:
     start: int
     size_bytes: int
 
+    def read_from(self, file: BinaryIO) -> bytes:
+        """Return what is there."""
+        file.seek(self.start)
+        return file.read(self.size_bytes)
 
-class Slice(io.RawIOBase):
+
+class _Slice(io.RawIOBase):
     """A range of an open file as a file of its own."""
 
     def __init__(self, file: BinaryIO, place: Place) -> None:
         self._file = file
-        self._start = place.start
-        self._size_bytes = place.size_bytes
+        self._place = place
         self._at = 0
 
     def readable(self) -> bool:
-        """Return that it can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return that it can be read in any order."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place, counted from the beginning of the range."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.size_bytes}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read no further than the range goes."""
-        self._file.seek(self._start + self._at)
-        data = self._file.read(max(0, min(len(buffer), self._size_bytes - self._at)))
+        self._file.seek(self._place.start + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._place.size_bytes - self._at)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -79,22 +79,8 @@ def is_piece(name: str) -> bool:
     return re.fullmatch(r"__\d+_\d+\.distcp|(__\d+)?\.metadata", name) is not None
 
 
-def is_distributed(names: set[str]) -> bool:
-    """Whether a folder with files of these names is one by torch.distributed.checkpoint."""
-    return any(map(is_piece, names))
-
-
 def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-    """Read what a folder holds.
-
-    Args:
-        folder: The folder.
-        names: The files in it.
-        to_load: Whether to look into each place as well, and not only whether the files are as long as they must be.
-
-    Raises:
-        Fault: It is not complete, or contradicts itself.
-    """
+    """Read what a folder holds; ``to_load`` looks into each place as well, and not only at the lengths of the files."""
     if _METADATA not in names:
         raise Fault(
             "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last",
@@ -105,7 +91,10 @@ def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> A
         del folder.files[_METADATA]  # it holds no numbers
         places = [place for _, found in objects.values() for _, _, place in found]
         _check_places(folder, places)
-        shards = {name: _file_of_places(folder, name) for name in dict.fromkeys(place.file for place in places)}
+        shards: dict[str, Structure] = {}
+        for name in dict.fromkeys(place.file for place in places):
+            path, size_bytes = os.path.join(folder.path, name), folder.open(name).seek(0, os.SEEK_END)
+            shards[name] = Structure(path, size_bytes, "zip", None, frozenset(), frozenset(), records={})
         tree: dict[str, Any] = {}
         for key, (info, found) in objects.items():
             value: Any = info
@@ -176,14 +165,9 @@ def _check_places(folder: Folder, places: list[Place]) -> None:
             raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
 
 
-def _file_of_places(folder: Folder, name: str) -> Structure:
-    size_bytes = folder.open(name).seek(0, os.SEEK_END)
-    return Structure(os.path.join(folder.path, name), size_bytes, "zip", None, frozenset(), frozenset(), records={})
-
-
 def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) -> Structure:
     """Describe what is at a place, and add its records to those of the file."""
-    file: Any = Slice(folder.open(place.file), place)
+    file: Any = _Slice(folder.open(place.file), place)
     found = describe(file, os.path.join(folder.path, place.file))
     check_byte_order(file, found)
     records: dict[str, Record] = shards[place.file].records  # type: ignore[assignment]

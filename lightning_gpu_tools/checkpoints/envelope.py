@@ -22,15 +22,7 @@ TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check that the weights go by name, and return these as ``all_state_dicts`` does.
-
-    Args:
-        content: What a file holds, loaded or described.
-        path: The file; used in the error.
-
-    Raises:
-        BrokenCheckpointError: Nothing can work with these contents.
-    """
+    """Check that the weights go by name, and return these as ``all_state_dicts`` does."""
     try:
         entries = all_state_dicts(content)
     except Fault as fault:
@@ -57,16 +49,7 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 
 def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[str]) -> None:
-    """Check the types of those entries of a Lightning checkpoint that are about to be used.
-
-    Args:
-        checkpoint: A Lightning checkpoint.
-        path: The file; used in the error.
-        names: The entries; one that is missing is no fault.
-
-    Raises:
-        BrokenCheckpointError: One has another type than Lightning gives it.
-    """
+    """Check the types of those entries of a Lightning checkpoint that are about to be used."""
     for name in names:
         is_right, wanted = _ENTRIES[name]
         if name in checkpoint and not is_right(checkpoint[name]):
@@ -78,12 +61,9 @@ def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[s
 
 
 def fault_in_progress(saved: Any, own: Any, name: str) -> str:
-    """Return what is wrong with the progress of a loop, as the predicate of a sentence; ``""`` if nothing is.
+    """Return what is wrong with the saved progress of a loop, as the predicate of a sentence; ``""`` if nothing is.
 
-    Args:
-        saved: From a checkpoint.
-        own: What such a loop would save. Its numbers may be missing in ``saved``: Lightning keeps those it has.
-        name: Of the loop and its part.
+    ``own`` is what such a loop would save. Its numbers may be missing in ``saved``: Lightning keeps those it has.
     """
     if isinstance(own, Mapping):
         if not isinstance(saved, Mapping):
@@ -134,20 +114,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_optional_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
 def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _makes_dictionaries(value: Any) -> bool:
-    return _is_optional_text(value) or (isinstance(value, type) and issubclass(value, Mapping))
-
-
-def _is_optional_dictionary(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
 
 
 def _are_dictionaries(value: Any) -> bool:
@@ -171,11 +139,14 @@ def _is_loop(value: Any) -> bool:
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     LIGHTNING_VERSION: (_is_text, "text"),
     "hyper_parameters": (_is_named, "a dictionary with names for keys"),
-    "hparams_name": (_is_optional_text, "text"),
-    "hparams_type": (_makes_dictionaries, "a class of dictionaries"),
+    "hparams_name": (lambda value: value is None or _is_text(value), "text"),
+    "hparams_type": (
+        lambda value: value is None or _is_text(value) or (isinstance(value, type) and issubclass(value, Mapping)),
+        "a class of dictionaries",
+    ),
     "current_model_state": (_is_named, "a dictionary with names for keys"),  # by WeightAveraging
     "averaging_state": (_is_named, "a dictionary with names for keys"),
-    "callbacks": (_is_optional_dictionary, "a dictionary"),
+    "callbacks": (lambda value: value is None or isinstance(value, dict), "a dictionary"),
     "loops": (_are_loops, "a dictionary of loops, each with a dictionary for every part of its progress"),
     "optimizer_states": (_are_dictionaries, "a list of the state_dicts of optimizers"),
     "lr_schedulers": (_are_dictionaries, "a list of dictionaries"),

@@ -7,23 +7,19 @@ import errno
 import os
 import re
 import stat
-import struct
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.checkpoints.atomic_file import local_copy
+from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable_path
 
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-_END_OF_ZIP = b"PK\x05\x06"
-# The end record, without and with the longest comment that it may have: APPNOTE.TXT 4.3.16.
-_MIN_ZIP_TAIL = 22
-_MAX_ZIP_TAIL = _MIN_ZIP_TAIL + 65535
 # torch.serialization.MAGIC_NUMBER, as the first pickle of a file from before torch 1.6 is it: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
@@ -56,16 +52,7 @@ def damaged(what: str) -> Fault:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file, once for all that is to be done with it: another may be at its path in the next moment.
-
-    Args:
-        path: A local path, or any URL that fsspec knows.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is a folder, a pipe or a device.
-        OSError: It cannot be opened.
-    """
+    """Open a file, once for all that is to be done with it: another may be at its path in the next moment."""
     with local_copy(path) as local:
         try:
             file = _open(local)
@@ -78,17 +65,11 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def identify(file: BinaryIO) -> Format:
-    """Return the format of a file that looks complete.
-
-    Raises:
-        Fault: It is something else, or not whole.
-        OSError: The file cannot be read.
-    """
+    """Return the format of a file, by its beginning."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(1024)
     if head.startswith(b"PK\x03\x04"):
-        _check_end_of_zip(file, size)
         return "zip"
     if _is_tar(head):
         raise Fault("is a tar archive", "Unpack it first.")
@@ -142,30 +123,6 @@ def _not_found(path: str) -> str:
     return message if Path(os.path.expanduser(path)).parent.is_dir() else f"{message} The folder does not exist either."
 
 
-def _check_end_of_zip(file: BinaryIO, size: int) -> None:
-    file.seek(max(0, size - _MAX_ZIP_TAIL))
-    tail = file.read(_MAX_ZIP_TAIL)
-    end = tail.rfind(_END_OF_ZIP)
-    if 0 <= end <= len(tail) - _MIN_ZIP_TAIL:
-        index_bytes, index_start = struct.unpack_from("<2L", tail, end + 12)
-        # All ones: the real numbers are in the zip64 record before this one.
-        if index_start == 0xFFFFFFFF or index_start + index_bytes <= size:
-            return
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    if zeros < 512:  # a disk sector: less may be the file's own padding
-        raise Fault(
-            f"is cut short: {format_bytes(size)}, and its index (at the end of the file) is missing. Most likely a "
-            "save or a copy was interrupted",
-            RESTORE,
-        )
-    least = "at least " if zeros == len(tail) else ""
-    raise Fault(
-        f"ends in {least}{format_bytes(zeros)} of zeros where its index should be ({format_bytes(size)} in all): "
-        "the machine or the disk stopped before the data was written",
-        RESTORE,
-    )
-
-
 def _something_else(head: bytes, size: int) -> Fault:
     if size == 0:
         return Fault("is empty", "Most likely the disk was full or a save was interrupted.")
@@ -178,23 +135,20 @@ def _something_else(head: bytes, size: int) -> Fault:
     for starts, what, advice in _OTHER_FILES:
         if head.startswith(starts) or text.startswith(starts):
             return Fault(what, advice)
-    return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", RESTORE)
+    advice = "If it was one, restore it from where it came from."
+    return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", advice)
 
 
 _UNPACK = "Unpack it first."
 # How a file begins, also with capitals and after white space; what it is; what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
-    (
-        (b"version https://git-lfs",),
-        "is a git-lfs pointer, not the file itself",
-        "Fetch the file with: git lfs pull",
-    ),
+    ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
     (
         (b"<!doctype html", b"<html", b"<?xml", b"<head"),
         "is a web page, not a checkpoint: the download got a log-in or error page",
         "Download the file itself again.",
     ),
-    ((b"{", b"["), "is a JSON text, not a checkpoint", ""),
+    ((b"{", b"["), "is a JSON text, not a checkpoint", "Name the file with the weights."),
     ((b"\x1f\x8b",), "is a gzip file", _UNPACK),
     ((b"BZh",), "is a bzip2 file", _UNPACK),
     ((b"\xfd7zXZ",), "is a xz file", _UNPACK),
@@ -218,13 +172,12 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
         "is a msgpack file, as Flax writes them",
         "Get the safetensors files, or convert it with the library that wrote it.",
     ),
-    ((b"\x89HDF",), "is an HDF5 file, as Keras writes them, not a torch checkpoint", ""),
+    ((b"\x89HDF",), "is an HDF5 file, as Keras writes them", "Load it with Keras."),
 )
 
 
 def _directory(path: str) -> Fault:
-    inside = sorted(printable(name) for name in os.listdir(path) if name.endswith(SUFFIXES))
+    inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
     if inside:
-        more = ", …" * (len(inside) > 5)
-        return Fault("is a folder", f"It holds {', '.join(inside[:5])}{more}; name the file.")
-    return Fault("is a folder, and none with the shards of a checkpoint")
+        return Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
+    return Fault("is a folder, and none with the shards of a checkpoint", "Name a file, or the folder of all shards.")

@@ -29,6 +29,12 @@ def list_groups(keys: Iterable[str], limit: int = 6) -> str:
     return ", ".join(groups[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
 
 
+def listed(names: Sequence[object], limit: int = 40) -> str:
+    """Return names, printable and separated by commas, and how many there are beyond ``limit``."""
+    hidden = len(names) - limit
+    return ", ".join(map(printable, names[:limit])) + (f" and {hidden} more" if hidden > 0 else "")
+
+
 def _is_index(segment: str) -> bool:
     # Longer digit strings are hashes or dates, and int() of a hostile name's million digits would be slow.
     return segment.isascii() and segment.isdigit() and len(segment) < 8

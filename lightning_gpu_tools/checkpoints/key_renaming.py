@@ -74,21 +74,9 @@ def plan_renaming(
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
-    """Find the one way in which a checkpoint fits a model.
+    """Find the one way in which a checkpoint fits a model; ``root``, ``strict`` and errors as in ``load_weights``.
 
-    Args:
-        checkpoint: Shape of every key; ``None`` for what is not a tensor.
-        model: The model's side.
-        root: Attribute that only one side has, such as ``"model."``; a pair of the checkpoint's and the model's; ``""``
-            for none; ``None`` searches for it.
-        strict: Refuse unless every key of the model gets a weight of its shape and every key of the checkpoint finds
-            its place, apart from keys beside a dropped root. If false, take what fits and list the rest.
-        same_tensor: Returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
-
-    Raises:
-        AmbiguousCheckpointError: Several sets of weights fit.
-        KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
-        CheckpointMismatchError: Nothing fits.
+    ``same_tensor`` returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
     """
     return _Search(checkpoint, model, same_tensor, root).run(strict)
 
@@ -171,7 +159,7 @@ class _Search:
             for dropped, added in [self.root] if isinstance(self.root, tuple) else [(self.root, ""), ("", self.root)]:
                 part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
                 if part is not None and place is not None:
-                    yield [self._reading((_as_root(dropped), part), (_as_root(added), place))]
+                    yield [self._reading((as_root(dropped), part), (as_root(added), place))]
                     return
             return
         # What fits is never touched.
@@ -345,7 +333,8 @@ def _roots(tree: Tree) -> str:
     return list_groups(name for name, _ in child_modules(tree.root)) or "no attributes at all"
 
 
-def _as_root(name: str) -> str:
+def as_root(name: str) -> str:
+    """Return the name of an attribute as keys begin with it, ``"model."``; ``""`` for none."""
     return f"{name.rstrip('.')}." if name else ""
 
 

@@ -57,12 +57,7 @@ class Tree:
 
 
 def build_tree(keys: Iterable[str], wrappers: Collection[str] = ()) -> Tree:
-    """Sort keys into a tree.
-
-    Args:
-        keys: Parameter and buffer names.
-        wrappers: Paths of the modules that are known to be wrappers with a ``module`` inside; the two become one node.
-    """
+    """Sort keys into a tree; the wrappers at these paths and the ``module`` inside become one node."""
     tree = Tree()
     node_of: dict[str, Node] = {"": tree.root}
     for key in keys:
@@ -208,12 +203,7 @@ class Overlap:
 
 
 class Overlay:
-    """Lays parts of a checkpoint's tree over parts of a model's tree.
-
-    Args:
-        checkpoint_shapes: Shape by key; ``None`` for what is not a tensor.
-        model_shapes: Shape by key; ``None`` for what is not a tensor, or has no shape before the first batch.
-    """
+    """Lays parts of a checkpoint's tree over parts of a model's tree."""
 
     def __init__(self, checkpoint_shapes: Mapping[str, Shape | None], model_shapes: Mapping[str, Shape | None]) -> None:
         self._checkpoint_shapes = checkpoint_shapes

@@ -49,10 +49,7 @@ _PREFIX_HOOK_PACKAGES = (
 def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
     """Return what a plan has to know about ``model``, and its ``state_dict()``.
 
-    Args:
-        model: Any module, wrapped or not.
-        checkpoint_keys: Keys of the checkpoint to be loaded. Files from before torch 0.4.1 have no batch counters, and
-            their absence is no fault there.
+    Files from before torch 0.4.1, by their keys, have no batch counters, and their absence is no fault there.
     """
     state = _live_state(model)
     old_batch_norm = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
@@ -103,6 +100,16 @@ def shape_of(value: object) -> Shape | None:
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
         return None
     return tuple(getattr(value, "ds_shape", value.shape))
+
+
+def name_of(kind: torch.dtype | torch.layout) -> str:
+    """Return what torch calls a type or a layout, without ``torch.``."""
+    return str(kind).removeprefix("torch.")
+
+
+def is_dense(value: Any) -> bool:
+    """Whether this is a tensor whose numbers are at one place in memory, or will be when it is put together."""
+    return shape_of(value) is not None and value.layout is torch.strided and not (value.is_meta or is_packed(value))
 
 
 def is_sharded(value: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -100,11 +100,7 @@ class StructureReader(pickle._Unpickler):
         self._left_to_copy = size_bytes
 
     def load(self) -> Any:
-        """Return what the pickle describes.
-
-        Raises:
-            Fault: It contradicts itself, or nests its contents deeper than any program copes with.
-        """
+        """Return what the pickle describes."""
         # As in pickle, whose own read() asks for every byte whether it is in a frame. A frame is only an announcement.
         self.read, self.readline = self._file.read, self._file.readline
         self.metastack: list[list[Any]] = []
@@ -277,18 +273,16 @@ class StructureReader(pickle._Unpickler):
             if function.name in _MAKERS_OF_VIEWS or function.name in _MAKERS_OF_OTHERS:
                 return self._describe_tensor(function, arguments)
             if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
-                return _with_attributes(arguments[0], arguments[3:])
+                return _changed(arguments[0], attributes=arguments[3:], is_parameter=True)
         name = str(function)
         if name == "torch._tensor._rebuild_from_type_v2" and len(arguments) >= 3:
             build, kind, inner, *attributes = arguments
-            made = self._call(build, inner)
-            if isinstance(made, TensorInfo) and str(kind) not in _PLAIN_TENSORS:
-                made = replace(made, kind=str(kind))
-            return _with_attributes(made, attributes)
+            made = _changed(self._call(build, inner), attributes=attributes, is_parameter=True)
+            return made if str(kind) in _PLAIN_TENSORS else _changed(made, kind=str(kind))
         if name == "torch.nn.parameter.Parameter" and arguments:
-            return arguments[0]
+            return _changed(arguments[0], is_parameter=True)
         if name in ("collections.OrderedDict", "collections.Counter"):
-            return self._mapping(arguments)
+            return self._mapping(OrderedDict() if function.name == "OrderedDict" else Counter(), arguments)
         if name in ("torch.Size", "builtins.set", "builtins.frozenset") and len(arguments) == 1:
             elements = arguments[0]
             if isinstance(elements, (tuple, list)):
@@ -300,8 +294,7 @@ class StructureReader(pickle._Unpickler):
             self.globals.add(f"{name}(...)")
         return Opaque(function.is_plain, name, arguments)
 
-    def _mapping(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
-        mapping: OrderedDict[Any, Any] = OrderedDict()
+    def _mapping(self, mapping: dict[Any, Any], arguments: tuple[Any, ...]) -> dict[Any, Any]:
         if arguments:
             self._copy(arguments[0])
             pairs = arguments[0].items() if isinstance(arguments[0], dict) else arguments[0]
@@ -333,7 +326,8 @@ class StructureReader(pickle._Unpickler):
                 kind = "quantized"
             elif len(arguments) == max(counts) > 4 and rest[-1]:
                 kind = "conjugated"
-            return TensorInfo(dtype, tuple(shape), first, None, offset, tuple(strides), kind)
+            has_more = any(rest[:2])  # requires gradients, has hooks
+            return TensorInfo(dtype, tuple(shape), first, None, offset, tuple(strides), kind, has_more)
         dtypes = _dtypes(arguments)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes == [first.dtype]:
@@ -413,8 +407,8 @@ def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
     return not name.endswith("Tensor") or not arguments  # a legacy constructor; a number is a size there
 
 
-def _with_attributes(described: Any, attributes: Sequence[Any]) -> Any:
-    return replace(described, attributes=attributes) if isinstance(described, TensorInfo) else described
+def _changed(described: Any, **changes: Any) -> Any:
+    return replace(described, **changes) if isinstance(described, TensorInfo) else described
 
 
 def _is_too_deep(content: Any) -> bool:

@@ -14,19 +14,13 @@ from lightning_gpu_tools.units import printable
 
 @dataclass(frozen=True, kw_only=True)
 class RenamePlan:
-    """Which checkpoint key becomes which model key.
+    """Which checkpoint key becomes which model key; what is not said here is as in ``LoadReport``.
 
     Attributes:
         renames: Checkpoint key -> model key, one-to-one, in the order of the checkpoint; unchanged names included.
-        dropped_root: Attribute of the checkpoint that the model does not have, ``"model."``; ``""`` if none.
-        added_root: Attribute of the model that the checkpoint does not have; ``""`` if none.
         tied: Model key without a weight of its own in the checkpoint -> checkpoint key that holds the same tensor.
-        kept: Optional model keys that the checkpoint lacks; the model keeps its own values.
-        missing: Model keys without a weight.
-        unexpected: Checkpoint keys that the model has no place for.
         clashes: Checkpoint key -> model key at the same place, of another shape.
         unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
-        others: Other roots whose weights fit as well: averages of those that were taken.
     """
 
     renames: Mapping[str, str]
@@ -93,12 +87,7 @@ class RenamePlan:
         return {key: name for key, name in names.items() if name not in taken and first[name] == key}
 
     def apply(self, state_dict: Mapping[str, Any], *, keep: Collection[str] = ()) -> OrderedDict[str, Any]:
-        """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along.
-
-        Args:
-            state_dict: The checkpoint's weights; not changed.
-            keep: Keys without a place in the model that stay in, under the name that fits their surroundings.
-        """
+        """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along."""
         metadata = getattr(state_dict, "_metadata", None)
         rename = self.rename_key() if keep or metadata else str
         stay = {key: rename(key) for key in keep}
@@ -129,12 +118,10 @@ def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
 
 
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
-    """Return key -> key without private segments and without the ``module`` of the known ``wrappers``.
+    """Return key -> key without private segments and without the ``module`` of the wrappers at these paths.
 
-    Args:
-        keys: Parameter and buffer names.
-        wrappers: Paths of the modules that are wrappers; a child called ``module`` anywhere else stays.
-        around_all: Whether a ``module`` that all keys begin with is a wrapper, too. Its step counter is left out.
+    A child called ``module`` anywhere else stays; but if ``around_all``, one that all keys begin with is a wrapper,
+    too, and its step counter is left out.
 
     Raises:
         KeyCollisionError: Two keys would get the same name.

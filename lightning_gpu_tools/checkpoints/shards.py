@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, damaged, opened
-from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_groups import list_groups, listed
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
 from lightning_gpu_tools.checkpoints.zip_records import read_chunks
 from lightning_gpu_tools.errors import CheckpointError
@@ -77,9 +77,6 @@ class Folder:
         """Return the names, each of them once, if they are those of files in this folder.
 
         A link in the folder counts as the file that it names: the cache of Hugging Face Hub is made of links.
-
-        Raises:
-            Fault: One leads out of the folder, or is not there.
         """
         unique = list(dict.fromkeys(names))
         for name in unique:
@@ -87,9 +84,8 @@ class Folder:
                 raise Fault(f"names a file outside of its own folder: {printable(name)}", "Nothing of it was opened.")
         missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
         if missing:
-            raise Fault(
-                f"is not complete: {len(missing)} of {len(unique)} files are missing, {_listed(missing)}", _INTERRUPTED
-            )
+            gone = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
+            raise Fault(f"is not complete: {gone}", _INTERRUPTED)
         return unique
 
     def open(self, name: str) -> BinaryIO:
@@ -108,12 +104,14 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def describe_index(folder: Folder, name: str) -> Assembly:
-    """Read an index and the shards that it lists.
+def is_one_of_several(name: str) -> bool:
+    """Whether a file of this name is one of the shards that an index lists."""
+    numbers = _SHARD.fullmatch(name)
+    return numbers is not None and int(numbers[2]) > 1
 
-    Raises:
-        Fault: It is no index, or it disagrees with the shards.
-    """
+
+def describe_index(folder: Folder, name: str) -> Assembly:
+    """Read an index and the shards that it lists."""
     file_of = _read_index(folder.open(name))
     names = folder.check_names(file_of.values())
     del folder.files[name]  # it holds no numbers
@@ -131,8 +129,8 @@ def describe_index(folder: Folder, name: str) -> Assembly:
 def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
     """Return what a single file is if it is one shard of a checkpoint, and what to open instead; ``None`` if not."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
-    numbers = _SHARD.fullmatch(name)
-    what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers and int(numbers[2]) > 1 else ""
+    numbers = _SHARD.fullmatch(name) if is_one_of_several(name) else None
+    what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers else ""
     for index, names in _indexes_in(folder):
         if name in names:
             if len(names) > 1:
@@ -186,11 +184,7 @@ def describing(what: str) -> Iterator[None]:
 
 
 def check_byte_order(file: BinaryIO, structure: Structure) -> None:
-    """Check that numbers can be taken from a file as they are.
-
-    Raises:
-        Fault: A machine with the bytes of a number in the other order has written them.
-    """
+    """Check that numbers can be taken from a file as they are."""
     record = structure.records.get("byteorder")
     if record is not None and b"".join(read_chunks(file, record)) != sys.byteorder.encode():
         raise Fault(
@@ -200,11 +194,7 @@ def check_byte_order(file: BinaryIO, structure: Structure) -> None:
 
 
 def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Check that blocks, each given by offsets and sizes, fill a shape without gaps and overlaps.
-
-    Raises:
-        Fault: They do not, or not as a grid, which is how torch divides a tensor.
-    """
+    """Check that blocks, each given by offsets and sizes, fill a shape without gaps and overlaps."""
     if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
         raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
 
@@ -238,11 +228,11 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
     """Return the weights of all shards, in the order of the index."""
     for name, content in contents.items():
         held = content.keys() if isinstance(content, Mapping) else set()
-        listed = {key for key, file in file_of.items() if file == name}
-        for keys, what in ((listed - held, "does not hold"), (held - listed, "also holds")):
+        wanted = {key for key, file in file_of.items() if file == name}
+        for keys, what in ((wanted - held, "does not hold"), (held - wanted, "also holds")):
             if keys:
                 twice = sorted({file_of[key] for key in keys & file_of.keys()} - {name})
-                where = f", which {_listed(twice)} holds, too" if twice else ""
+                where = f", which {listed(twice, 3)} holds, too" if twice else ""
                 raise Fault(
                     f"disagrees with its shards: {printable(name)} {what} {list_groups(sorted(map(str, keys)))}{where}",
                     RESTORE,
@@ -260,7 +250,3 @@ def _indexes_in(folder: Path) -> Iterator[tuple[str, set[str]]]:
         for entry in sorted(entry for entry in folder.iterdir() if is_index(entry.name)):
             with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
                 yield str(entry), set(_read_index(file).values())
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(printable, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)

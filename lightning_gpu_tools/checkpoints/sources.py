@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import BinaryIO
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
-from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_distributed, is_piece
+from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
+from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_piece
 from lightning_gpu_tools.checkpoints.envelope import check_contents
-from lightning_gpu_tools.checkpoints.formats import Fault, Format, broken, opened
-from lightning_gpu_tools.checkpoints.neighbors import naming_another
+from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, broken, opened
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import (
     PART_BY_DCP,
     Folder,
     describe_index,
     describing,
     is_index,
+    is_one_of_several,
     part_of_a_whole,
     parts_by_dcp,
 )
-from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused, compare_with_checksums, describe
+from lightning_gpu_tools.checkpoints.structure import (
+    Progress,
+    Structure,
+    collector_paused,
+    compare_with_checksums,
+    describe,
+    no_progress,
+)
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable, printable_path
 
 Files = Mapping[str, BinaryIO]
+# Each is a part of a checkpoint, by the names that DeepSpeed, Hugging Face and torch.distributed.checkpoint give.
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\..*|.*(zero_pp|mp)_rank_.*|.*_(optim|model)_states\..*|.*\.distcp")
+# As much as describes 10,000 tensors.
+_MAX_HEAD_BYTES = 4 << 20
+_MAX_NEIGHBORS = 8  # our default: whoever waits for an error message wants it soon
+Shapes = frozenset[tuple[str, tuple[int, ...] | None]]
 
 
 def read_structure(path: str | os.PathLike[str]) -> Structure:
@@ -37,27 +58,21 @@ def read_structure(path: str | os.PathLike[str]) -> Structure:
 
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is damaged, not complete or no checkpoint.
+        BrokenCheckpointError: It is damaged, not complete or no checkpoint. The message names another one that can take
+            its place.
         OSError: It cannot be read.
     """
     with opened_source(path, to_load=False) as (structure, _):
         return structure
 
 
-def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None) -> Structure:
-    """Do the same, then read the whole of each file and compare it with the checksums in it.
-
-    Args:
-        path: As for :func:`read_structure`.
-        progress: Called with the number of bytes that were read since the last call.
-
-    Raises:
-        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
-    """
+def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
+    """Do the same, then read the whole of each file and compare it with the checksums in it."""
     with opened_source(path) as (structure, files):
         check_contents(structure.content, path)
+        advance = progress(structure.size_bytes)
         for name, file in files.items():
-            compare_with_checksums(file, structure.shard(name), progress)
+            compare_with_checksums(file, structure.shard(name), advance)
         return structure
 
 
@@ -65,15 +80,10 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int], No
 def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[tuple[Structure, Files]]:
     """Open a file or the files of a folder, and give what they hold and themselves, by the names of the shards.
 
-    Args:
-        path: As for :func:`read_structure`.
-        to_load: Whether to look up where all numbers are, and not only what is said of them.
-
-    Raises:
-        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_structure`.
+    Where all numbers are is looked up only ``to_load`` them. Raises what :func:`read_structure` raises.
     """
     text = os.fspath(path)
-    with naming_another(text), contextlib.ExitStack() as stack:
+    with _naming_another(text), contextlib.ExitStack() as stack:
         try:
             with collector_paused():
                 structure, files = _described_folder(text, stack, to_load) or (None, {})
@@ -82,17 +92,12 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
         if structure is None:
             files = {"": stack.enter_context(opened(path))}
             structure = describe(files[""], text)
-            part = part_of_a_whole(text, structure) or part_of_deepspeed(text, structure.content)
-            structure = replace(structure, part=part)
+            structure = replace(structure, part=_part(text, structure))
         yield structure, files
 
 
 def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> tuple[Structure, Files] | None:
-    """Open and describe what has shards; ``None`` for a single file and for any other folder.
-
-    Raises:
-        Fault: It cannot be put together, or is one of the shards.
-    """
+    """Open and describe what has shards; ``None`` for a single file and for any other folder."""
     if "://" in path:
         if is_index(os.path.basename(path)):
             raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
@@ -110,7 +115,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         opened_folder = Folder(folder, stack)
         assembly = describe_index(opened_folder, name)
         format_: Format = next(iter(assembly.shards.values())).format
-    elif is_distributed(names := set(os.listdir(local))):
+    elif any(map(is_piece, names := set(os.listdir(local)))):
         opened_folder, format_ = Folder(local, stack), "dcp"
         assembly = describe_distributed(opened_folder, names, to_load=to_load)
     elif inner := find_deepspeed(local, names):
@@ -124,6 +129,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         return _described_folder(os.path.join(path, indexes[0]), stack, to_load)
     elif any(map(PART_BY_DCP.fullmatch, names)):
         raise parts_by_dcp("holds the parts of all ranks", local)
+    elif any(map(is_one_of_several, names)):
+        raise Fault("holds shards of a checkpoint without the index that lists them", "Get all its files.")
     else:
         return None
     shards = assembly.shards
@@ -139,3 +146,72 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         assembly=assembly,
     )
     return structure, opened_folder.files
+
+
+def _part(path: str, structure: Structure) -> Fault | None:
+    return part_of_a_whole(path, structure) or part_of_deepspeed(path, structure.content)
+
+
+@contextlib.contextmanager
+def _naming_another(path: str) -> Iterator[None]:
+    """Add to the error about a broken or missing file which other one in its folder can be loaded instead."""
+    try:
+        yield
+    except (BrokenCheckpointError, CheckpointNotFoundError) as error:
+        place = Path(os.path.expanduser(path))
+        if place.is_dir() or _SHARD.fullmatch(place.name):
+            raise
+        shapes = _shapes_at_beginning(place)
+        other = _newest_complete_beside(place, shapes)
+        if other is not None:
+            of_model = " of the same model" * (shapes is not None)
+            error.args = (
+                f"{error.args[0]} The newest complete checkpoint{of_model} in that folder: {printable_path(other)}",
+            )
+        raise
+
+
+def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
+    """Return the newest other whole checkpoint in a folder, of these names and shapes if they are known."""
+    try:
+        kinds = (path.suffix,) if path.exists() else SUFFIXES  # beside a broken .json nobody looks for a .ckpt
+        others = [entry for entry in path.parent.iterdir() if entry.suffix in kinds and entry.name != path.name]
+        newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
+        whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
+        for other in whole[:_MAX_NEIGHBORS]:
+            with contextlib.suppress(CheckpointError, Fault), opened(other) as file:
+                structure = describe(file, str(other))
+                is_part = _part(str(other), structure)
+                found = None if is_part else _shapes_of(structure.content)
+                if found is not None and shapes in (None, found):
+                    return other
+    except OSError:  # listing neighbors is a courtesy; the error about the file itself must come out
+        pass
+    return None
+
+
+def _shapes_of(content: Any) -> Shapes | None:
+    """Return names and shapes of the weights that are meant if nobody names any; ``None`` if there are none."""
+    sets = likely(all_state_dicts(content))
+    tensors = [(key, value) for weights in sets.values() for key, value in weights.items() if type(value) is TensorInfo]
+    is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # a generator's state is none
+    return frozenset((key, value.shape) for key, value in tensors) if is_model else None
+
+
+def _shapes_at_beginning(path: Path) -> Shapes | None:
+    """Return what can still be read of the weights in a damaged file: torch and safetensors describe them first."""
+    try:
+        with opened(path) as file:
+            head = file.read(_MAX_HEAD_BYTES)
+        if head[8:9] == b"{":
+            header = json.loads(head[8 : 8 + int.from_bytes(head[:8], "little")])
+            header.pop("__metadata__", None)
+            return frozenset((key, tuple(entry["shape"])) for key, entry in header.items())
+        name_bytes, extra_bytes = struct.unpack_from("<2H", head, 26)  # APPNOTE.TXT 4.3.7
+        start = 30 + name_bytes + extra_bytes
+        if not head[30 : 30 + name_bytes].endswith(b"/data.pkl"):
+            return None
+        with collector_paused():
+            return _shapes_of(StructureReader(BytesIO(head[start:]), len(head)).load())
+    except Exception:  # noqa: BLE001 - damaged bytes raise anything, and then nothing is known
+        return None

@@ -39,12 +39,8 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation on what the tensor is put together to."""
-        args, kwargs = tree_map_only(LazyTensor, LazyTensor.put_together, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy._make(), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def put_together(self) -> torch.Tensor:
-        """Return its numbers as an ordinary tensor."""
-        return self._make()
 
     def data_ptr(self) -> int:
         """Return a number that no other tensor has: this one is nowhere in memory."""
@@ -58,21 +54,17 @@ class LazyTensor(torch.Tensor):
         return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def put_in_place(content: Any, made: Callable[[Any], Any]) -> Any:
+def put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any] | None = None) -> Any:
     """Return content with what ``made`` returns for each leaf of its dictionaries and lists; these are copied."""
-    copies: dict[int, Any] = {}
-
-    def put(value: Any) -> Any:
-        if id(value) not in copies:
-            if type(value) in (dict, OrderedDict, list):
-                copies[id(value)] = container = copy.copy(value)  # with the _metadata of a state_dict
-                for key, item in enumerate(value) if isinstance(value, list) else value.items():
-                    container[key] = put(item)
-            else:
-                copies[id(value)] = made(value)
-        return copies[id(value)]
-
-    return put(content)
+    copies = {} if copies is None else copies
+    if id(content) not in copies:
+        if type(content) in (dict, OrderedDict, list):
+            copies[id(content)] = container = copy.copy(content)  # with the _metadata of a state_dict
+            for key, item in enumerate(content) if isinstance(content, list) else content.items():
+                container[key] = put_in_place(item, made, copies)
+        else:
+            copies[id(content)] = made(content)
+    return copies[id(content)]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -95,10 +87,6 @@ def needs_newer_torch(name: str) -> Fault:
 def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     """Return a tensor that is mapped to where its numbers are, or made of these whenever it is needed.
 
-    Args:
-        info: Where its numbers are.
-        numbers: The bytes of each file.
-
     Raises:
         Fault: This torch does not know its type.
     """
@@ -109,12 +97,12 @@ def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -
 
 
 def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
-    whole = torch.empty(info.laid_out, dtype=dtype)
+    whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
     for part in info.parts:
         place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
         if place.is_contiguous() and place.stride() == part.strides and place.numel():  # without a copy in between
             block = numbers[part.file][part.start : part.start + place.nbytes]
-            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8).set_(block))
+            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(block))
         else:
             place.copy_(_block(part, dtype, numbers))
     return whole.view(info.shape or ())
@@ -122,9 +110,9 @@ def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch
 
 def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     if 0 in part.shape:
-        return torch.empty(part.shape, dtype=dtype)
+        return torch.empty(part.shape, dtype=dtype, device="cpu")
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
     block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
     if part.start % dtype.itemsize:  # torch reads no number across the boundaries of its size
         block = block.clone()
-    return torch.empty(0, dtype=dtype).set_(block, 0, part.shape, part.strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

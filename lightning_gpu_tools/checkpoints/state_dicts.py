@@ -20,7 +20,7 @@ from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
-from lightning_gpu_tools.checkpoints.model_keys import is_packed, is_sharded, part_of, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import is_dense, is_packed, is_sharded, part_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
@@ -33,11 +33,7 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check the contents of a loaded checkpoint, and return every set of weights in it by the name of its entry.
-
-    Raises:
-        BrokenCheckpointError: Nothing can work with these contents, or there are no weights among them.
-    """
+    """Check the contents of a loaded checkpoint, and return every set of weights in it by the name of its entry."""
     entries = check_contents(content, path)
     if not entries:
         raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
@@ -59,13 +55,7 @@ def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -
 def choose_weights(
     path: str, entries: Mapping[str, Mapping[str, Any]], entry: str | None
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the weights of one of a file's entries.
-
-    Raises:
-        CheckpointMismatchError: There is no such entry.
-        CheckpointError: They are one part of a sharded checkpoint.
-        AmbiguousCheckpointError: None was named, and there are several that are no averages.
-    """
+    """Return the name and the weights of one of a file's entries."""
     names = ", ".join(map(printable, entries))
     shown = printable_path(path)
     meant = preferred([*likely(entries)], str)
@@ -92,11 +82,7 @@ def fault_of_parts(weights: Mapping[str, Any]) -> str:
 
 
 def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return weights with plain tensors in place of those that are sharded, where these are whole.
-
-    Raises:
-        CheckpointError: One of them is a part.
-    """
+    """Return weights with plain tensors in place of those that are sharded, where these are whole."""
     if fault := fault_of_parts(weights):
         raise CheckpointError(f"{printable_path(path)}: {fault}")
     sharded = [key for key, value in weights.items() if type(value) is not torch.Tensor and is_sharded(value)]
@@ -114,31 +100,24 @@ def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
 
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     """Return what tells whether two keys hold the very same numbers in memory, for keys that may."""
-    places = {
-        key: value.data_ptr()
-        for key, value in weights.items()
-        if shape_of(value) is not None and value.layout is torch.strided and value.numel() and not is_packed(value)
-    }
+    places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
     keys_at = Counter(places.values())
-    return {key: place_of(weights[key]) for key, place in places.items() if keys_at[place] > 1}
+    values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
+    return {
+        key: (value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+        for key, value in values.items()
+    }
 
 
-def place_of(value: torch.Tensor) -> Hashable:
-    """Return what is equal for two dense tensors that are the very same numbers in memory."""
-    return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+FROM_META = "from the meta device. Save the model after its weights are loaded"
 
 
 def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that were saved from the meta device, as names and shapes alone.
-
-    Raises:
-        CheckpointError: There are such weights.
-    """
+    """Refuse weights that were saved from the meta device, as names and shapes alone."""
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
         raise CheckpointError(
-            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved from the meta device. "
-            "Save the model after its weights are loaded."
+            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved {FROM_META}."
         )
 
 
@@ -146,26 +125,14 @@ def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
 _MAX_REPEATED_BYTES = 1 << 30
 
 
-def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that take far more memory number by number than the file holds.
 
     A tensor may repeat its numbers (``expand``), share them with other keys, or leave out zeros (sparse), so a file of
     1 KiB can describe 256 GiB.
-
-    Args:
-        path: The file; used in the error.
-        weights: Those whose numbers are about to be written or compared one by one.
-        dtype: What floating-point weights become; ``None`` leaves them.
-
-    Raises:
-        CheckpointError: They take 1 GiB more than what is in the file, and more than twice that.
     """
-
-    def item_bytes(value: torch.Tensor) -> int:
-        return dtype.itemsize if dtype is not None and value.is_floating_point() else value.element_size()
-
     sizes = {
-        key: value.numel() * item_bytes(value)
+        key: value.numel() * value.element_size()
         for key, value in weights.items()
         if shape_of(value) is not None and not value.is_meta
     }
@@ -174,13 +141,12 @@ def check_repetition(path: str, weights: Mapping[str, Any], dtype: torch.dtype |
     identity = same_tensors(weights)
     needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
     held: dict[int, int] = {}
-    for value in (weights[key] for key in sizes):
+    for key, size in sizes.items():
+        value = weights[key]
         if isinstance(value, LazyTensor) or is_packed(value):
-            held[id(value)] = value.numel() * item_bytes(value)
+            held[id(value)] = size
         elif value.layout is torch.strided:
-            storage = value.untyped_storage()
-            bytes_there = storage.nbytes() // value.element_size() * item_bytes(value)
-            held[storage.data_ptr()] = max(bytes_there, held.get(storage.data_ptr(), 0))
+            held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     needed_bytes, held_bytes = sum(size for size, _ in needed.values()), sum(held.values())
     if needed_bytes - held_bytes > max(held_bytes, _MAX_REPEATED_BYTES):
         _, largest = max(needed.values())

@@ -31,6 +31,7 @@ from lightning_gpu_tools.checkpoints.formats import (
     damaged,
     identify,
 )
+from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_records
 from lightning_gpu_tools.units import format_bytes, printable
@@ -94,11 +95,7 @@ class Structure:
 
     @functools.cached_property
     def entries(self) -> dict[str, Mapping[str, Any]]:
-        """Every set of weights in it, by the name of its entry; ``""`` if they are all that it holds.
-
-        Raises:
-            BrokenCheckpointError: Nothing can work with these contents.
-        """
+        """Every set of weights in it, by the name of its entry; ``""`` if they are all that it holds."""
         return check_contents(self.content, self.path)
 
     def shard(self, name: str) -> Structure:
@@ -137,11 +134,7 @@ class Assembly:
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
-    """Read the description of an open file and check it against what the file holds.
-
-    Raises:
-        BrokenCheckpointError: The file is damaged or no checkpoint; the message names ``path``.
-    """
+    """Read the description of an open file and check it against what the file holds."""
     try:
         format_ = identify(file)
         size_bytes = file.seek(0, os.SEEK_END)
@@ -173,15 +166,19 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+# Takes how many bytes there are to do, and returns what takes how many were done since the last call.
+Progress = Callable[[int], Callable[[int], object]]
+
+
+def no_progress(_: int) -> Callable[[int], object]:
+    """Show nothing."""
+    return lambda _: None
+
+
 def compare_with_checksums(
-    file: BinaryIO, structure: Structure, progress: Callable[[int], None] = lambda _: None
+    file: BinaryIO, structure: Structure, advance: Callable[[int], object] = lambda _: None
 ) -> None:
     """Read everything in an open file that has been described and compare it with the checksums in it.
-
-    Args:
-        file: The file.
-        structure: What :func:`describe` returned for it.
-        progress: Called with the number of bytes that were read since the last call.
 
     Raises:
         BrokenCheckpointError: Something in it is damaged. Only files by ``torch.save`` since torch 1.6 have checksums;
@@ -190,11 +187,12 @@ def compare_with_checksums(
     try:
         for record in structure.records.values():
             for chunk in read_chunks(file, record):
-                progress(len(chunk))
+                advance(len(chunk))
     except Fault as fault:
         raise broken(structure.path, fault) from None
 
 
+_UNPACK = "If one is inside, unpack it."
 _DAMAGE: Mapping[Format, str] = {
     "zip": "is damaged: the description of its contents (data.pkl) and the contents do not agree",
     "legacy": "is a damaged or cut file in torch's old format (before 1.6)",
@@ -205,9 +203,9 @@ _DAMAGE: Mapping[Format, str] = {
 def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     root, records = read_records(file, size_bytes)
     if not root or "data.pkl" not in records:
-        names = [printable(root + name) for name in records]
-        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-        raise Fault(f"is a zip archive but no checkpoint; it holds {shown or 'nothing'}")
+        shown = listed([root + name for name in records], 4) or "nothing"
+        advice = "Load it with numpy.load." if {name[-4:] for name in records} == {".npy"} else _UNPACK
+        raise Fault(f"is a zip archive but no checkpoint; it holds {shown}", advice)
     if "constants.pkl" in records:
         raise Fault("is a TorchScript archive: a whole model, not a checkpoint", "Open it with torch.jit.load.")
     _check_notes(file, records)
@@ -328,11 +326,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return what JSON has in braces; it may have one name twice, and most readers take the last.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Return what JSON has in braces; refuse one name twice, of which most readers take the last."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")

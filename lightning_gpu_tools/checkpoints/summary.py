@@ -14,6 +14,7 @@ from lightning_gpu_tools.checkpoints.content import (
     MANIFEST,
     describe_content,
     is_lightning_checkpoint,
+    shown_shape,
 )
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, Opaque, TensorInfo
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
@@ -24,6 +25,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     build_tree,
     child_modules,
     is_wrapper,
+    keys_below,
 )
 from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure
@@ -78,12 +80,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
 
 
 def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
-    """Return the summary as text, at most 100 columns wide except for longer names.
-
-    Args:
-        summary: From :func:`summarize`.
-        all_keys: Whether to give every key a line, and not only every group of keys that differ in a number.
-    """
+    """Return the summary as text, at most 100 columns wide except for longer names."""
     kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
     kind = kinds.get(summary["kind"], summary["content"])
     size = format_bytes(summary["size_bytes"])
@@ -137,7 +134,7 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
         groups.setdefault((weight["key"],) if all_keys else _kind(weight), []).append(weight)
     rows = [("key", "shape", "dtype", "size")]
     for members in groups.values():
-        shape = "-" if members[0]["shape"] is None else "x".join(map(str, members[0]["shape"])) or "scalar"
+        shape = "-" if members[0]["shape"] is None else shown_shape(members[0]["shape"])
         sizes = [member["bytes"] for member in members if member["bytes"] is not None]
         size = format_bytes(sum(sizes)) if sizes else "-"
         names = [member["key"] for member in members]
@@ -202,11 +199,7 @@ def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
     while stack:
         node = stack.pop()
         if is_wrapper(node):
-            below = [node]
-            while below:
-                inner = below.pop()
-                counts[WRAPPER_SEGMENT] += sum(isinstance(value, str) for value in inner.values())
-                below.extend(child for _, child in child_modules(inner))
+            counts[WRAPPER_SEGMENT] += sum(1 for _ in keys_below(node))
             continue
         stack.extend(child for _, child in child_modules(node))
     return dict(sorted(counts.items()))

@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -23,7 +23,7 @@ import torch
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import put_weights
 from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, TensorInfo
-from lightning_gpu_tools.checkpoints.distributed_folder import Place, Slice
+from lightning_gpu_tools.checkpoints.distributed_folder import Place
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
@@ -52,19 +52,14 @@ def read_checkpoint(
     memory and always compared with its checksums. A tensor that lies in several parts is put together anew for each
     operation on it, and takes memory only meanwhile.
 
-    What the file declares is checked against what it holds before torch sees it, and torch gets the same open file.
+    What the file declares is checked against what it holds. Plain data and plain tensors are put together from that
+    checked description; for anything else torch gets the same open file.
 
     Args:
-        path: A local path, or any URL that fsspec knows.
+        path: As for ``read_structure``, which says what is raised for files that cannot be read.
         map_location: As for ``torch.load``.
-        weights_only: Whether to refuse everything that is not plain data.
+        weights_only: Whether to refuse everything that is not plain data, by an ``UnsafeCheckpointError``.
         verify: Whether to read the whole file first and compare it with its checksums.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: The file is no checkpoint, or damaged.
-        UnsafeCheckpointError: It holds more than plain data.
-        OSError: It cannot be read.
     """
 
     def load(file: BinaryIO, structure: Structure) -> Any:
@@ -88,16 +83,10 @@ def read_checkpoint(
 def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, tuple[str, ...]]:
     """Return what a file or a folder with shards holds, as far as it is weights, and what was left unread.
 
-    The weights are put together from their checked description, and nothing of the file is called: each is at its place
-    in the mapped file. That takes half the time of torch, which does it where a file of plain data has other tensors
-    than that. Of the rest only descriptions are returned. The second value are the classes and functions that it names.
-
-    Args:
-        path: As for :func:`read_checkpoint`.
-        weights_only: If false, everything is opened, and opening it may run code.
+    Of the rest only descriptions are returned. The second value are the classes and functions that it names; nothing of
+    the file is called. If not ``weights_only``, everything is opened instead, and may run code.
 
     Raises:
-        CheckpointNotFoundError, BrokenCheckpointError, OSError: As :func:`read_checkpoint`.
         UnsafeCheckpointError: A weight among other things than plain data is not a block of plain numbers.
     """
     unread: set[str] = set()
@@ -125,22 +114,12 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     return _read(path, load), tuple(sorted(unread))
 
 
-def write_checkpoint(
-    content: Any, path: str | os.PathLike[str], progress: Callable[[int], None] = lambda _: None
-) -> None:
+def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
     """Write a file so that at every moment ``path`` holds the old complete one or the new complete one.
 
     Tensors are streamed one by one, so that saving needs no second copy of them.
-
-    Args:
-        content: Anything that ``torch.save`` takes.
-        path: A local path, or any URL that fsspec knows.
-        progress: Called with the number of bytes that were written since the last call.
-
-    Raises:
-        OSError: The file system refuses; ``filename`` is the path.
     """
-    with writing(path) as file, watched(file, progress) as watched_file:
+    with writing(path) as file, watched(file) as watched_file:
         torch.save(content, watched_file)
 
 
@@ -183,7 +162,7 @@ def _load_shards(
                     numbers[part.file] = _numbers(files[part.file]).untyped_storage()
             return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
         if isinstance(leaf, Place):
-            file = io.BytesIO(Slice(files[leaf.file], leaf).read())
+            file = io.BytesIO(leaf.read_from(files[leaf.file]))
             return load(file, describe(file, os.path.join(structure.path, leaf.file)))
         return leaf
 
@@ -196,13 +175,16 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
     refusal = _refusal(structure) if weights_only else None
     if refusal is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
         raise refusal
-    can_be_mapped = structure.format == "zip" and not structure.is_packed and not _guesses_places()
-    name = _name_of_open_file(file) if can_be_mapped else None
-    file.seek(0)
     if weights_only:
         _warn_of_old_torch()
+        if refusal is None and map_location == "cpu":
+            with contextlib.suppress(NotPlainError):
+                return _Builder(file, structure).build(structure.content)
+    can_be_mapped = structure.format == "zip" and not structure.is_packed
+    name = _name_of_open_file(file) if can_be_mapped else None
+    file.seek(0)
     try:
-        with _checking_sparse_tensors(structure):
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
     except Exception as error:  # damaged or hostile bytes make torch raise anything
         if refusal is not None:
@@ -226,49 +208,66 @@ def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[
     """Return the described content with tensors in its sets of weights, and the keys that had to be left out of these.
 
     With each key is its kind if it has numbers, and ``""`` if it is no weight, as an extra state of some class.
-
-    Raises:
-        BrokenCheckpointError: Nothing can work with these contents.
     """
-    storage = _storages(file, structure)
-    made: dict[int, Any] = {}  # one that stands in many places is one
-
-    def build(value: Any) -> Any:
-        if isinstance(value, TensorInfo):
-            if not _is_plain(value):
-                raise _NotPlainError(value.kind or value.dtype)
-            empty: Any = torch.empty(0, dtype=getattr(torch, value.dtype))
-            return empty.set_(storage(value.storage), value.offset, value.shape, value.strides)
-        if type(value) in (dict, OrderedDict):
-            return type(value)((built(key), built(item)) for key, item in value.items())
-        if type(value) in (list, tuple):
-            return type(value)(map(built, value))
-        if value is None or type(value) in (str, int, float, bool, bytes, bytearray):
-            return value
-        raise _NotPlainError(value.kind if isinstance(value, Opaque) else type(value).__name__)
-
-    def built(value: Any) -> Any:
-        if id(value) not in made:
-            made[id(value)] = build(value)
-        return made[id(value)]
-
+    build = _Builder(file, structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: dict[str, str] = {}
     for entry, weights in structure.entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:
-                sets[entry][key] = built(value)
-            except _NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
+                sets[entry][key] = build(value)
+            except NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
                 is_weight = _holds_tensors(value) and not key.endswith("_extra_state")
                 left_out[key] = printable(error) if is_weight else ""
-        with contextlib.suppress(AttributeError, _NotPlainError):
-            sets[entry]._metadata = built(weights._metadata)  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError, NotPlainError):
+            sets[entry]._metadata = build(weights._metadata)  # type: ignore[attr-defined]
     return put_weights(structure.content, sets), left_out
 
 
-class _NotPlainError(Exception):
-    """Only running code could build what is named."""
+class _Builder:
+    """Makes of a description what torch would load, with each tensor at its place in the mapped file.
+
+    It takes half the time of torch, and raises :class:`NotPlainError` for all but plain data and plain tensors. With
+    ``weights_alone`` parameters are taken as the tensors that they are, without what a program has hung on them.
+    """
+
+    def __init__(self, file: BinaryIO, structure: Structure, *, weights_alone: bool = False) -> None:
+        self._storage = _storages(file, structure)
+        self._weights_alone = weights_alone
+        self._made: dict[int, Any] = {}  # one that stands in many places is one
+
+    def build(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        built: Any
+        if isinstance(value, TensorInfo):
+            if not _is_plain(value) or (value.is_parameter and not self._weights_alone):
+                raise NotPlainError(value.kind or value.dtype)
+            empty: Any = torch.empty(0, dtype=getattr(torch, value.dtype), device="cpu")
+            built = empty.set_(self._storage(value.storage), value.offset, value.shape, value.strides)
+        elif kind in (dict, OrderedDict, Counter):
+            built = kind()
+            for key, item in value.items():
+                built[self.build(key)] = self.build(item)
+            if attributes := getattr(value, "__dict__", None):
+                vars(built).update(self.build(attributes))
+        elif kind in (list, tuple):
+            built = kind(map(self.build, value))
+        else:
+            raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
+        self._made[id(value)] = built
+        return built
+
+
+_ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
+
+
+class NotPlainError(Exception):
+    """What is named is more than plain data and tensors that are numbers in a row."""
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -305,7 +304,8 @@ def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
         start = structure.places.get(storage.key)
         if start is None:
             data = bytearray(b"".join(read_chunks(file, structure.records[f"data/{storage.key}"])))
-            block: Any = (torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)).untyped_storage()
+            in_memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
+            block: Any = in_memory.untyped_storage()
         else:
             block = whole[start : start + storage.size_bytes]
         if is_swapped:
@@ -341,20 +341,6 @@ def _numbers(file: BinaryIO) -> torch.Tensor:
         return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
     file.seek(0)
     return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-
-
-def _guesses_places() -> bool:
-    """Whether torch was told to compute where the records of a mapped file are, as if it had written the file."""
-    config = sys.modules.get("torch.utils.serialization.config")
-    return config is not None and getattr(config.load, "calculate_storage_offsets", False)
-
-
-def _checking_sparse_tensors(structure: Structure) -> contextlib.AbstractContextManager[Any]:
-    """Have torch check that the indices of sparse tensors are inside of them, which it leaves out by default."""
-    if "torch._utils._rebuild_sparse_tensor" not in structure.globals:
-        return contextlib.nullcontext()
-    checking: contextlib.AbstractContextManager[Any] = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
-    return checking
 
 
 def _explain(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> None:
@@ -442,9 +428,9 @@ def _are_plain(values: Iterable[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def watched(file: BinaryIO, progress: Callable[[int], None]) -> Iterator[Any]:
+def watched(file: BinaryIO) -> Iterator[Any]:
     """Give a file for torch to write to. What makes that fail comes out; torch itself says only that it failed."""
-    watched_file = _WatchedFile(file, progress)
+    watched_file = _WatchedFile(file)
     try:
         buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
         yield buffered
@@ -459,9 +445,8 @@ _BUFFER_BYTES = 1 << 20  # torch writes five times for each tensor, a few bytes 
 
 
 class _WatchedFile(io.RawIOBase):
-    def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._progress = progress
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -469,9 +454,7 @@ class _WatchedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         try:
-            written = self._file.write(data)
+            return self._file.write(data)
         except OSError as error:
             self.error = self.error or error
             raise
-        self._progress(written)
-        return written

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
+from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.units import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
@@ -55,8 +56,6 @@ _RUNS_CODE = re.compile(
     r"|torch\.[a-z]\w*"
 )
 
-_MAX_NAMES = 40  # in one line of a message: more than any sound checkpoint has
-
 
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
     """Return the names that ``weights_only=True`` refuses unless they were allowed, sorted.
@@ -69,17 +68,15 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
     """Say which names block a file, what each of them is, and which line would allow the harmless ones.
 
-    Args:
-        path: The file.
-        names: The names that were refused.
-        filled: The classes of what is filled like a list or dictionary.
-        reason: Why torch refuses it although they were allowed.
+    ``filled`` are classes of what is filled like a list or dictionary, and ``reason`` is why torch refuses the file
+    although all names were allowed.
     """
     calls = sorted(name for name in names if name.endswith("(...)"))
     blocked = sorted({*names} - {*calls})
     harmless = [name for name in blocked if _HARMLESS.fullmatch(name) and name == printable(name)]
-    dangerous = [name for name in blocked if name not in harmless and _runs_code(name)]
-    unknown = [name for name in blocked if name not in harmless and name not in dangerous]
+    others = [name for name in blocked if name not in harmless]
+    dangerous = [name for name in others if name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name)]
+    unknown = [name for name in others if name not in dangerous]
     reason = printable(reason, 300)
     lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
@@ -87,24 +84,20 @@ def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (),
         lines.append("Plain lists, dictionaries and numbers load.")
     if filled:
         lines.append(
-            f"allowing is not enough: torch fills plain lists and dictionaries only, not {_listed(sorted(filled))}."
+            f"allowing is not enough: torch fills plain lists and dictionaries only, not {listed(sorted(filled))}."
         )
     if calls:
-        lines.append(f"calls what plain data never needs: {_listed(calls)}. Only its author can vouch for it.")
+        lines.append(f"calls what plain data never needs: {listed(calls)}. Only its author can vouch for it.")
     if dangerous:
-        lines.append(f"can run code when opened: {_listed(dangerous)}. Only its author can vouch for it.")
+        lines.append(f"can run code when opened: {listed(dangerous)}. Only its author can vouch for it.")
     if unknown:
-        lines.append(f"unknown: {_listed(unknown)}. Look at their source before you allow them.")
+        lines.append(f"unknown: {listed(unknown)}. Look at their source before you allow them.")
     if harmless:
-        lines.append(f"only hold values: {_listed(harmless)}.")
+        lines.append(f"only hold values: {listed(harmless)}.")
     can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
     if can_be_typed and not (dangerous or calls or filled) and (not reason or "numpy.dtype" in harmless):
         lines.append(f"To allow {'what you trust' if unknown else 'what only holds values'}: {_allowing(blocked)}")
     return "\n  ".join(lines)
-
-
-def _runs_code(name: str) -> bool:
-    return name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name) is not None
 
 
 def _allowing(names: Iterable[str]) -> str:
@@ -123,10 +116,4 @@ def _allowing(names: Iterable[str]) -> str:
 
 def describe_unread(names: Sequence[str]) -> str:
     """Say what a load has left unread; ``""`` if nothing."""
-    more = f" and {len(names) - 3} more" * (len(names) > 3)
-    return f"left unread, as it takes code to open: {', '.join(map(printable, names[:3]))}{more}" if names else ""
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
-    return ", ".join(printable(name) for name in names[:_MAX_NAMES]) + more
+    return f"left unread, as it takes code to open: {listed(names, 3)}" if names else ""

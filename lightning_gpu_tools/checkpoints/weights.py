@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import os
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,12 +84,7 @@ class LoadReport:
 
 @collector_paused()
 def load_weights(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
-    root: Root = None,
-    strict: bool = True,
-    weights_only: bool = True,
+    model: nn.Module, path: str | os.PathLike[str], *, root: Root = None, strict: bool = True, weights_only: bool = True
 ) -> LoadReport:
     """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
 
@@ -146,7 +142,8 @@ def naming_file(path: str | os.PathLike[str], model_class: type) -> Iterator[Non
     except CheckpointError as error:
         does_not_fit = isinstance(error, CheckpointMismatchError)
         where = f" does not fit {printable(model_class.__name__)}." if does_not_fit else ":"
-        error.args = (f"{printable_path(path)}{where} {error.args[0]}", *error.args[1:])
+        message = error.args[0].replace("FILE TARGET", f"{shlex.quote(printable_path(path))} renamed.pt")
+        error.args = (f"{printable_path(path)}{where} {message}", *error.args[1:])
         raise
 
 
@@ -165,11 +162,7 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
 
 
 def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: Root, strict: bool) -> Fit:
-    """Return the one entry of a checkpoint that fits the model.
-
-    Raises:
-        CheckpointMismatchError, AmbiguousCheckpointError, KeyCollisionError: As for :func:`load_weights`.
-    """
+    """Return the one entry of a checkpoint that fits the model."""
     dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
     if named:
@@ -217,11 +210,7 @@ def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, s
 
 
 def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load the weights, all or none; return the plan as it came out, and the model keys that got theirs.
-
-    Raises:
-        CheckpointMismatchError: As for :func:`load_weights`.
-    """
+    """Load the weights, all or none; return the plan as it came out, and the model keys that got theirs."""
     check_before_copying(model, fit, leave_out_misfits=not fit.strict)
     renamed = fit.renamed(fit.weights)
     own_what_modules_keep(renamed, fit.keys)
@@ -236,7 +225,8 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
         value = state_dict[key] = _sharded_like(value, target)
         if target.is_meta and not value.is_meta:  # there is nothing to copy into
             if id(target) not in made:
-                made[id(target)] = _materialized(target, value.device)
+                empty = torch.empty_like(target, device=value.device, requires_grad=False)
+                made[id(target)] = nn.Parameter(empty, target.requires_grad) if name in module._parameters else empty
             setattr(module, name, made[id(target)])
 
     made: dict[int, torch.Tensor] = {}
@@ -276,11 +266,6 @@ def _sharded_like(value: Any, target: Any) -> torch.Tensor:
         whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole.redistribute(placements=target.placements)
     return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
-
-
-def _materialized(target: torch.Tensor, device: torch.device) -> torch.Tensor:
-    empty = torch.empty_like(target, device=device, requires_grad=False)
-    return nn.Parameter(empty, target.requires_grad) if isinstance(target, nn.Parameter) else empty
 
 
 def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:

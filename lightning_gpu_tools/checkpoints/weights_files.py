@@ -9,7 +9,7 @@ import pickle
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import torch
@@ -17,11 +17,11 @@ import torch
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.descriptions import DTYPE_OF_STORAGE
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.model_keys import is_packed, shape_of
-from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor, put_in_place
-from lightning_gpu_tools.checkpoints.state_dicts import place_of, same_tensors
-from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
-from lightning_gpu_tools.checkpoints.torch_files import watched, write_checkpoint
+from lightning_gpu_tools.checkpoints.model_keys import is_dense
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
+from lightning_gpu_tools.checkpoints.state_dicts import same_tensors
+from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE, Progress, no_progress
+from lightning_gpu_tools.checkpoints.torch_files import NotPlainError, watched, write_checkpoint
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable_path
 
@@ -40,42 +40,30 @@ _SMALL_BYTES = 1 << 10
 _BATCH = 1 << 10
 # What torch.save itself writes with. It is private; without it, writing only takes longer, and more memory.
 _ARCHIVE = getattr(torch._C, "PyTorchFileWriter", None)
-Progress = Callable[[int], None]
 
 
-def write_content(content: Any, path: str, progress: Progress = lambda _: None) -> None:
-    """Write what ``torch.load`` returns, each tensor without what else is in its storage, and one at a time.
-
-    Args:
-        content: Anything that ``torch.save`` takes.
-        path: A local path, or any URL that fsspec knows.
-        progress: Called with the number of bytes that were written since the last call.
-
-    Raises:
-        OSError: The file system refuses; ``filename`` is the path.
-    """
+def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
+    """Write what ``torch.load`` returns; plain tensors one at a time, and without what else is in their storages."""
     description = io.BytesIO()
     pickler = _Pickler(description, protocol=2)
     try:
         if _ARCHIVE is None:
-            raise _NotPlainError
+            raise NotPlainError
         pickler.dump(content)
-    except _NotPlainError:
-        write_checkpoint(_alone(content), path, progress)
+    except NotPlainError:
+        write_checkpoint(content, path)
         return
-    with writing(path) as file, watched(file, progress) as watched_file:
+    advance = progress(sum(block.nbytes for block in pickler.blocks))
+    with writing(path) as file, watched(file) as watched_file:
         archive = _ARCHIVE(watched_file)
         try:
             archive.write_record("data.pkl", description.getvalue(), description.tell())
             archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             for number, numbers in enumerate(_numbers(pickler.blocks)):
-                archive.write_record(f"data/{number}", bytes(numbers), len(numbers))
+                archive.write_record(f"data/{number}", _block(numbers), len(numbers))
+                advance(len(numbers))
         finally:
             archive.write_end_of_file()
-
-
-class _NotPlainError(Exception):
-    """Something is more than a tensor that is numbers in a row."""
 
 
 class _Pickler(pickle.Pickler):
@@ -96,19 +84,23 @@ class _Pickler(pickle.Pickler):
         """Describe a tensor by its storage, shape and strides."""
         if not isinstance(value, torch.Tensor):
             if torch.is_storage(value) or isinstance(value, torch.TypedStorage):
-                raise _NotPlainError
+                raise NotPlainError
             return NotImplemented
         if not _is_plain(value):
-            raise _NotPlainError
+            raise NotPlainError
         # Tensors at one place are the same tensor, or another shape of it.
         block = value.data_ptr(), value.numel(), value.dtype
         storage = self._storages.get(block)
         if storage is None:
-            kind, key = _STORAGE_OF_DTYPE[value.dtype], str(len(self.blocks))
-            storage = self._storages[block] = _Storage(("storage", kind, key, "cpu", value.numel()))
+            kind = _STORAGE_OF_DTYPE.get(value.dtype, torch.UntypedStorage)
+            size = value.nbytes if kind is torch.UntypedStorage else value.numel()
+            storage = self._storages[block] = _Storage(("storage", kind, str(len(self.blocks)), "cpu", size))
             self.blocks.append(value)
         form = tuple(value.shape), value.stride()
-        return torch._utils._rebuild_tensor_v2, (storage, 0, *form, False, OrderedDict())
+        parts: Any = (storage, 0, *form, False, OrderedDict())
+        if value.dtype in _STORAGE_OF_DTYPE:
+            return torch._utils._rebuild_tensor_v2, parts
+        return torch._utils._rebuild_tensor_v3, (*parts, value.dtype)
 
     def persistent_id(self, value: Any) -> Any:
         """Refer to a storage as ``torch.load`` wants it."""
@@ -122,21 +114,11 @@ class _Storage(tuple[Any, ...]):
 
 
 def write_safetensors(
-    weights: Mapping[str, Any], path: str, texts: Mapping[str, str], progress: Progress = lambda _: None
+    weights: Mapping[str, Any], path: str, texts: Mapping[str, str], progress: Progress = no_progress
 ) -> None:
     """Write weights as safetensors, without its library, which writes in place.
 
     The format: https://huggingface.co/docs/safetensors#format.
-
-    Args:
-        weights: By name; with their ``_metadata``, if they have it.
-        path: A local path, or any URL that fsspec knows.
-        texts: What else is to be noted in the file; ``restore_metadata`` reads what this function adds.
-        progress: Called with the number of bytes that were written since the last call.
-
-    Raises:
-        CheckpointError: Not all weights are plain tensors.
-        OSError: The file system refuses; ``filename`` is the path.
     """
     unfit = [key for key, value in weights.items() if not _fits_safetensors(key, value)]
     if unfit:
@@ -164,43 +146,18 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with writing(path) as file, torch.no_grad():
         file.write(struct.pack("<Q", len(text)) + text)
+        advance = progress(end)
         for numbers in _numbers(value for _, value in order):
-            progress(file.write(numbers))
-
-
-def _alone(content: Any) -> Any:
-    """Return content with tensors of their own in place of parts of larger storages, which ``torch.save`` would write.
-
-    What is one tensor under several names stays one.
-    """
-    copies: dict[Hashable, torch.Tensor] = {}
-
-    def own(leaf: Any) -> Any:
-        if not has_rest(leaf):
-            return leaf
-        same = place_of(leaf)
-        if same not in copies:
-            copies[same] = leaf.detach().clone()
-        return copies[same]
-
-    return put_in_place(content, own)
-
-
-def has_rest(value: Any) -> bool:
-    """Whether a tensor is a part of a larger storage."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_nested or value.is_quantized:
-        return False
-    return value.layout is torch.strided and value.untyped_storage().nbytes() > value.nbytes
+            advance(file.write(numbers))
 
 
 def _is_plain(value: Any) -> bool:
     """Whether shape, type and numbers in a row are all that there is to a tensor."""
     return (
         type(value) in (torch.Tensor, LazyTensor)
-        and value.dtype in _STORAGE_OF_DTYPE
         and value.layout is torch.strided
         and value.is_cpu
-        and not (value.is_nested or value.requires_grad or value.is_conj() or value.is_neg())
+        and not (value.is_nested or value.is_quantized or value.requires_grad or value.is_conj() or value.is_neg())
         and (type(value) is LazyTensor or not value.__dict__)
         and value.is_contiguous()
     )
@@ -218,10 +175,15 @@ def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
                 yield in_a_row[start : (start := start + value.nbytes)]
 
 
+def _block(numbers: memoryview) -> Any:
+    """Return what torch takes for a block of numbers: itself, and where that is cheaper a copy."""
+    if len(numbers) <= _SMALL_BYTES:
+        return bytes(numbers)
+    return torch.frombuffer(numbers, dtype=torch.uint8).untyped_storage()
+
+
 def _fits_safetensors(key: str, value: Any) -> bool:
     # Half of a surrogate pair is no Unicode; the second is the name of the format's own entry.
     if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
         return False
-    if shape_of(value) is None or value.layout is not torch.strided or value.is_meta or is_packed(value):
-        return False
-    return value.dtype in _SAFETENSORS_DTYPES
+    return is_dense(value) and value.dtype in _SAFETENSORS_DTYPES

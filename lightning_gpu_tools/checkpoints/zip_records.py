@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple
 
-from lightning_gpu_tools.checkpoints.formats import Fault, damaged
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, damaged
 from lightning_gpu_tools.units import format_bytes, printable
 
 # APPNOTE.TXT 4.3.7, 4.3.12, 4.3.14, 4.3.15, 4.3.16.
@@ -34,6 +34,7 @@ _MAX_DEFLATE_RATIO = 1032
 _MAX_UNPACKED_RATIO = 100
 _MIN_UNPACKED_LIMIT_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
+_UNREADABLE = "the index at its end cannot be read"
 
 
 class Record(NamedTuple):
@@ -60,14 +61,11 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     """Return the folder that all records are in, with its slash, and the records by their name within it.
 
     Records that are not all in one folder have their whole names, and the folder is ``""``.
-
-    Raises:
-        Fault: The index is damaged, or two readers could read it differently.
     """
     index, count, index_start = _read_index(file, size_bytes)
     entries = sorted(_entries(index), key=lambda entry: entry.header_start)
     if len(entries) != count:
-        raise _unreadable_index()
+        raise damaged(_UNREADABLE)
     root = _only_root(entries)
     records: dict[str, Record] = {}
     names: set[bytes] = set()
@@ -91,11 +89,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
 
 
 def read_chunks(file: BinaryIO, record: Record) -> Iterator[bytes]:
-    """Yield what is in a record, as a load gets it, at most 16 MiB at a time.
-
-    Raises:
-        Fault: At the end, if it is not what the index says.
-    """
+    """Yield what is in a record, as a load gets it, at most 16 MiB at a time."""
     crc = total = 0
     for chunk in _packed(file, record) if record.is_stored else _inflated(file, record):
         crc = zlib.crc32(chunk, crc)
@@ -127,8 +121,20 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def _unreadable_index() -> Fault:
-    return damaged("the index at its end cannot be read")
+def _no_index(tail: bytes, size_bytes: int) -> Fault:
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros < 512:  # a disk sector: less may be the file's own padding
+        return Fault(
+            f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing. Most likely "
+            "a save or a copy was interrupted",
+            RESTORE,
+        )
+    least = "at least " if zeros == len(tail) else ""
+    return Fault(
+        f"ends in {least}{format_bytes(zeros)} of zeros where its index should be ({format_bytes(size_bytes)} in all): "
+        "the machine or the disk stopped before the data was written",
+        RESTORE,
+    )
 
 
 def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
@@ -138,7 +144,7 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     tail = file.read(size_bytes - tail_start)
     end = tail.rfind(b"PK\5\6")  # the last one, as in torch's reader
     if not 0 <= end <= len(tail) - _END.size:
-        raise _unreadable_index()
+        raise _no_index(tail, size_bytes)
     _, disk, index_disk, count_here, count, length, start, _ = _END.unpack_from(tail, end)
     locator = end - _LOCATOR64.size
     if locator >= _END64.size and tail[locator : locator + 4] == b"PK\6\7":
@@ -150,9 +156,9 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
         pairs = zip(short, (count_here, count, length, start), ones, strict=True)
         is_one_index = all(small in (large, unset) for small, large, unset in pairs)
         if signature != b"PK\6\6" or _LOCATOR64.unpack_from(tail, locator)[2] != tail_start + end or not is_one_index:
-            raise _unreadable_index()
+            raise damaged(_UNREADABLE)
     if disk or index_disk or count_here != count or start + length != tail_start + end:
-        raise _unreadable_index()
+        raise damaged(_UNREADABLE)
     file.seek(start)
     return file.read(length), count, start
 
@@ -173,14 +179,14 @@ def _entries(index: bytes) -> Iterator[_Entry]:
     place = 0
     while place < len(index):
         if len(index) - place < _ENTRY.size:
-            raise _unreadable_index()
+            raise damaged(_UNREADABLE)
         (signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length, disk, _,
          attributes, header_start) = _ENTRY.unpack_from(index, place)  # fmt: skip
         extra_start = place + _ENTRY.size + name_length
         name = index[place + _ENTRY.size : extra_start]
         place = extra_start + extra_length + comment_length
         if signature != b"PK\1\2" or place > len(index) or b"\0" in name:
-            raise _unreadable_index()
+            raise damaged(_UNREADABLE)
         if 0xFFFFFFFF in (size, packed, header_start):
             size, packed, header_start = _zip64(
                 index[extra_start : extra_start + extra_length], size, packed, header_start

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints.formats import SUFFIXES
-from lightning_gpu_tools.checkpoints.structure import collector_paused
+from lightning_gpu_tools.checkpoints.structure import Progress, collector_paused, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
-# Our default: a smaller file is read before a progress bar is missed.
-_LONG_FILE_BYTES = 256 << 20
+# Our default: less is done before a progress bar is missed.
+_MIN_BYTES_OF_A_BAR = 256 << 20
+_ANY = "a file, a folder of shards or its index, or the URL of a file"
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -38,10 +38,10 @@ def _add_inspect(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = actions.add_parser(
         "inspect",
         help="show keys, shapes, dtypes, sizes, wrappers, versions and devices",
-        description="Show what is in a file. Reads its description only, not its weights, so it takes milliseconds.",
+        description="Show what is in a file. Reads its description only, not its weights.",
         epilog="Exit code: 0 done; 1 the file cannot be read, with the reason on stderr; 2 wrong usage.",
     )
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help=_ANY)
     parser.add_argument("--all", action="store_true", help="a line for every key, not for every group")
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, null = not known")
     parser.set_defaults(run=_inspect)
@@ -56,7 +56,7 @@ def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="Files in torch's old format and safetensors have no checksums; of these only the structure is checked, "
         "and the answer says so. Exit code: 0 sound; 1 damaged or unreadable, with the reason on stderr; 2 usage.",
     )
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help=_ANY)
     parser.add_argument("--json", action="store_true", help="print JSON: path, sound, checksums, bytes")
     parser.set_defaults(run=_verify)
 
@@ -72,8 +72,8 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
         "bfloat16. Exit code: 0 done; 1 failed, and TARGET is as it was; 2 wrong usage.",
     )
-    parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("target", metavar="TARGET", type=_target)
+    parser.add_argument("source", metavar="SOURCE", help=_ANY)
+    parser.add_argument("target", metavar="TARGET", type=_target, help=f"ends in {', '.join(SUFFIXES)}")
     parser.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
     names = parser.add_mutually_exclusive_group()
     names.add_argument(
@@ -104,8 +104,8 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         epilog="Exit code: 0 the same; 1 they differ; 2 wrong usage; 3 they cannot be compared, with the reason on "
         "stderr; 70 an unexpected error, as of every command.",
     )
-    parser.add_argument("first", metavar="A")
-    parser.add_argument("second", metavar="B")
+    parser.add_argument("first", metavar="A", help=_ANY)
+    parser.add_argument("second", metavar="B", help="likewise")
     parser.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_diff)
@@ -127,8 +127,8 @@ def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 
     start = time.monotonic()
-    with _errors_reported(), _progress("verifying", _size(args.file)) as advance:
-        structure = verify_checkpoint(args.file, advance)
+    with _errors_reported(), _progress("verifying") as progress:
+        structure = verify_checkpoint(args.file, progress)
     if args.json:
         _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes})
     else:
@@ -136,7 +136,8 @@ def _verify(args: argparse.Namespace) -> int:
         if not structure.has_checksums:
             sound = "the structure is sound (there are no checksums)"
         size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
-        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}")
+        part = f". This file {structure.part.what}" if structure.part else ""
+        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{part}")
     return 0
 
 
@@ -150,20 +151,20 @@ def _convert(args: argparse.Namespace) -> int:
     import torch
 
     from lightning_gpu_tools.checkpoints.convert import Changes, convert
+    from lightning_gpu_tools.checkpoints.key_renaming import as_root
 
     changes = Changes(
         entry=args.entry,
         wrappers=tuple(args.wrapper),
         keep_prefix=args.keep_prefix,
         like=args.like,
-        drop_root=_as_root(args.drop_root),
-        add_root=_as_root(args.add_root),
+        drop_root=as_root(args.drop_root),
+        add_root=as_root(args.add_root),
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    size_bytes = _size(args.source, of_weights=args.weights or args.target.endswith(".safetensors"))
-    with _errors_reported(), _progress("converting", size_bytes) as advance:
-        said = convert(args.source, args.target, changes, advance)
+    with _errors_reported(), _progress("converting") as progress:
+        said = convert(args.source, args.target, changes, progress)
     _print(said)
     return 0
 
@@ -172,10 +173,9 @@ def _convert(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.compare import compare, render
 
-    sizes = (_size(path, of_weights=True) for path in (args.first, args.second))
     try:
-        with _errors_reported(), _progress("comparing", sum(sizes)) as advance:
-            found = compare(args.first, args.second, advance, entry=args.entry)
+        with _errors_reported(), _progress("comparing") as progress:
+            found = compare(args.first, args.second, progress, entry=args.entry)
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
@@ -190,29 +190,6 @@ def _target(path: str) -> str:
     if not path.endswith(SUFFIXES):
         raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {', '.join(SUFFIXES)}")
     return path
-
-
-def _as_root(name: str) -> str:
-    return name.rstrip(".") + "." if name else ""
-
-
-def _size(path: str, *, of_weights: bool = False) -> int:
-    """The size of what is at a path, or of its weights; 0 for a URL, and where the reader will say what is wrong."""
-    from lightning_gpu_tools.checkpoints.sources import read_structure
-    from lightning_gpu_tools.checkpoints.summary import size_of
-
-    if not os.path.exists(path):
-        return 0
-    if os.path.isfile(path) and not path.endswith(".json") and os.path.getsize(path) < _LONG_FILE_BYTES:
-        return os.path.getsize(path)  # near enough, and reading the description of many keys takes seconds
-    try:
-        structure = read_structure(path)
-        weights = [value for entry in structure.entries.values() for value in entry.values()]
-    except (CheckpointError, OSError):
-        return 0
-    if not of_weights and structure.format != "deepspeed":
-        return structure.size_bytes
-    return sum(size_of(value) or 0 for value in weights)
 
 
 def _print(what: object) -> None:
@@ -236,15 +213,20 @@ def _errors_reported() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for a long file, on a terminal only."""
-    if size_bytes < _LONG_FILE_BYTES or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def _progress(what: str) -> Iterator[Progress]:
+    """Show a bar where there is much to do, on a terminal only."""
+    with contextlib.ExitStack() as shown:
 
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.__stderr__), transient=True) as progress:
-        task = progress.add_task(what, total=size_bytes)
-        yield lambda count: progress.advance(task, count)
+        def begin(size_bytes: int) -> Callable[[int], object]:
+            if size_bytes < _MIN_BYTES_OF_A_BAR or not sys.stderr.isatty():
+                return no_progress(size_bytes)
+            from rich import progress
+            from rich.console import Console
+
+            columns = (progress.TextColumn(what), progress.BarColumn(), progress.DownloadColumn())
+            speed = (progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
+            bar = progress.Progress(*columns, *speed, console=Console(file=sys.__stderr__), transient=True)
+            task = shown.enter_context(bar).add_task(what, total=size_bytes)
+            return lambda count: bar.advance(task, count)
+
+        yield begin

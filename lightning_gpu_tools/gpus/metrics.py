@@ -25,6 +25,7 @@ class GpuSample:
         utilization: The driver's own samples since then, oldest first.
         memory_used_bytes: Memory in use by everyone, as the driver reports it.
         memory_total_bytes: All memory of the GPU.
+        driver_memory_bytes: The part of it that the driver keeps for itself; it counts as used.
         power_watts: Power draw at this moment.
         energy_joules: Energy counter since the driver was loaded; take differences.
         temperature_celsius: Temperature of the GPU core.
@@ -41,6 +42,7 @@ class GpuSample:
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
         processes: Processes that compute on the GPU, without user and name; ``None`` if they cannot be read.
+        lists_processes: Whether their memory was read now, and not at the sample before.
         errors: What the GPU itself reported since then, in words: Xid events, uncorrectable ECC errors.
         problems: What could not be read and should have been, in words; once, until it has worked again.
     """
@@ -50,6 +52,7 @@ class GpuSample:
     utilization: tuple[UtilizationSample, ...] = ()
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
+    driver_memory_bytes: int | None = None
     power_watts: float | None = None
     energy_joules: float | None = None
     temperature_celsius: float | None = None
@@ -64,6 +67,7 @@ class GpuSample:
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    lists_processes: bool = False
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -212,22 +216,16 @@ class GpuSummary:
     timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
 
 
-# What the report has over time, and in both phases together.
-_TIMELINES = ("utilization_percent", "memory_used_bytes", "power_watts")
+# What the report has of both phases together.
 _OF_BOTH_PHASES: Mapping[Reduction, Any] = {"max": max, "last": max, "difference": sum}
 
 
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
 ) -> dict[str, float]:
-    """Return what to log of one GPU, by name; what was not reported is absent.
+    """Return what to log of one GPU, by name, of the time since the last point; what was not reported is absent.
 
-    Args:
-        index: The GPU's number on its node.
-        window: What happened since the last point.
-        sharing: Who uses what of it.
-        energy_joules: Energy since training started.
-        node: Its node; every one but the first stands in the name.
+    The energy is that since training started. Every node but the first stands in the name.
     """
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
@@ -246,17 +244,9 @@ def gpu_summary(
     sharing: Sharing,
     others_memory_bytes_max: int | None,
 ) -> GpuSummary:
-    """Return one GPU over a whole run.
+    """Return one GPU over a whole run, from its windows outside of validation and in it.
 
-    Args:
-        gpu: Which one.
-        window: The run outside of validation.
-        validation: The run in validation.
-        timelines: What it did over time, as ``Sampler.timelines`` gives it.
-        node: Its node.
-        started_s: When training started, seconds since the epoch.
-        sharing: Who used what of it, at the end.
-        others_memory_bytes_max: The most memory that others used.
+    ``timelines`` is what ``Sampler.timelines`` gives; who shares the GPU is said as of the end.
     """
     power = [watts for _, watts in timelines.get("power_watts", ())]
     return GpuSummary(
@@ -272,9 +262,8 @@ def gpu_summary(
         others_utilization_percent=sharing.others_utilization_percent,
         errors=window.errors,
         timelines={
-            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in timelines[name]]
-            for name in _TIMELINES
-            if name in timelines
+            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in points]
+            for name, points in timelines.items()
         },
         **{metric.reported: over_run(metric, window, validation) for metric in METRICS if metric.reported},
     )

@@ -77,7 +77,6 @@ class Sampler:
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
-        ValueError: ``interval_s`` is not positive.
     """
 
     def __init__(
@@ -88,8 +87,6 @@ class Sampler:
         gpm: bool = True,
         open_probe: Callable[..., Probe] = _open_probe,
     ) -> None:
-        if not interval_s > 0:
-            raise ValueError(f"interval_s must be positive, got {interval_s!r}.")
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
         self._open_probe = functools.partial(open_probe, gpm=gpm)
         self._pid = os.getpid()
@@ -104,6 +101,7 @@ class Sampler:
         )
         self._timelines = {uuid: GpuTimelines(_TIMELINE_POINTS, interval_s) for uuid in uuids}
         self._latest_percent: dict[str, float] = {}
+        self._latest_listed: dict[str, GpuSample] = {}
         self.failure: Exception | None = None
         self.cpu_s = 0.0
         self._opened = threading.Event()
@@ -143,6 +141,13 @@ class Sampler:
     def whole(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
         """Return what happened in a phase so far, whatever has been taken meanwhile, by UUID."""
         return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
+
+    def latest_listed(self) -> dict[str, GpuSample]:
+        """Return the last sample of each GPU that lists the memory of its processes, by UUID."""
+        if self._pid != os.getpid():
+            return {}
+        with self._polled:
+            return dict(self._latest_listed)
 
     def timelines(self, uuid: str) -> dict[str, list[tuple[float, float]]]:
         """Return (seconds since the epoch, value) from the start on, by metric, in at most 2000 points each.
@@ -204,6 +209,8 @@ class Sampler:
                 for windows in (*self._recent.values(), *self._whole.values()):
                     windows[sample.uuid].add(sample)
                 self._timelines[sample.uuid].add(sample)
+                if sample.lists_processes:
+                    self._latest_listed[sample.uuid] = sample
                 percent = mean_percent(sample.utilization)
                 if percent is not None:
                     self._latest_percent[sample.uuid] = percent

@@ -26,12 +26,10 @@ class Sharing:
 
 
 def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] | None) -> Sharing:
-    """Return who uses what.
+    """Return who uses what of a GPU, by the processes that the driver lists on it, if they can be read.
 
-    Args:
-        processes: What the driver lists on the GPU; ``None`` if it cannot be read.
-        own_pids: This job's processes by the numbers that the driver gives; ``None`` if those are not known, as in a
-            container with process numbers of its own.
+    ``own_pids`` are this job's by the driver's numbers; ``None`` if those are not known, as in a container with process
+    numbers of its own.
     """
     if not processes or own_pids is None:  # an empty list does not mean idle: containers hide processes
         return Sharing()

@@ -13,11 +13,9 @@ LONGEST_PERIOD_S = 1.0
 
 
 def weights_s(samples: Sequence[UtilizationSample], previous_s: float | None = None) -> list[float]:
-    """Return the seconds that each of the samples stands for.
+    """Return the seconds that each of the samples, oldest first, stands for.
 
-    Args:
-        samples: Oldest first.
-        previous_s: Time of the sample before the first one; without it the first one weighs as much as the second.
+    Without the time of a sample before the first one, that weighs as much as the second.
     """
     if not samples:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_gpu_tools.gpus.metrics import GpuSummary, GpuWindow, gpu_metrics, gpu_summary
+from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, gpu_summary
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 from lightning_gpu_tools.gpus.sharing import Sharing, share_out
@@ -46,6 +46,7 @@ class GpuWatch:
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int] = {}
+        self._noted: dict[str, GpuSample] = {}
         self._sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         self.enter = self._sampler.enter
 
@@ -66,6 +67,18 @@ class GpuWatch:
     def sharing(self, window: GpuWindow) -> Sharing:
         """Return who uses what of a GPU."""
         return share_out(window.processes, self._own_pids())
+
+    def note_memory(self) -> None:
+        """Note who uses what of the memory by the last samples: what torch counts was read at this moment."""
+        self._noted = self._sampler.latest_listed()
+
+    def noted_memory(self) -> list[tuple[GpuReading, GpuSample]]:
+        """Return the GPUs that the model trains on with the samples that were noted last."""
+        return [
+            (gpu, self._noted[uuid])
+            for uuid, gpu in self._gpus.items()
+            if uuid in self._trained_on and uuid in self._noted
+        ]
 
     def take(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""

@@ -66,11 +66,7 @@ class PercentHistogram:
 
 
 class Phases:
-    """When a run was in which phase, as far back as a sample of a GPU can reach.
-
-    Args:
-        first: The phase that holds until another one is entered, and held before.
-    """
+    """When a run was in which phase, as far back as a sample of a GPU can reach; in the first one from ever on."""
 
     def __init__(self, first: str) -> None:
         self._since: deque[tuple[float, str]] = deque([(-math.inf, first)], maxlen=1000)
@@ -98,10 +94,8 @@ def _whole(begin_s: float, end_s: float) -> float:
 class WindowBuilder:
     """Adds up the samples of one GPU until they are taken.
 
-    Args:
-        uuid: The GPU.
-        overlap_s: How much of the time between two moments counts; without it all of it. What a sample says of the
-            time since the one before counts in proportion.
+    ``overlap_s`` says how much of the time between two moments counts. What a sample says of the time since the one
+    before counts in proportion.
     """
 
     def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:

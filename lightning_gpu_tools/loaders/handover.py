@@ -230,11 +230,9 @@ class _Epoch:
             self.source.has_more()
 
     def _load_with(self, *, starts: bool, generator: torch.Generator | None) -> None:
-        """Load with the settings in use: by workers that live on, or by new ones.
+        """Load with the settings in use: by workers that live on, or by new ones, seeded from the generator.
 
-        Args:
-            starts: Whether torch is to start the sampler, in the time that is usual.
-            generator: Where torch draws the workers' seed.
+        ``starts``: torch is to start the sampler, in the time that is usual.
         """
         switch = self._switch
         settings = self._settings = switch.in_use

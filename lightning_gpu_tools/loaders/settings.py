@@ -92,10 +92,10 @@ def batch_bytes(batch: Any) -> int:
     return sum(batch_bytes(part) for part in batch)
 
 
-def batch_items(batch: Any) -> int | None:
-    """Return how many numbers the first tensor of a batch has: a measure of its length; ``None`` without one."""
+def first_tensor(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor of a batch of nested lists, tuples and dictionaries; ``None`` without one."""
     while not isinstance(batch, torch.Tensor):
         if not isinstance(batch, (dict, list, tuple)) or not batch:
             return None
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return batch.numel()
+    return batch

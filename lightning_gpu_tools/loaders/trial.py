@@ -52,10 +52,7 @@ _MIN_TIMEOUT_S = 0.001
 class Trials:
     """A loader, the indices of batches to load from it, and the step that follows each batch.
 
-    Args:
-        loader: The loader. It stays as it is; so do its sampler and its generator.
-        step: What a step takes.
-        budget_s: How long all trials may take together, in seconds.
+    The loader stays as it is; so do its sampler and its generator. The budget is for all trials together.
 
     Raises:
         Exception: The sampler cannot be copied, or fails.
@@ -123,9 +120,7 @@ class Trials:
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
         """Return what some settings with workers reach; it ends early if that is certainly less than the best so far.
 
-        Args:
-            settings: The settings.
-            best_s: Seconds from batch to batch with the best settings so far.
+        ``best_s``: seconds from batch to batch with the best settings so far.
         """
         began_s, grace_s = time.perf_counter(), 0.0
         batches = start_s = failed = None

@@ -40,10 +40,8 @@ class Batches:
     Whoever starts workers has to end them before the last reference is dropped: if a reference cycle holds the iterator
     the garbage collector closes its queues first, and torch waits 5 s for each worker.
 
-    Args:
-        loader: The loader.
-        trusted: Whether these are the user's own settings. Else a worker that dies ends the fetch of a batch, not the
-            training step.
+    With settings that are not the user's own, and so not ``trusted``, a worker that dies ends the fetch of a batch, not
+    the training step.
 
     Raises:
         Exception: The workers could not be started: the dataset cannot be pickled, too many files are open, ...

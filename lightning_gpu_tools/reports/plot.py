@@ -12,6 +12,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
@@ -28,10 +29,16 @@ _LINES = (("#000000", "-"), ("#000000", ":"), ("#666666", "-"), ("#666666", "--"
 # Panels below the phases: timeline, label, divisor, height against that of the phases.
 _PANELS = (
     ("utilization_percent", "GPU busy (%)", 1.0, 2.0),
-    ("memory_used_bytes", "memory (GiB)", 2.0**30, 1.0),
+    ("memory_used_bytes", "memory (GiB)", 2.0**30, 1.5),
     ("power_watts", "power (W)", 1.0, 1.0),
 )
 # Whatever the user's own style is. Text may hold dollar signs, which are not meant as mathematics.
+# Bands of the memory of torch on the GPU of rank 0: field of ``MemoryPoint``, label, color (Okabe and Ito's).
+_BANDS = (
+    ("kept_bytes", "tensors kept between steps", "#0072B2"),
+    ("step_bytes", "activations and temporaries", "#009E73"),
+    ("reserved_bytes", "allocator cache", "#F0E442"),
+)
 _STYLE: list[Any] = ["default", {"text.parse_math": False}]
 _MIN_VISIBLE = 0.01  # of a span, which is a pixel of the panel's height
 
@@ -64,6 +71,8 @@ def _draw(report: Report) -> Figure:
     for axis, (timeline, label, divisor, _) in zip(axes[1:], panels, strict=True):
         if timeline == "utilization_percent":
             _draw_phases(axis, report, alpha=0.2)
+        if timeline == "memory_used_bytes":
+            _draw_memory(axis, report.memory, divisor)
         _draw_gpus(axis, report.gpus, timeline, divisor)
         axis.set_ylabel(label)
     for axis in axes:
@@ -119,6 +128,22 @@ def _draw_gpus(axis: Axes, gpus: Sequence[GpuSummary], timeline: str, divisor: f
     axis.grid(alpha=0.25)
     if len(shown) > 1 and timeline == "utilization_percent":
         axis.legend(loc="upper right", ncols=8, fontsize="small")
+
+
+def _draw_memory(axis: Axes, accounts: Sequence[MemoryAccount], divisor: float) -> None:
+    """Stack what torch used the memory of a GPU for; what the driver says is drawn over it."""
+    account = next((account for account in accounts if account.timeline), None)
+    if account is None:
+        return
+    times = [point.time_s for point in account.timeline]
+    bottom = [0.0] * len(times)
+    for field, label, color in _BANDS:
+        top = [max(low, getattr(point, field) / divisor) for low, point in zip(bottom, account.timeline, strict=True)]
+        axis.fill_between(times, bottom, top, color=color, alpha=0.6, linewidth=0, label=label)
+        bottom = top
+    axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
+    where: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+    axis.legend(**where, ncols=len(_BANDS), fontsize="small", frameon=False)
 
 
 def _legend(report: Report) -> list[Patch]:

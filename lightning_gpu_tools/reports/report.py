@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, trial_of
+from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -115,6 +116,7 @@ class Report:
         spans: The phases over time, in at most 401 parts.
         gpu_step_s: Mean time of a training step by the GPU's own clock, by part; empty without a GPU.
         ranks: The steps of each rank that reported; empty with one rank.
+        memory: What the memory of each GPU that was trained on was used for; empty without a GPU.
         memory_growth: Memory that grew steadily.
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
@@ -142,6 +144,7 @@ class Report:
     spans: tuple[PhaseSpan, ...] = ()
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
+    memory: tuple[MemoryAccount, ...] = ()
     memory_growth: tuple[MemoryGrowth, ...] = ()
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)

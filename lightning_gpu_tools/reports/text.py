@@ -5,10 +5,19 @@ A report may come from a file that anyone has written, so each of its texts is m
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from lightning_gpu_tools.advice.memory_account import (
+    OTHER_PROCESSES,
+    PARTS,
+    MemoryAccount,
+    MemoryPart,
+    OtherProcess,
+)
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
@@ -19,7 +28,8 @@ _WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # A report is at most 80 lines long, whatever the job. The file has the rest.
 _MAX_GPUS = 8
-_MAX_NAMES = 8
+_MAX_NAMES = 6
+_MAX_PROCESSES = 3
 _MIN_PART = 0.02
 _CAUSE = "  ◀ cause"
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
@@ -51,6 +61,7 @@ def render_text(report: Report) -> str:
             "",
             *map(_wrapped, details),
             *(_time_tree(report) if report.wall_s > 0 else []),
+            *_memory_tree(report),
             *map(_wrapped, _measuring_lines(report)),
         ]
     )
@@ -265,29 +276,107 @@ def _time_tree(report: Report) -> list[str]:
     cause = cause_phase(report)
     unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
-    lines = [
-        f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step"
-    ]
-    groups = phase_groups(report.phase_s)
-    for i, (group, parts) in enumerate(groups.items()):
-        last = i == len(groups) - 1
-        mark = _CAUSE if group == cause else ""
-        lines.append(_branch("└─ " if last else "├─ ", phase_label(group), sum(parts.values()), report) + mark)
+    branches = []
+    for group, parts in phase_groups(report.phase_s).items():
         named = [(name, seconds) for name, seconds in parts.items() if name]
         if group == TRAINING_STEP:  # named one by one where it is worth a line
             named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
         if len(named) > _MAX_NAMES:
             rest = named[_MAX_NAMES - 1 :]
             named[_MAX_NAMES - 1 :] = [(f"{len(rest)} others", sum(seconds for _, seconds in rest))]
-        for j, (name, seconds) in enumerate(named):
-            stem = ("   " if last else "│  ") + ("└─ " if j == len(named) - 1 else "├─ ")
-            lines.append(_branch(stem, name, seconds, report) + (_CAUSE if f"{group}/{name}" == cause else ""))
+        branches.append(
+            (
+                _time_line(phase_label(group), sum(parts.values()), report, group == cause),
+                [_time_line(name, seconds, report, f"{group}/{name}" == cause) for name, seconds in named],
+            )
+        )
+    return [
+        f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step",
+        *_tree(branches),
+    ]
+
+
+def _time_line(name: str, seconds: float, report: Report, is_cause: bool) -> _Line:
+    per_step = f"{format_duration(seconds / max(1, report.steps)):>10}/step"
+    return _Line(name, format_duration(seconds), seconds / report.wall_s, per_step + _CAUSE * is_cause)
+
+
+class _Line(NamedTuple):
+    """A line of a tree."""
+
+    label: str
+    amount: str
+    share: float
+    rest: str = ""
+
+
+def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
+    """Return the lines of a tree of two levels."""
+    lines = []
+    for i, (branch, leaves) in enumerate(branches):
+        is_last = i == len(branches) - 1
+        stems = [("   " if is_last else "│  ") + "├─ "] * len(leaves)
+        stems[-1:] = [stem.replace("├", "└") for stem in stems[-1:]]
+        for stem, line in zip(["└─ " if is_last else "├─ ", *stems], [branch, *leaves], strict=True):
+            width = 44 - len(stem)
+            label = printable(line.label, width)
+            lines.append(f"{stem}{label:<{width}}{line.amount:>10}{100 * line.share:>6.1f} %{line.rest}")
     return lines
 
 
-def _branch(stem: str, label: str, seconds: float, report: Report) -> str:
-    width = 44 - len(stem)
-    label = printable(label, width)
-    percent = 100 * seconds / report.wall_s
-    per_step = format_duration(seconds / max(1, report.steps))
-    return f"{stem}{label:<{width}}{format_duration(seconds):>10}{percent:>6.1f} %{per_step:>10}/step"
+def _memory_tree(report: Report) -> list[str]:
+    """Return what the memory of a GPU was used for; of several GPUs, that of the fullest."""
+    fullest = max(report.memory, key=_share_used, default=None)
+    if fullest is None:
+        return []
+    whole_bytes = max(1, sum(fullest.parts_bytes.values()))
+
+    def line(label: str, size: int) -> _Line:
+        return _Line(label, format_bytes(size), size / whole_bytes)
+
+    groups: dict[str, dict[str, int]] = {}
+    for name, size in fullest.parts_bytes.items():
+        part = PARTS.get(name) or MemoryPart(name, name, "", "")  # a file may have unknown ones
+        groups.setdefault(part.group or part.label, {})[part.label if part.group else ""] = size
+    branches = []
+    for group, parts in groups.items():
+        leaves = sorted(((name, size) for name, size in parts.items() if name), key=lambda leaf: -leaf[1])
+        if group == PARTS[OTHER_PROCESSES].label:
+            leaves = _processes(fullest.others)
+        shown = [line(*leaf) for leaf in leaves if leaf[1] >= _MIN_PART * whole_bytes]
+        branches.append((line(group, sum(parts.values())), shown))
+    return [_wrapped(_memory_head(fullest, whole_bytes, len(report.memory))), *_tree(branches), *_in_tensors(fullest)]
+
+
+def _share_used(account: MemoryAccount) -> float:
+    return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
+
+
+def _memory_head(account: MemoryAccount, whole_bytes: int, gpus: int) -> str:
+    gpu = f"{f'node {account.node} ' if account.node else ''}GPU {account.index}"
+    gpu += f", the fullest of {gpus}," if gpus > 1 else ""
+    if account.used_bytes is None:
+        return f"What the {format_bytes(whole_bytes)} are that torch has reserved on {gpu} (the driver gives no total)"
+    free = "" if account.free_bytes is None else f"; {format_bytes(account.free_bytes)} are free"
+    explained = 100 * (account.explained_share or 0.0)
+    return f"What the {format_bytes(whole_bytes)} in use on {gpu} are ({explained:.0f} % explained){free}"
+
+
+def _processes(others: Sequence[OtherProcess]) -> list[tuple[str, int]]:
+    """Return a label and the size of the largest processes of other jobs, and of the rest."""
+    named = [
+        (" ".join(filter(None, (one.user and f"{one.user}:", one.name, f"(PID {one.pid})"))), one.used_bytes or 0)
+        for one in others
+    ]
+    rest = named[_MAX_PROCESSES:]
+    return named[:_MAX_PROCESSES] + [(f"{len(rest)} others", sum(size for _, size in rest))] * bool(rest)
+
+
+def _in_tensors(account: MemoryAccount) -> list[str]:
+    """Return what was in tensors at the moments of a step, and in which phase the peak was."""
+    moments = {"step_start": "when a step begins", "after_forward": "after forward", "after_backward": "after backward"}
+    sizes = account.moments_bytes
+    parts = [f"{format_bytes(sizes[name])} {label}" for name, label in moments.items() if name in sizes]
+    for phase, size in sorted(account.peaks_bytes.items(), key=lambda peak: -peak[1])[:1]:
+        parts.append(f"at the peak {format_bytes(size)} ({printable(phase).replace('_', ' ')})")
+    return [_wrapped(f"In tensors: {', '.join(parts)}.")] if parts else []

@@ -37,13 +37,10 @@ class Thresholds:
 
 
 class Advisor:
-    """Judges one training.
+    """Judges one training, whose session has begun.
 
-    Args:
-        session: Of the training, which has begun.
-        thresholds: What it takes to be judged.
-        look_inside: Is asked, with the measurements of a low utilization, whether it will look inside the next steps;
-            returns how many steps later to judge, or 0.
+    ``look_inside`` is asked, with the measurements of a low utilization, whether it will look inside the next steps; it
+    returns how many steps later to judge, or 0.
     """
 
     def __init__(

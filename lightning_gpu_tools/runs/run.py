@@ -53,6 +53,10 @@ class Run(Protocol):
         """Where this rank trains."""
 
     @property
+    def gpu(self) -> torch.device | None:
+        """The same if it is an NVIDIA GPU; else ``None``."""
+
+    @property
     def gpus(self) -> Sequence[torch.device]:
         """The NVIDIA GPUs that the ranks of this node train on; none on other devices."""
 
@@ -71,6 +75,10 @@ class Run(Protocol):
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many steps they have made, also in earlier fits."""
 
     @property
     def is_plain_ddp(self) -> bool:

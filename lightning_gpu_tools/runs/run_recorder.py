@@ -15,9 +15,10 @@ from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
-from lightning_gpu_tools.loaders.settings import batch_bytes, batch_items, settings_of
+from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor, settings_of
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
@@ -85,6 +86,7 @@ class RunRecorder:
         exchange: Where the ranks publish how fast they are, under ``own_step``.
         rank_waits: Takes waiting for them out of the clock's phases.
         gpus: Samples the GPUs; ``None`` without any.
+        memory: Counts the memory of this rank's GPU; ``None`` on another device.
 
     Attributes:
         profile: A few steps under the profiler; ``None`` until an advisor sets it.
@@ -97,6 +99,7 @@ class RunRecorder:
         exchange: RankExchange,
         rank_waits: RankWaits,
         gpus: GpuWatch | None,
+        memory: MemoryCounters | None,
     ) -> None:
         self.profile: ProfiledSteps | None = None
         self._run = run
@@ -104,6 +107,7 @@ class RunRecorder:
         self._exchange = exchange
         self._rank_waits = rank_waits
         self._gpus = gpus
+        self._memory = memory
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
@@ -123,7 +127,10 @@ class RunRecorder:
 
     def note_batch(self, batch: Any) -> None:
         """Note how large the batch of this step is."""
-        self._clock.times.batch_items = batch_items(batch)
+        first = first_tensor(batch)
+        self._clock.times.batch_items = None if first is None else first.numel()
+        if self._memory is not None and self._memory.wants_batch:
+            self._memory.note_batch(None if first is None else tuple(first.shape))
         if self._batch_bytes is None:
             self._batch_bytes = batch_bytes(batch)
 
@@ -231,6 +238,7 @@ class RunRecorder:
             loading=self._workers.facts(),
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
+            memory=None if self._memory is None else self._memory.facts(),
             profile=self.profile,
             ranks=self.ranks(),
             precision=run.precision,

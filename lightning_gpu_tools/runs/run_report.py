@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
@@ -94,6 +93,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         spans=tuple(clock.timeline.spans()),
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
+        memory=session.memory_accounts(all_ranks=ended),
         memory_growth=session.memory.growth() if ended else (),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
@@ -213,7 +213,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                log_summary(report.diagnosis, text, logger, run.logged_step - 1)
+                log_summary(report, text, logger, run.logged_step - 1)
     if paths:
         lines.append("Report: " + " ".join(map(printable_path, paths)))
         if report.diagnosis.verdict == "low":
@@ -221,16 +221,18 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     say("\n".join(lines))
 
 
-def log_summary(diagnosis: Diagnosis, report: str, logger: Any, step: int) -> None:
-    """Send a diagnosis to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
+def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
+    """Send a report to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
 
     Args:
-        diagnosis: Its summary is sent.
-        report: The text of the whole report, which is sent as ``gpu_tools/report``.
+        report: Of which the summary of the diagnosis is sent, and the parts of the memory of the first GPU.
+        text: All of it, which is sent as ``gpu_tools/report``.
         logger: Any logger of Lightning's.
         step: Of the metrics.
     """
-    summary = {**diagnosis.summary(), "report": report}
+    parts = report.memory[0].parts_bytes if report.memory else {}
+    sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
+    summary = {**report.diagnosis.summary(), **sizes, "report": text}
     named = {f"gpu_tools{logger.group_separator}{name}": value for name, value in summary.items()}
     numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
     if numbers:

@@ -14,14 +14,18 @@ from typing import Any, Literal, Protocol
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
+from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.runs.run_memory import MemoryShare, accounts, own_share
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
@@ -44,10 +48,12 @@ class Timer(Protocol):
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
+        memory: Counts the memory of this rank's GPU; ``None`` on another device.
         fault: The error that has ended the timing; ``None`` if all is well.
     """
 
     rank_waits: RankWaits
+    memory: MemoryCounters | None
     fault: Exception | None
 
     @property
@@ -126,14 +132,18 @@ class Session:
         if self.recorder is None:
             place = self.run.place
             self.started_s = time.time()
-            self.memory = MemoryHistory(self.run.device)
+            self.memory = MemoryHistory(self.timer.memory)
             if self._monitored is not None and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)
             self._exchange = self.board("measured")
             self._exchange.publish(0, node=place.node, pid=os.getpid())
             if place.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
-            self.recorder = RunRecorder(self.run, self.clock, self._exchange, self.timer.rank_waits, self.gpus)
+            self.recorder = RunRecorder(
+                self.run, self.clock, self._exchange, self.timer.rank_waits, self.gpus, self.timer.memory
+            )
+            if self.timer.memory is not None and self.gpus is not None:
+                self.timer.memory.when_read = self.gpus.note_memory
         return self.recorder
 
     def board(self, name: str) -> RankExchange:
@@ -180,6 +190,8 @@ class Session:
     def _enter(self, phase: sampler.Phase) -> None:
         if self.gpus is not None:
             self.gpus.enter(phase)
+        if self.timer.memory is not None:
+            self.timer.memory.enter(phase)
 
     def after_step(self, batch: Any) -> None:
         """Sample what has to be sampled after a step; nearly always this does nothing."""
@@ -207,7 +219,6 @@ class Session:
         return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
 
     def _log(self, step: int) -> None:
-        self.memory.note_allocated()
         self._warn_once([*map(str, self.memory.alarms), *self.background.faults])
         if self.gpus is not None and self.run.place.rank == 0:
             self._find_own_pids()
@@ -264,6 +275,11 @@ class Session:
         self._find_own_pids()
         self._turn += next_turn
         facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
+        if self.run.place.world_size > 1:
+            share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
+            if share is not None:  # without what would be a long message
+                share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
+                facts["memory"] = dataclasses.asdict(share)
         if next_turn and self._monitored and self.gpus is not None and self.run.place.rank != 0:
             facts["metrics"], facts["troubles"] = self.gpus.take()
             summaries = self.gpus.summaries(at_end=at_end)
@@ -271,11 +287,7 @@ class Session:
         self._exchange.publish(self._turn, **facts)
 
     def finish(self, timeout_s: float) -> None:
-        """Stop the clock, publish a last time, and on rank 0 wait for the other ranks to do so.
-
-        Args:
-            timeout_s: How long to wait at most.
-        """
+        """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks to do so."""
         if self._finished:
             return
         self.background.close()
@@ -305,6 +317,20 @@ class Session:
             for gpu in facts.get("gpus", ())
         )
 
+    def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
+        """Return what the memory of each GPU was used for.
+
+        Args:
+            all_ranks: Of every rank that could be heard; else of this one alone, which is faster.
+        """
+        self._find_own_pids()
+        share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
+        shares = [] if share is None else [share]
+        if all_ranks and self._exchange is not None:
+            others = (one for one in self._exchange.read(self._turn) if one["rank"] != self.run.place.rank)
+            shares += (read(MemoryShare, facts["memory"], {}) for facts in others if facts.get("memory"))
+        return accounts(shares)
+
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
         """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""
         if self.recorder is None:
@@ -320,9 +346,12 @@ class Session:
     @property
     def unseen(self) -> list[str]:
         """What could not be measured with this version of Lightning or torch."""
+        counters = self.timer.memory
+        uncounted = None if counters is None else counters.failure
         deaf = self._exchange is not None and self._exchange.ranks < self.run.place.world_size
         return [
             *self.timer.unseen,
             *(self.recorder.unseen if self.recorder is not None else ()),
             *(["torch.distributed's store"] if deaf else ()),
+            *([f"torch's counters of memory ({uncounted!r})"] if uncounted is not None else ()),
         ]

@@ -58,13 +58,7 @@ class Entry(NamedTuple):
 
 
 class Held:
-    """An entry that this process keeps until it ends or releases it.
-
-    Args:
-        name: As in :class:`Entry`.
-        folder: Descriptor of the folder.
-        listener: Descriptor of the socket.
-    """
+    """An entry that this process keeps until it ends or releases it, by descriptors of the folder and the socket."""
 
     job = ""  # of a claim: whose it is
 
@@ -272,12 +266,7 @@ def why_private(path: str) -> str | None:
 
 
 def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return device and folder in it that are mounted where ``path`` is.
-
-    Args:
-        path: An absolute path.
-        mounts: Content of ``/proc/PID/mountinfo``, see proc_pid_mountinfo(5).
-    """
+    """Return device and folder in it that are mounted where an absolute path is, by ``/proc/PID/mountinfo``."""
     found, longest = None, ""
     for line in mounts.splitlines():
         _, _, device, folder, point = line.split(" ")[:5]

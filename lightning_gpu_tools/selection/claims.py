@@ -93,10 +93,8 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 class Ledger:
     """The claims and the waiting jobs, as they were when first read.
 
-    Args:
-        path: Where they live.
-        folder: The open folder; ``None`` where there is none: then nothing is known to be claimed.
-        takes_claims: Whether this process has locked the folder, so that it may add claims.
+    Where there is no folder, nothing is known to be claimed. One that ``takes_claims`` is of a folder that this process
+    has locked, so that it may add claims.
     """
 
     def __init__(self, path: str, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
@@ -107,9 +105,7 @@ class Ledger:
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, the oldest first.
 
-        Args:
-            process_ids: Processes that the driver lists on the GPUs. A claim of memory is returned with those of its
-                job.
+        Of the processes that the driver lists on the GPUs, a claim of memory is returned with those of its job.
         """
         jobs: dict[tuple[object, ...], list[_ClaimRecord]] = {}
         for record in self._claim_records:
@@ -144,14 +140,9 @@ class Ledger:
         group: str | None = None,
         job: str | None = None,
     ) -> Held:
-        """Claim GPUs, with the ledger locked; the caller has checked that they can be claimed.
+        """Claim GPUs, the best first, with the ledger locked; the caller has checked that they can be claimed.
 
-        Args:
-            uuids: The GPUs and MIG instances, the best first.
-            kind: As in ``GpuClaim``.
-            memory_bytes: Of each, for the kind ``memory``.
-            group: As in ``GpuClaim``.
-            job: The job whose further process this is; ``None`` for a new one.
+        What is claimed is as in ``GpuClaim``. ``job`` is that whose further process this is; ``None`` for a new one.
 
         Raises:
             ClaimsError: The claim cannot be written.
@@ -176,11 +167,7 @@ class Ledger:
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
-        """Take the last place in the queue, with the ledger locked.
-
-        Args:
-            uuids: The GPUs and MIG instances that would do.
-            count: How many of them are needed.
+        """Take the last place in the queue for that many of these GPUs and MIG instances, with the ledger locked.
 
         Raises:
             ClaimsError: The place cannot be written down.

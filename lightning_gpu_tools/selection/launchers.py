@@ -78,9 +78,7 @@ class Launch(NamedTuple):
 def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | None:
     """Return what has started this process: what Lightning recognizes comes first; ``None`` if nothing has.
 
-    Args:
-        environ: The environment.
-        has_mpi4py: Whether mpi4py is installed, without which Lightning does not recognize MPI.
+    Without mpi4py Lightning does not recognize MPI.
     """
     unrecognized = None
     for program, count, rank, names in _LAUNCHERS:

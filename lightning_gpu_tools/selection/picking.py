@@ -313,11 +313,8 @@ def pick(
 ) -> _T:
     """Decide once, or, where the request says so, again and again until GPUs qualify. Opens the driver at most once.
 
-    Args:
-        request: What is asked for.
-        decide: Makes the decision, with the claims locked. ``NotEnoughGpusError``: wait if there is time.
-        group: As in :class:`Attempt`.
-        among: UUIDs to pick from, instead of those that ``CUDA_VISIBLE_DEVICES`` shows.
+    ``decide`` is called with the claims locked; with ``NotEnoughGpusError`` it says to wait if there is time. ``group``
+    and ``among`` are as in :class:`Attempt`.
     """
     from lightning_gpu_tools.gpus import nvml
 

@@ -29,6 +29,9 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify, or, where
     ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list: those, if they qualify.
 
+    It has no name for ``Trainer(accelerator="...")``: with one device, Lightning would train on the CPU for any name
+    but its own. The strategies have names.
+
     The options are those of :func:`lightning_gpu_tools.select_gpus`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is known of a training by its Trainer."""
+"""What is known of a training by its Trainer; and what a Fabric says in the same words."""
 
 from __future__ import annotations
 
@@ -16,9 +16,32 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 
 
-def trains_on_gpu(trainer: Trainer) -> bool:
-    """Return whether the Trainer trains on NVIDIA GPUs."""
+def trains_on_gpu(trainer: Any) -> bool:
+    """Return whether a Trainer or a Fabric trains on NVIDIA GPUs."""
     return base_of(trainer.accelerator, "CUDAAccelerator") is not None
+
+
+def place_of(trainer: Any) -> Place:
+    """Return which rank of a Trainer or a Fabric this is."""
+    return Place(
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        local_rank=trainer.local_rank,
+        node=trainer.node_rank,
+        nodes=getattr(trainer.strategy, "num_nodes", 1),
+    )
+
+
+def gpus_of(trainer: Any) -> Sequence[torch.device]:
+    """Return the GPUs that a Trainer or a Fabric uses on this node."""
+    strategy = trainer.strategy
+    return (getattr(strategy, "parallel_devices", None) or [strategy.root_device]) if trains_on_gpu(trainer) else ()
+
+
+def settings_of(trainer: Any) -> Mapping[str, Any]:
+    """Return the name of the accelerator of a Trainer or a Fabric, and the version of its package."""
+    package, version = version_of(trainer)
+    return {"accelerator": type(trainer.accelerator).__name__, package: version}
 
 
 def is_plain_ddp(trainer: Trainer) -> bool:
@@ -27,11 +50,7 @@ def is_plain_ddp(trainer: Trainer) -> bool:
 
 
 class TrainerRun(Run):
-    """A Trainer's fit.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """A Trainer's fit."""
 
     has_trainer = True
 
@@ -41,14 +60,7 @@ class TrainerRun(Run):
     @property
     def place(self) -> Place:
         """Which rank this is."""
-        trainer = self._trainer
-        return Place(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            local_rank=trainer.local_rank,
-            node=trainer.node_rank,
-            nodes=trainer.num_nodes,
-        )
+        return place_of(self._trainer)
 
     @property
     def device(self) -> torch.device:
@@ -56,11 +68,15 @@ class TrainerRun(Run):
         return self._trainer.strategy.root_device
 
     @property
+    def gpu(self) -> torch.device | None:
+        """The one among ``gpus`` that is this rank's."""
+        gpus = self.gpus
+        return gpus[self.place.local_rank % len(gpus)] if gpus else None
+
+    @property
     def gpus(self) -> Sequence[torch.device]:
         """The GPUs that the Trainer uses on this node."""
-        if not trains_on_gpu(self._trainer):
-            return ()
-        return getattr(self._trainer.strategy, "parallel_devices", None) or [self.device]
+        return gpus_of(self._trainer)
 
     @property
     def loader(self) -> DataLoader[Any] | None:
@@ -81,6 +97,11 @@ class TrainerRun(Run):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Those that the model has configured."""
         return self._trainer.optimizers
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The Trainer's global step."""
+        return self._trainer.global_step
 
     @cached_property  # at the end of a fit Lightning unwraps the model before it says so
     def is_plain_ddp(self) -> bool:
@@ -120,13 +141,8 @@ class TrainerRun(Run):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The names of the model and the accelerator, and the version of the Trainer's package."""
-        package, version = version_of(self._trainer)
-        return {
-            "model": type(self._trainer.lightning_module).__qualname__,
-            "accelerator": type(self._trainer.accelerator).__name__,
-            package: version,
-        }
+        """Also the name of the model."""
+        return {"model": type(self._trainer.lightning_module).__qualname__, **settings_of(self._trainer)}
 
 
 def _flat(loaders: Any) -> Iterable[Any]:

@@ -17,9 +17,10 @@ import torch
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import is_plain_ddp, trains_on_gpu
+from lightning_gpu_tools.trainer.facts import TrainerRun, is_plain_ddp, trains_on_gpu
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
@@ -81,13 +82,11 @@ class FitTimer:
     What a future Lightning has under another name cannot be timed: it stays part of the phase around it and is named in
     ``unseen``.
 
-    Args:
-        trainer: Whose fit.
-        clock: What is driven.
-        enter: Is called with the phase when validation begins and when training goes on.
+    ``enter`` is called with the phase when validation begins and when training goes on.
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
+        memory: Counts the memory of this rank's GPU; ``None`` on another device, and before the fit begins.
         fault: The error that has ended the timing; ``None`` if all is well.
     """
 
@@ -95,6 +94,7 @@ class FitTimer:
         self.clock = clock
         self.fault: Exception | None = None
         self.rank_waits = RankWaits(clock)
+        self.memory: MemoryCounters | None = None
         self._trainer = trainer
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
@@ -179,6 +179,12 @@ class FitTimer:
             self._wrap(trainer, "strategy.training_step", partial(gpu.part, FORWARD))
             self._wrap(trainer, "strategy.backward", partial(gpu.part, BACKWARD))
             self._wrap(trainer, "strategy.optimizer_step", partial(gpu.part, OPTIMIZER))
+            memory = self.memory = MemoryCounters(TrainerRun(trainer), clock)
+            self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", memory.around_step)
+            self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", memory.around_step)
+            if model.automatic_optimization:  # else all of the step is in there
+                self._wrap(trainer, "strategy.training_step", memory.after_forward)
+            self._wrap(trainer, "strategy.backward", memory.around_backward)
         if not model.automatic_optimization:
             self._time("strategy.backward", BACKWARD)
             self._wrap(trainer, "strategy.optimizer_step", clock.timed_optimizer_step)
@@ -278,10 +284,7 @@ def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]
 def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     """Return the context that books an action on its phase; one that does nothing if it is part of what is around it.
 
-    Args:
-        action: As Lightning names it: ``"run_training_batch"``, ``"[Callback]EarlyStopping.on_train_batch_end"``.
-        trainer: Whose action.
-        clock: Where the time is booked.
+    Lightning names actions ``"run_training_batch"``, ``"[Callback]EarlyStopping.on_train_batch_end"``.
     """
     owner, hook = _owner_and_hook(action)
     if action == compat.RUN_STEP:

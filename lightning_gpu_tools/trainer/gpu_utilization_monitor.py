@@ -45,10 +45,11 @@ class GPUUtilizationMonitor(MeasuringCallback):
     ``{own,others}_utilization_percent``         % of the time         as above, where the driver reports it
     ============================================ ===================== ==============================================
 
-    At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, and where
-    the wall time went, and writes the same as ``gpu_report.json`` and, with the extra ``plot``, ``gpu_report.png`` into
-    the Trainer's log directory. Without a GPU the report holds the host's part. Where the directory cannot be written,
-    that is said when the fit begins, and the report is printed only. No fault of the monitor stops the training.
+    At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, where the
+    wall time went, and what the memory of the GPU was used for, and writes the same as ``gpu_report.json`` and, with
+    the extra ``plot``, ``gpu_report.png`` into the Trainer's log directory. Without a GPU the report holds the host's
+    part. Where the directory cannot be written, that is said when the fit begins, and the report is printed only. No
+    fault of the monitor stops the training.
     While the fit runs, a background thread writes ``gpu_report.json`` at least once a minute, so that a process that is
     killed leaves one. Every logger gets the summary of the diagnosis at the end, as ``gpu_tools/...``.
 

@@ -34,10 +34,7 @@ _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_light
 def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
     """Return a checkpoint in the form of this version of Lightning; bare weights become one without hyperparameters.
 
-    Args:
-        content: What is in the file.
-        path: The file.
-        taker: The Trainer or the class of the model whose package it is for.
+    ``taker`` is the Trainer, or the class of the model, whose package it is for.
 
     Raises:
         BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.

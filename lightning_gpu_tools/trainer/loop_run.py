@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.runs.run import Place
-from lightning_gpu_tools.trainer.families import version_of
+from lightning_gpu_tools.trainer.facts import gpus_of, place_of, settings_of
 
 # Lightning's own default.
 _LOG_EVERY_N_STEPS = 50
@@ -37,6 +37,8 @@ class LoopRun:
     has_trainer = False
     log_every_n_steps = _LOG_EVERY_N_STEPS
     module: torch.nn.Module | None = None  # nothing leads from a loop to its model
+    loggers: Sequence[Any] = ()
+    precision: str | None = None
 
     def __init__(self) -> None:
         self.place = self._find_place()
@@ -83,6 +85,11 @@ class LoopRun:
         weights = (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
         return self._device or next((weight.device for weight in weights), torch.device("cpu"))
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """That device if torch has memory on it."""
+        return self._device if self.gpus else None
+
     def follow(self, loader: object) -> None:
         """Say that steps come from this loader from now on."""
         self._loader = getattr(loader, _GIVEN_LOADER, loader)
@@ -121,16 +128,6 @@ class LoopRun:
         return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in weights)
 
     @property
-    def loggers(self) -> Sequence[Any]:
-        """None."""
-        return ()
-
-    @property
-    def precision(self) -> str | None:
-        """Not known."""
-        return None
-
-    @property
     def accumulate_grad_batches(self) -> int:
         """Batches for each step of an optimizer, by what was seen."""
         return max(1, round(self.logged_step / self.optimizer_steps)) if self.optimizer_steps else 1
@@ -155,47 +152,24 @@ class LoopRun:
 
 
 class FabricRun(LoopRun):
-    """A training in a loop with Fabric.
-
-    Args:
-        fabric: A ``Fabric`` of ``lightning`` or ``lightning_fabric``, which has been launched.
-    """
+    """A training in a loop with a Fabric, of ``lightning`` or ``lightning_fabric``, which has been launched."""
 
     def __init__(self, fabric: Any) -> None:
         self._fabric = fabric
+        self.loggers = fabric.loggers
+        self.precision = getattr(getattr(fabric.strategy, "precision", None), "precision", None)
         super().__init__()
 
     def _find_place(self) -> Place:
-        fabric = self._fabric
-        return Place(
-            rank=fabric.global_rank,
-            world_size=fabric.world_size,
-            local_rank=fabric.local_rank,
-            node=fabric.node_rank,
-            nodes=getattr(fabric.strategy, "num_nodes", 1),
-        )
+        return place_of(self._fabric)
 
     def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
-        device = self._fabric.device
-        if device.type != "cuda":
-            return (), device
-        return getattr(self._fabric.strategy, "parallel_devices", None) or [device], device
-
-    @property
-    def loggers(self) -> Sequence[Any]:
-        """Fabric's."""
-        return self._fabric.loggers  # type: ignore[no-any-return]
-
-    @property
-    def precision(self) -> str | None:
-        """Fabric's."""
-        return getattr(getattr(self._fabric.strategy, "precision", None), "precision", None)
+        return gpus_of(self._fabric), self._fabric.device
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Also the accelerator and Lightning's version."""
-        package, version = version_of(self._fabric)
-        return {**super().settings, "accelerator": type(self._fabric.accelerator).__name__, package: version}
+        return {**super().settings, **settings_of(self._fabric)}
 
     @property
     def folder(self) -> str:

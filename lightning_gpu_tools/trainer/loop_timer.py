@@ -18,6 +18,7 @@ from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
@@ -67,15 +68,12 @@ class LoopTimer:
     ``zip(run.batches(a), run.batches(b))`` are one. A loop without gradients, in a training that has had some, is
     validation.
 
-    Args:
-        run: What it is a loop of; is told what is seen of the loader and the optimizers.
-        fabric: A Fabric of the user's, or ``None``.
-        clock: What is driven.
-        enter: Is called with the phase when validation begins and when training goes on.
-        after_step: Is called after each step, before the next one begins.
+    The run is told what is seen of the loader and the optimizers. ``enter`` is called with the phase when validation
+    begins and when training goes on, ``after_step`` after each step, before the next one begins.
 
     Attributes:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
+        memory: Counts the memory of this rank's GPU; ``None`` on another device.
         fault: The error that has ended the timing of what the loop calls; ``None`` if all is well.
     """
 
@@ -103,6 +101,7 @@ class LoopTimer:
         self._outside, self._data_loading = clock.account(OUTSIDE_LOOP), clock.account(DATA_LOADING)
         self._epoch_start, self._validation = clock.account(EPOCH_START), clock.account(VALIDATION)
         self._gpu = self.rank_waits.gpu = clock.measure_gpu() if run.gpus else None
+        self.memory = MemoryCounters(run, clock) if run.gpus else None
         self._counting: Loop | None = None
         self._fetching: Loop | None = None
         self._step_is_open = False
@@ -211,6 +210,8 @@ class LoopTimer:
         if self._gpu is not None:
             self._gpu.begin_step()
             self._gpu_is_in_step = True
+        if self.memory is not None:
+            self.memory.begin_step()
         self._clock.switch(self._forward)
         return True
 
@@ -250,6 +251,8 @@ class LoopTimer:
             self._run.logged_step += 1
 
     def _end_gpu_step(self) -> None:
+        if self.memory is not None:
+            self.memory.end_step()
         if self._gpu is not None and self._gpu_is_in_step:
             self._gpu_is_in_step = False
             self._gpu.end_step()
@@ -323,7 +326,7 @@ class LoopTimer:
                 return backward(*args, **kwargs)
             finally:
                 if after is not None:
-                    self._safely(self._go_on, after)
+                    self._safely(self._backward_ends, after)
 
         return timed
 
@@ -332,9 +335,16 @@ class LoopTimer:
         if not self._is_in_step():
             return None
         self._note_training()
+        if self.memory is not None:
+            self.memory.note("before_backward", "forward")
         around = self._clock.current
         self._go_on(self._backward)
         return around if around is self._backward else self._rest
+
+    def _backward_ends(self, after: Account) -> None:
+        self._go_on(after)
+        if self.memory is not None:
+            self.memory.note("after_backward", "backward")
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._is_in_step():

@@ -116,11 +116,7 @@ def _check_when_it_loads(optimizer: Optimizer, name: str, path: object) -> None:
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, path: object) -> None:
     """Check that an optimizer can load a state, and take a step with it.
 
-    Args:
-        optimizer: One that loads as torch's base class does. More than its groups is checked if the class is torch's.
-        state: As from ``state_dict()``.
-        name: Where it is in the checkpoint; used in the error.
-        path: The file; used in the error.
+    It loads as torch's base class does. More than its groups is checked if the class is torch's.
 
     Raises:
         CheckpointMismatchError: It is the state of another optimizer, or of other parameters.

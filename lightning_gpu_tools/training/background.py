@@ -47,11 +47,9 @@ class BackgroundJobs:
         self._thread: threading.Thread | None = None
 
     def add(self, what: str, job: _Job) -> None:
-        """Add a job, to be called at once.
+        """Add a job, to be called at once; it returns after how many seconds it is to be called again.
 
-        Args:
-            what: What it does, for the words of a fault: ``"Writing the report"``.
-            job: Returns after how many seconds it is to be called again.
+        ``what`` it does is for the words of a fault: ``"Writing the report"``.
         """
         with self._changed:
             self._entries.append(_Entry(what, job))

@@ -124,10 +124,8 @@ class GpuTimeline:
     Wrap what runs a step with :meth:`around`, and what runs a part of it with :meth:`part`. Where no function does so,
     call :meth:`begin_step`, :meth:`enter` and :meth:`end_step`.
 
-    Args:
-        clock: The host's clock.
-        seconds: Returns what the host has spent on each phase up to this moment.
-        book: Calls a function with its time booked on this package.
+    ``seconds`` returns what the host has spent on each phase up to this moment; ``book`` calls a function with its time
+    booked on this package.
 
     Attributes:
         failure: Why nothing more is measured; ``None`` if all is well.
@@ -222,7 +220,8 @@ class GpuTimeline:
             try:
                 action()
             except RuntimeError as error:
-                self.failure, self._open, self._sample, self._sampling = error, None, None, False
+                self.failure = error.with_traceback(None)  # whose frames would keep a batch
+                self._open, self._sample, self._sampling = None, None, False
                 self._unread.clear()
 
     def _event(self) -> _Event:

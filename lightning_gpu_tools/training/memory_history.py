@@ -1,13 +1,12 @@
-"""How much memory this process used over a run: of the host, and of the GPU through torch's allocator."""
+"""How much memory this process used over a run: of the host, and in tensors on the GPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-import torch
-
 from lightning_gpu_tools.host import read_host_budget, resident_memory_bytes
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth, steady_growth
 from lightning_gpu_tools.training.timeline import Timeline
 
@@ -27,10 +26,10 @@ _FIRST_ALARM_S = 12.0
 class MemoryHistory:
     """Samples the memory, and judges now and then whether it grows.
 
-    A thread of its own calls :meth:`poll`; the training thread only :meth:`note_allocated`.
+    A thread of its own calls :meth:`poll`.
 
     Args:
-        device: Where the model is.
+        gpu: Counts the memory of the GPU, in the thread that trains; ``None`` without one.
         clock: Returns the time in seconds.
         resident_bytes: Returns how much memory of the host the process uses.
 
@@ -40,26 +39,18 @@ class MemoryHistory:
 
     def __init__(
         self,
-        device: torch.device,
+        gpu: MemoryCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
         resident_bytes: Callable[[], int] = resident_memory_bytes,
     ) -> None:
         self.alarms: list[MemoryGrowth] = []
-        self._device = device
+        self._gpu = gpu
         self._clock = clock
         self._resident_bytes = resident_bytes
         self._began_s: float | None = None
         self._alarm_due_s = _FIRST_ALARM_S
         self._resident = Timeline(_MAX_POINTS, _EARLY_INTERVAL_S)
-        self._allocated = Timeline(_MAX_POINTS, _EARLY_INTERVAL_S)
-        self._allocated_bytes: int | None = None
-        self._total_bytes = 0
-
-    def note_allocated(self) -> None:
-        """Note what torch has allocated on the GPU, by its own count: it asks no driver and waits for no kernel."""
-        if self._device.type == "cuda":
-            self._total_bytes = torch.cuda.get_device_properties(self._device).total_memory
-            self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+        self._kept = Timeline(_MAX_POINTS, _EARLY_INTERVAL_S)
 
     def poll(self) -> float:
         """Sample how much is used, and return after how many seconds to do so again."""
@@ -67,8 +58,8 @@ class MemoryHistory:
         if self._began_s is None:
             self._began_s = now_s
         self._resident.add(now_s, self._resident_bytes())
-        if self._allocated_bytes is not None:
-            self._allocated.add(now_s, self._allocated_bytes)
+        if self._gpu is not None and (kept_bytes := self._gpu.kept_bytes) is not None:
+            self._kept.add(now_s, kept_bytes)
         seen_s = now_s - self._began_s
         if seen_s >= self._alarm_due_s:
             self._alarm_due_s = seen_s + min(seen_s, _ALARM_EVERY_S)
@@ -86,7 +77,7 @@ class MemoryHistory:
         """Return what grew steadily up to now."""
         room_bytes = read_host_budget().memory_available_bytes
         found = [steady_growth("The memory of the process", self._resident.points(), room_bytes)]
-        if self._allocated_bytes is not None:
-            free_bytes = self._total_bytes - self._allocated_bytes
-            found.append(steady_growth("The GPU memory (the allocator's peak)", self._allocated.points(), free_bytes))
+        if self._gpu is not None:
+            points = self._kept.points()
+            found.append(steady_growth("The GPU memory kept from step to step", points, self._gpu.room_bytes))
         return tuple(growth for growth in found if growth is not None)

@@ -17,11 +17,8 @@ class RankExchange:
     """A board in the store that ``torch.distributed`` was started with; each rank has one entry on it.
 
     Writing and reading it are round trips of well under a millisecond to the host of rank 0, on no GPU and no stream.
-
-    Args:
-        name: Of the board; the same on every rank, and a new one for each fit.
-        rank: This rank, counted over all nodes.
-        ranks: How many there are. Where they do not talk through ``torch.distributed``, this rank is all there is.
+    Its name is the same on every rank, and a new one for each fit. Where the ranks do not talk through
+    ``torch.distributed``, this rank is all there is.
     """
 
     def __init__(self, name: str, *, rank: int, ranks: int) -> None:
@@ -35,9 +32,7 @@ class RankExchange:
     def publish(self, turn: int, **facts: Any) -> None:
         """Publish facts that JSON can hold, added to those that this rank has published before.
 
-        Args:
-            turn: Rises from one call to the next, alike on every rank.
-            **facts: What to publish.
+        ``turn`` rises from one call to the next, alike on every rank.
         """
         self._mine = {**self._mine, **facts, "rank": self._rank, "turn": turn}
         if self._store is not None:
@@ -49,9 +44,7 @@ class RankExchange:
     def read(self, turn: int, timeout_s: float = 0.0) -> list[dict[str, Any]]:
         """Return what the ranks published last, by rank; a rank that never published anything is missing.
 
-        Args:
-            turn: Wait for ranks that have not come to this turn yet...
-            timeout_s: ...but at most this long, and never again for a rank that did not come.
+        Wait for those that have not come to this turn yet, at most so long, and never again for one that did not come.
         """
         until_s = time.monotonic() + timeout_s
         found = {}

@@ -26,9 +26,6 @@ class RankWaits:
     the loss, before all others, marks the end of this rank's computing. Nothing is put on a parameter, so it does not
     matter which of them take part, nor when that changes.
 
-    Args:
-        clock: Whose phases.
-
     Attributes:
         gpu: Where the same is marked in the GPU's own time; ``None`` without a GPU.
         unseen: Whether a backward could not be told apart: its phase may hold waiting, too.

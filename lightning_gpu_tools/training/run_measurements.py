@@ -9,6 +9,7 @@ from typing import Literal
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
+from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 # The phases that rules speak of.
@@ -296,6 +297,7 @@ class RunMeasurements:
         loading: What the loader's workers were seen doing.
         gpu: What else is known of the GPU.
         gpu_idle: When the GPU was idle between steps.
+        memory: What was counted of this rank's GPU memory; ``None`` if it could not be, or on another device.
         profile: A few steps under torch.profiler.
         ranks: How fast each rank is; empty with one.
         spans: What the run was spent on, span by span.
@@ -327,6 +329,7 @@ class RunMeasurements:
     loading: LoadingFacts | None = None
     gpu: GpuFacts | None = None
     gpu_idle: GpuIdle | None = None
+    memory: RankMemory | None = None
     profile: ProfiledSteps | None = None
     ranks: tuple[RankStep, ...] = ()
     spans: Sequence[PhaseSpan] = ()

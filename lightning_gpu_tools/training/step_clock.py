@@ -57,9 +57,6 @@ class StepClock(Stopwatch):
     the start of the next one. Phases are those of ``training.phases``, for callbacks and loggers with the class name:
     ``"callback/EarlyStopping"``, and for the training step with its part: ``"training_step/forward"``.
 
-    Args:
-        clock: Returns the time in seconds.
-
     Attributes:
         steps: Training steps begun.
         epochs: Epochs begun.

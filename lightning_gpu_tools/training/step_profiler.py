@@ -31,13 +31,9 @@ _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", __
 class StepProfiler:
     """Profiles the next three training steps, and follows the one after where needed.
 
-    It wraps what runs a step, and takes the wrapper off when it is done. A fault in it ends it, not the training.
-
-    Args:
-        owner: The object whose method ``run`` runs a step.
-        module: The model.
-        book: Calls a function with its time booked on this package.
-        done: Is given the result; not called if there is none.
+    It wraps ``owner.run``, which runs a step, and takes the wrapper off when it is done. A fault in it ends it, not the
+    training. ``book`` calls a function with its time booked on this package; ``done`` is given the result, if there is
+    one.
     """
 
     def __init__(

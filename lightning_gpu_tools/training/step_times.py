@@ -53,11 +53,9 @@ class StepTimeRecord:
         self._items: deque[int] = deque(maxlen=_MAX_KEPT)
 
     def begin_step(self, step: int, now_s: float) -> None:
-        """Begin a step, which ends the one before.
+        """Begin a step, which ends the one before; its number is the same again if that had no batch.
 
-        Args:
-            step: Its number, from 1; the same again if the one before had no batch.
-            now_s: The time, up to which the accounts are booked.
+        The accounts are booked up to ``now_s``.
         """
         before, self._before = self._before, [account.seconds for account in self._accounts]
         began_s, self._began_s = self._began_s, now_s

@@ -27,12 +27,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Account:
-    """The time booked on one phase.
-
-    Attributes:
-        phase: Its name.
-        seconds: Up to the last change of phase.
-    """
+    """The time booked on one phase, up to the last change of phase."""
 
     __slots__ = ("phase", "seconds")
 
@@ -82,12 +77,9 @@ class Stopwatch:
         return before
 
     def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
-        """Return a context, to be used again and again, in which time is booked on a phase.
+        """Return a context, to be used again and again, in which time is booked on a phase, except in another one.
 
-        Args:
-            phase: Which one.
-            action: What ``with`` is to give.
-            except_in: A phase in which this one does not count.
+        ``with`` gives the action.
         """
         watch, account, excepted = self, self.account(phase), self.account(except_in) if except_in else None
         clock, push, pop = self._clock, self._around.append, self._around.pop
@@ -138,9 +130,7 @@ def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: i
 class PhaseTimeline:
     """What a run was spent on, span by span, in a bounded number of spans: when they are used up, neighbors become one.
 
-    Args:
-        max_spans: The most spans to keep.
-        width_s: Length of a span at first. It doubles whenever the spans are used up.
+    The length of a span doubles then.
 
     Attributes:
         due_s: From when on the next regular span can be cut.
@@ -161,13 +151,7 @@ class PhaseTimeline:
         self.due_s = now_s + self._width_s
 
     def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span.
-
-        Args:
-            now_s: Up to when ``seconds`` counts.
-            seconds: What was spent on which phase since the start.
-            steps: Training steps begun since the start.
-        """
+        """End a span, with the seconds by phase and the training steps up to ``now_s``, both since the start."""
         spent: dict[str, float] = {}
         for phase, total_s in seconds.items():
             since_s = total_s - self._before.get(phase, 0.0)

@@ -6,12 +6,7 @@ import math
 
 
 class Timeline:
-    """A quantity over time in a bounded number of points: when they are used up, neighbors become one.
-
-    Args:
-        max_points: The most points to keep.
-        width_s: Width of a point at first. It doubles whenever the points are used up.
-    """
+    """A quantity over time in a bounded number of points: when they are used up, two neighbors become one."""
 
     def __init__(self, max_points: int, width_s: float) -> None:
         self._max_points = max_points

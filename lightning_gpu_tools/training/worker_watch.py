@@ -22,12 +22,9 @@ LONG_WAIT_S = 0.001
 
 
 class WorkerWatch:
-    """Samples what the workers of a DataLoader do.
+    """Samples what the workers of a DataLoader do, by the iterator that is in use, if it can be known.
 
     Where the system or a future version of torch does not report something, that stays unknown.
-
-    Args:
-        iterator: Returns the iterator of the loader that is in use; ``None`` if it cannot be known.
 
     Attributes:
         unseen: Those names of torch's that no poll has found since this was ``None``; of a loader without workers that

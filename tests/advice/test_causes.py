@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import GIB, LOADER, a_host, cpu_run, gpu_run, sampled_idle
+from measured_runs import COPIES, GIB, LOADER, a_host, cpu_run, gpu_run
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -22,11 +22,6 @@ from lightning_gpu_tools.advice.inside_step import batch_size_that_fits, wants_p
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import GpuFacts, LoadingFacts, RunMeasurements
 
-COPIES: dict[str, Any] = {
-    "phase_ms": {"host_to_device_copy": 20, "training_step": 30},
-    "utilization": 60.0,
-    "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
-}
 FEW_SMS = on_hopper(sm_active_percent=25.0)
 NO_TENSOR_CORES = on_hopper(tensor_active_percent=0.0)
 

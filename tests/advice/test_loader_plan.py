@@ -6,20 +6,13 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import gpu_run
+from measured_runs import GIB, NO_WORKERS, a_host, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
-
-NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
-GIB = 2**30
-
-
-def host(cores: float = 64, shm: int | None = 64 * GIB, ranks: int = 1) -> HostBudget:
-    return HostBudget(cores=cores, memory_available_bytes=64 * GIB, shm_free_bytes=shm, local_ranks=ranks)
 
 
 def plan(
@@ -36,7 +29,7 @@ def plan(
 
 
 def test_enough_workers_are_planned_with_some_headroom() -> None:
-    planned = plan(0.040, 0.010, host())
+    planned = plan(0.040, 0.010, a_host())
     assert planned.settings.num_workers == 5  # 4 would do exactly, and fall behind at the first slow batch
     assert planned.limited_by is None
     assert planned.step_s == 0.010
@@ -48,45 +41,45 @@ def test_enough_workers_are_planned_with_some_headroom() -> None:
 @pytest.mark.parametrize(("spread", "prefetch"), [(None, 2), (1.0, 2), (1.1, 4), (1.9, 8)])
 def test_slow_batches_now_and_then_deepen_the_queue(spread: float | None, prefetch: int) -> None:
     cost = LoadCost(wall_s=0.02, spread=spread)
-    planned = plan_loader(NO_WORKERS, cost, step_s=0.01, host=host(), cuda=True)
+    planned = plan_loader(NO_WORKERS, cost, step_s=0.01, host=a_host(), cuda=True)
     assert planned.settings.prefetch_factor == prefetch
 
 
 def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_disk_are_not() -> None:
-    computing = plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
+    computing = plan(0.080, 0.010, a_host(4), cpu_s=0.080)
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
     assert (computing.settings.num_workers, computing.limited_by, computing.workers_needed) == (4, "cores", 9)
     assert computing.step_s == pytest.approx(0.0225)
-    waiting = plan(0.080, 0.010, host(cores=4), cpu_s=0.004)
+    waiting = plan(0.080, 0.010, a_host(4), cpu_s=0.004)
     assert (waiting.settings.num_workers, waiting.limited_by) == (9, None)
 
 
 def test_the_ranks_of_a_machine_share_its_cores() -> None:
-    assert plan(0.080, 0.010, host(cores=16, ranks=4), cpu_s=0.080).settings.num_workers == 4
+    assert plan(0.080, 0.010, a_host(16, local_ranks=4), cpu_s=0.080).settings.num_workers == 4
 
 
 def test_cores_that_others_are_busy_on_do_not_count() -> None:
-    shared = dataclasses.replace(host(cores=64), cores_in_reach=4.0)
-    assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, host(cores=4), cpu_s=0.080)
+    shared = a_host(cores_in_reach=4.0)
+    assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, a_host(4), cpu_s=0.080)
 
 
 def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:
     cost = LoadCost(wall_s=0.080, cpu_s=0.080)
-    planned = plan_loader(NO_WORKERS, cost, step_s=0.040, host=host(cores=4), cuda=False, step_cores=4)
+    planned = plan_loader(NO_WORKERS, cost, step_s=0.040, host=a_host(4), cuda=False, step_cores=4)
     # 80 ms of loading and 4 times 40 ms of training on 4 cores; 1.15 steps more for threads in lockstep.
     assert planned.step_s == pytest.approx(0.040 + 0.020 + 1.15 * 0.040)
-    assert plan_loader(NO_WORKERS, cost, step_s=0.040, host=host(cores=4), cuda=False).step_s == 0.040
+    assert plan_loader(NO_WORKERS, cost, step_s=0.040, host=a_host(4), cuda=False).step_s == 0.040
 
 
 def test_where_half_a_core_does_all_the_work_a_worker_gains_nothing() -> None:
-    planned = plan(0.080, 0.010, host(cores=0.5), cpu_s=0.080)
+    planned = plan(0.080, 0.010, a_host(0.5), cpu_s=0.080)
     assert (planned.settings.num_workers, planned.limited_by) == (0, "cores")
     assert not planned.settings.persistent_workers
     assert planned.settings.prefetch_factor is None
 
 
 def test_batches_must_fit_into_shared_memory() -> None:
-    docker_default = host(shm=64 * 2**20)
+    docker_default = a_host(shm_free_bytes=64 * 2**20)
     planned = plan(0.080, 0.010, docker_default, batch_bytes=10 * 2**20)
     assert (planned.settings.num_workers, planned.limited_by) == (2, "shm")
     assert plan(0.080, 0.010, docker_default, batch_bytes=GIB).settings.num_workers == 0
@@ -110,7 +103,7 @@ def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
     ranks: int,
     step_cores: float,
 ) -> None:
-    budget = host(cores=cores, ranks=ranks)
+    budget = a_host(cores, local_ranks=ranks)
     cpu_s = None if cpu_share is None else cpu_share * load_s
     planned = plan(load_s, step_s, budget, cpu_s=cpu_s, batch_bytes=batch_bytes, step_cores=step_cores)
     workers = planned.settings.num_workers
@@ -118,7 +111,7 @@ def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
     assert planned.step_s <= load_s + step_s or planned.limited_by == "cores"
     assert planned.step_s >= step_s
     if batch_bytes:
-        assert workers * 2 * batch_bytes * ranks <= 64 * GIB
+        assert workers * 2 * batch_bytes * ranks <= 32 * GIB
     assert planned.settings.persistent_workers == (workers > 0)
 
 

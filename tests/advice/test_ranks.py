@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import cpu_run
+from measured_runs import cpu_run, waiting_ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.ranks import straggler
@@ -82,8 +82,7 @@ def test_the_advice_fits_the_phase(phase: str, words: str) -> None:
     [("backward", "No rank always works longer"), ("data_loading", "Which rank is slow")],
 )
 def test_a_wait_without_a_slow_rank_is_communication(phase: str, words: str) -> None:
-    ranks = tuple(RankStep(rank=i, node=0, own_step_s=0.01, phase_s={phase: 0.01}, wait_s=0.02) for i in range(2))
-    diagnosis = diagnose(cpu_run({"training_step": 30}, ranks=ranks))
+    diagnosis = diagnose(waiting_ranks(phase))
     assert [finding.cause for finding in diagnosis.findings] == ["communication"]
     assert diagnosis.findings[0].share == pytest.approx(2 / 3)
     assert diagnosis.why == "Waiting for other ranks takes 67 % of the wall time (20 ms per step)."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from measured_runs import LOADER, cpu_run, gpu_run, run_of, sampled_idle
+from measured_runs import COPIES, LOADER, cpu_run, gpu_run, run_of, waiting_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -18,7 +18,7 @@ from gpu_cases import MEASURED, PROFILE, STEP, WAITS, on_hopper, ranks
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Cause, Diagnosis
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
-from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 OF_A_TRAINER = (
     r"Trainer|NumWorkersFinder|GPUUtilizationAdvisor|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
@@ -27,11 +27,6 @@ OF_A_TRAINER = (
 )
 OF_A_LOOP = r"run\.phase|run\.batches|watch\(|find_loader_settings|Fabric|no_sync|select_gpus|\.to\(device\)|The phase"
 
-COPIES: dict[str, Any] = {
-    "phase_ms": {"host_to_device_copy": 20, "training_step": 30},
-    "utilization": 60.0,
-    "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
-}
 NAMED = {"optimizers": {"Adam": "fusible"}}
 
 
@@ -41,11 +36,6 @@ def work(phase: str, **options: Any) -> RunMeasurements:
 
 def late_rank(phase: str) -> RunMeasurements:
     return gpu_run(STEP, 99.0, **ranks(*[{phase: 0.01}] * 3, {phase: 0.03}))
-
-
-def waiting_ranks(phase: str) -> RunMeasurements:
-    waits = tuple(RankStep(rank=i, node=0, own_step_s=0.01, phase_s={phase: 0.01}, wait_s=0.02) for i in range(2))
-    return cpu_run({"training_step": 30}, ranks=waits)
 
 
 def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurements:

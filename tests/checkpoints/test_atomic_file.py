@@ -14,6 +14,7 @@ import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import replacing, sweep
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.weights_files import write_content
 
 
 def start_saving(path: Path) -> tuple[int, int]:
@@ -185,12 +186,13 @@ def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path) -> None:
     assert parts(tmp_path) == []
 
 
-def test_no_space_left_is_reported_as_such() -> None:
+@pytest.mark.parametrize("write", [write_checkpoint, write_content])
+def test_no_space_left_is_reported_as_such(write: Callable[[object, str], None]) -> None:
     # A device is written to, not replaced; this one is always full.
     with pytest.raises(OSError, match=r"No space left on device.*/dev/full") as caught:
-        write_checkpoint({"v": torch.zeros(1 << 20)}, "/dev/full")
+        write({"v": torch.zeros(1 << 20)}, "/dev/full")
     assert caught.value.errno == errno.ENOSPC
-    write_checkpoint({}, os.devnull)
+    write({}, os.devnull)
     assert Path(os.devnull).is_char_device()
 
 

@@ -13,12 +13,11 @@ import tarfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import described_by, records_of, safetensors, saved, text, zipped
+from checkpoint_files import Exploit, described_by, records_of, safetensors, saved, text, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,22 +43,17 @@ def tar() -> bytes:
     return buffer.getvalue()
 
 
-OTHER_ZIP = zipped([("photos/cat.txt", b"meow")])
-TORCHSCRIPT = zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")])
-INCOMPLETE = zipped([record for record in records_of(GOOD) if record[0] != "archive/data/1"])
+HEADER = {
+    "a": {"dtype": "F32", "shape": [30, 20], "data_offsets": [0, 2400]},
+    "b": {"dtype": "F32", "shape": [5], "data_offsets": [2400, 2420]},
+}
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
     "cut by 100 bytes": (GOOD[:-100], "is cut short"),
-    "zeros at the end": (
-        GOOD[:2000] + bytes(len(GOOD) - 2000),
-        "ends in .* of zeros.*stopped before the data was written",
-    ),
+    "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "ends in .* of zeros.*before the data was written"),
     "zeros only": (bytes(5000), "nothing but zeros"),
-    "git-lfs pointer": (
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
-        "git-lfs pointer.*git lfs pull",
-    ),
+    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer.*git lfs pull"),
     "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*log-in.*Download"),
     "web page in capitals": (b"\n <HTML><head>", "web page"),
     "random bytes": (bytes(range(7, 250)) * 20, "is no checkpoint"),
@@ -67,25 +61,23 @@ FAULTS = {
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "gzip file.*Unpack"),
     "tar": (tar(), "tar archive.*Unpack"),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5.*Keras"),
-    "zip that is no checkpoint": (
-        zipped([("photos/cat.txt", b"meow")]),
-        "zip archive but no checkpoint.*photos/cat.txt",
-    ),
+    "zip that is no checkpoint": (zipped([("photos/cat.txt", b"meow")]), "zip archive but no checkpoint.*photos/cat"),
+    "npz": (zipped([("a.npy", b"\x93NUMPY")]), r"zip archive but no checkpoint.*a\.npy\. Load it with numpy\.load"),
     "torchscript": (
         zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")]),
         "TorchScript archive.*torch.jit.load",
     ),
     "damaged zip index": (GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1), "is damaged: the index at its end"),
     "missing record": (
-        zipped([r for r in records_of(GOOD) if r[0] != "archive/data/1"]),
+        zipped([r for r in records_of(GOOD) if "data/1" not in r[0]]),
         "weights in its record data/1 are missing",
     ),
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
     "cut legacy file": (LEGACY[: len(LEGACY) // 2], "damaged or cut file in torch's old format"),
     "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', "safetensors file cut short"),
     "safetensors of another type": (
-        safetensors(b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}') + bytes(3),
-        "has a in the type F6_E2M3, which torch does not have",
+        safetensors({**HEADER, "a": {**HEADER["a"], "dtype": "F6_E2M3"}}),
+        "has a in the type F6_E2M3, which",
     ),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "GGUF file, as llama.cpp"),
     "onnx": (b"\x08\x07\x12\x07pytorch\x1a\x052.0.1:" + bytes(100), "ONNX model"),
@@ -93,7 +85,7 @@ FAULTS = {
     "msgpack": (b"\x81\xa6params\x81\xa5Dense" + bytes(100), "msgpack file, as Flax"),
     "safetensors of nonsense": (safetensors(b'{"a": 1}'), "damaged safetensors file"),
     "safetensors cut in its weights": (
-        safetensors(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}') + bytes(8),
+        safetensors(HEADER) + bytes(8),
         "is cut short: the weights of a end beyond the end",
     ),
 }
@@ -109,7 +101,16 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
         read_checkpoint(path)
     text = str(caught.value)
     assert text.startswith(str(path))
-    of_model = " of the same model" * fault.startswith(("cut in", "cut by", "zeros at", "damaged zip", "missing"))
+    known = (
+        "cut in",
+        "cut by",
+        "zeros at",
+        "damaged zip",
+        "missing",
+        "safetensors of another",
+        "safetensors cut in its w",
+    )
+    of_model = " of the same model" * fault.startswith(known)
     assert text.endswith(f" The newest complete checkpoint{of_model} in that folder: {tmp_path / 'epoch=2.ckpt'}")
     assert "weights_only" not in text
     # The same without torch.
@@ -146,7 +147,7 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
     with pytest.raises(BrokenCheckpointError, match=r"use an earlier checkpoint\.$"):
         read_checkpoint(tmp_path / "broken.ckpt")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BrokenCheckpointError, match=r"is a JSON text, not a checkpoint\.$"):
+    with pytest.raises(BrokenCheckpointError, match=r"is a JSON text.*Name the file with the weights\.$"):
         read_checkpoint(tmp_path / "config.json")
 
 
@@ -174,14 +175,6 @@ def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, t
         read_checkpoint(folder)
 
 
-class Exploit:
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.witness),)
-
-
 @pytest.mark.parametrize("new_format", [True, False])
 def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path: Path) -> None:
     path, witness = tmp_path / "gift.ckpt", tmp_path / "it ran"
@@ -201,17 +194,6 @@ def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path:
     assert not witness.exists()
     read_checkpoint(path, weights_only=False)
     assert witness.exists(), "the file is harmless, so the test proves nothing"
-
-
-def test_harmless_classes_are_named_with_the_line_that_allows_them(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    torch.save({"hyper_parameters": {"data": Path("a"), "loss": torch.nn.MSELoss(), "odd": Exploit.__mro__}}, path)
-    with pytest.raises(UnsafeCheckpointError) as caught:
-        read_checkpoint(path)
-    text = str(caught.value)
-    assert "only hold values: pathlib.PosixPath, torch.nn.modules.loss.MSELoss." in text
-    assert "unknown: " in text
-    assert "test_broken_and_hostile_files.Exploit" in text
 
 
 class Speed(enum.Enum):

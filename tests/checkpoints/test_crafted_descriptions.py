@@ -71,6 +71,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "meta": lambda: torch.empty(7, device="meta"),
     "parameter": parameter_with_state,
+    "requires gradients": lambda: torch.ones(2, requires_grad=True),
+    "scheduler": lambda: torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([BASE]), [1, 1, 2]).state_dict(),
     "state_dict": lambda: torch.nn.Linear(3, 4).state_dict(),
     "a storage": lambda: torch.UntypedStorage(7),
     "plain data": lambda: [b"a", bytearray(b"a"), {1, "a"}, 1j, torch.Size([1]), torch.float32, torch.device("cpu")],
@@ -127,6 +129,18 @@ def test_every_kind_of_content_loads_as_torch_loads_it(kind: str, tmp_path: Path
             verify_checkpoint(str(old))
 
 
+def test_plain_content_shares_what_it_shared(tmp_path: Path) -> None:
+    row, weights = [1], torch.nn.Linear(2, 2).state_dict()
+    torch.save({"rows": [row, row], "base": [BASE, BASE[1:]], "same": (BASE, BASE), "net": weights}, tmp_path / "a.pt")
+    loaded = read_checkpoint(tmp_path / "a.pt")
+    assert loaded["rows"][0] is loaded["rows"][1]
+    assert loaded["same"][0] is loaded["base"][0]
+    loaded["base"][0][1:] = 7  # the pages are the process's own
+    assert (loaded["base"][1] == 7).all()
+    assert loaded["net"]._metadata == weights._metadata  # type: ignore[attr-defined]
+    assert torch.load(tmp_path / "a.pt")["same"][0].equal(BASE)
+
+
 def test_the_size_of_every_dtype_is_known() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in dtypes}
@@ -174,8 +188,10 @@ def test_objects_of_any_class_load_from_trusted_files(protocol: int, new_format:
         read_checkpoint(path)
 
 
-def test_a_newer_pickle_protocol_is_not_called_damage(tmp_path: Path) -> None:
+def test_a_newer_pickle_protocol_is_read_or_not_called_damage(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt", pickle_protocol=4)
+    assert read_checkpoint(tmp_path / "last.ckpt")["w"].tolist() == [1, 1]
+    torch.save({"w": torch.ones(2), "names": {"a"}}, tmp_path / "last.ckpt", pickle_protocol=4)
     with pytest.raises(UnsafeCheckpointError, match=r"pickle protocol .* save it again"):
         read_checkpoint(tmp_path / "last.ckpt")
 

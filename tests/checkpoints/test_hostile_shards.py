@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import shutil
 import struct
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import records_of, zipped
+from checkpoint_files import Exploit, records_of, refuse_everywhere, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
@@ -26,12 +25,6 @@ from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 WEIGHTS = {"a": torch.rand(4, 3), "b": torch.rand(3), "c": torch.rand(2)}
-
-
-def refuse(path: Path, match: str) -> None:
-    for act in (read_structure, verify_checkpoint, read_checkpoint):
-        with pytest.raises(BrokenCheckpointError, match=match):
-            act(path)
 
 
 def edit_index(index: Path, edit: Callable[[dict[str, str]], object]) -> None:
@@ -48,7 +41,7 @@ def test_an_index_names_files_of_its_own_folder_only(name: str, tmp_path: Path) 
     index = write_index(tmp_path / "folder", WEIGHTS, 2)
     shutil.copy(tmp_path / "folder" / SECOND, tmp_path / "other.safetensors")
     edit_index(index, lambda weight_map: weight_map.update(c=name))
-    refuse(index, "names a file outside of its own folder.*Nothing of it was opened")
+    refuse_everywhere(index, "names a file outside of its own folder.*Nothing of it was opened")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ def test_an_index_names_files_of_its_own_folder_only(name: str, tmp_path: Path) 
 def test_an_index_that_disagrees_with_its_shards_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
     index = write_index(tmp_path, WEIGHTS, 2)
     edit_index(index, edit)
-    refuse(index, message)
+    refuse_everywhere(index, message)
 
 
 def test_numbers_of_a_newer_torch_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +80,9 @@ def test_a_weight_in_two_shards_is_refused(tmp_path: Path) -> None:
 
     index = write_index(tmp_path, WEIGHTS, 2)
     save_file({"c": WEIGHTS["c"], "a": torch.zeros(1)}, tmp_path / SECOND)
-    refuse(index, f"{SECOND} also holds a, which model-00001-of-00002.safetensors holds, too")
+    refuse_everywhere(index, f"{SECOND} also holds a, which model-00001-of-00002.safetensors holds, too")
     index.write_text('{"weight_map": {"a": "x", "a": "y"}}')
-    refuse(index, "is no index of shards")
+    refuse_everywhere(index, "is no index of shards")
 
 
 def test_a_folder_of_links_is_one_checkpoint(tmp_path: Path) -> None:
@@ -100,15 +93,7 @@ def test_a_folder_of_links_is_one_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(read_checkpoint(tmp_path / "snapshot")["a"], WEIGHTS["a"])
     (tmp_path / "snapshot" / SECOND).unlink()
     (tmp_path / "snapshot" / SECOND).symlink_to(tmp_path / "gone")
-    refuse(tmp_path / "snapshot", "not complete: 1 of 2 files are missing")
-
-
-class Exploit:
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.witness),)
+    refuse_everywhere(tmp_path / "snapshot", "not complete: 1 of 2 files are missing")
 
 
 def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
@@ -135,10 +120,7 @@ def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            lambda m: setattr(place(m, "a"), "relative_path", "../../secret.pt"),
-            "names a file outside of its own folder",
-        ),
+        (lambda m: setattr(place(m, "a"), "relative_path", "../secret.pt"), "a file outside of its own folder"),
         (lambda m: setattr(place(m, "a"), "offset", place(m, "b").offset), "two things at one place"),
         (lambda m: setattr(place(m, "a"), "length", 1 << 40), "two things at one place|ends before"),
         (lambda m: setattr(place(m, "a"), "offset", -5), "two things at one place"),
@@ -159,7 +141,7 @@ def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
 def test_metadata_that_contradicts_itself_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
     folder = write_distributed(tmp_path / "dcp", {"a": divided(WEIGHTS["a"].clone(), [1]), "b": WEIGHTS["b"]})
     edit_metadata(folder, edit)
-    refuse(folder, message)
+    refuse_everywhere(folder, message)
 
 
 def test_metadata_that_contradicts_the_files_is_refused_before_loading(tmp_path: Path) -> None:
@@ -204,38 +186,23 @@ def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("stage", "file", "edit", "message"),
     [
-        (2, "mp_rank_00", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
-        (2, "mp_rank_00", lambda c: c["param_shapes"][0].update(new=torch.Size([1])), "do not describe a ZeRO"),
-        (
-            3,
-            "zero_pp_rank_0_mp_rank_00_m",
-            lambda c: c["module"].update(new=torch.zeros(0)),
-            "no file has the numbers of new",
-        ),
-        (
-            3,
-            "zero_pp_rank_1_mp_rank_00_o",
-            lambda c: c["optimizer_state_dict"]["fp32_flat_groups"].pop(),
-            "do not describe",
-        ),
-        (
-            2,
-            "zero_pp_rank_1",
-            lambda c: c["optimizer_state_dict"].update(partition_count=4),
-            "is of 4 ranks, but 2 are there",
-        ),
-        (2, "mp_rank_00", lambda c: c.update(module=None), "do not fit together"),
-        (3, "zero_pp_rank_0_mp_rank_00_m", lambda c: c.update(module=[3]), "do not fit together"),
-        (2, "zero_pp_rank_1", lambda c: c["optimizer_state_dict"].update(partition_count=1 << 62), "but 2 are there"),
-        (1, "zero_pp_rank_0", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),
+        (2, "mp*", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
+        (2, "mp*", lambda c: c["param_shapes"][0].update(new=torch.Size([1])), "do not describe a ZeRO"),
+        (3, "*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0)), "no file has the numbers of new"),
+        (3, "*_1_*_o*", lambda c: c["optimizer_state_dict"]["fp32_flat_groups"].pop(), "do not describe"),
+        (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4), "is of 4 ranks, but 2 are there"),
+        (2, "mp*", lambda c: c.update(module=None), "do not fit together"),
+        (3, "*_0_*_m*", lambda c: c.update(module=[3]), "do not fit together"),
+        (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=1 << 62), "but 2 are there"),
+        (1, "*_0_*", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),
     ],
 )
 def test_deepspeeds_files_that_contradict_each_other_are_refused(
     stage: int, file: str, edit: Any, message: str, tmp_path: Path
 ) -> None:
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, stage)
-    edit_file(next((folder / "tag").glob(f"{file}*")), edit)
-    refuse(folder, message)
+    edit_file(next((folder / "tag").glob(file)), edit)
+    refuse_everywhere(folder, message)
 
 
 @pytest.mark.parametrize("key", ["a", "step"])
@@ -257,7 +224,7 @@ def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
     other = {"little": b"big", "big": b"little"}[sys.byteorder]
     records = [(name, other if name.endswith("byteorder") else data) for name, data in records_of(file.read_bytes())]
     file.write_bytes(zipped(records))
-    refuse(folder, "was written on a machine with another byte order.*save it as safetensors")
+    refuse_everywhere(folder, "was written on a machine with another byte order.*save it as safetensors")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +234,7 @@ def test_numbers_of_another_byte_order_are_refused(tmp_path: Path) -> None:
 def test_a_model_that_more_than_zero_has_split_is_refused(name: str, tmp_path: Path) -> None:
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
     (folder / "tag" / name).touch()
-    refuse(folder, f"more than ZeRO has split \\({name}\\)")
+    refuse_everywhere(folder, f"more than ZeRO has split \\({name}\\)")
 
 
 @pytest.mark.parametrize(
@@ -290,4 +257,4 @@ def test_latest_names_a_folder_inside(tag: str, tmp_path: Path) -> None:
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
     (folder / "tag").rename(tmp_path / "elsewhere")
     (folder / "latest").write_text(tag)
-    refuse(folder, "is a folder, and none with the shards of a checkpoint")
+    refuse_everywhere(folder, "is a folder, and none with the shards of a checkpoint")

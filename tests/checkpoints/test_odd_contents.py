@@ -166,11 +166,7 @@ ODD: dict[str, tuple[Any, str, frozenset[str]]] = {
     "one list in 2 ** 100 places": (lightning_checkpoint(a=doubled(100)), "", frozenset()),
     "the same as an extra state": ({**WEIGHTS, "x_extra_state": doubled(100)}, "plain tensors only", {"safetensors"}),
     "deep versions": (with_versions({"net": nested(10_000)}), "nest.* more than 200", ALL),
-    "deep attribute": (
-        {**WEIGHTS, "x": with_attribute(nested(1_000))},
-        "nest.* more than 200",
-        ALL,
-    ),
+    "deep attribute": ({**WEIGHTS, "x": with_attribute(nested(1_000))}, "nest.* more than 200", ALL),
     "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has the key .* of 100000 levels", ALL),
     "number among keys": (
         lightning_checkpoint(state_dict={**WEIGHTS, 3: torch.ones(2)}),
@@ -282,7 +278,6 @@ def test_what_the_file_holds_may_be_of_any_size(tmp_path: Path) -> None:
     held = torch.UntypedStorage.from_file(str(tmp_path / "sparse"), True, 3 << 30)
     whole = torch.empty(0).set_(held).view(3, 1 << 28)  # type: ignore[call-overload]
     check_repetition("odd.ckpt", {str(i): row for i, row in enumerate(whole)})
-    check_repetition("odd.ckpt", {str(i): row for i, row in enumerate(whole)}, torch.float64)
     with pytest.raises(CheckpointError, match="repeats them"):
         check_repetition("odd.ckpt", {str(i): whole[:, i:] for i in range(4)})
 
@@ -356,15 +351,20 @@ def test_twice_the_keys_take_twice_the_calls(shape: str, tmp_path: Path) -> None
         model = nn.Module()
         for i in range(number):
             model.register_parameter(f"weight{i}", nn.Parameter(torch.ones(1)))
+        source, target = f"{tmp_path}/{number}.pt", f"{tmp_path}/target"
+        torch.save({name: torch.ones(1) for name in names}, source)
+        commands: dict[str, list[str]] = {
+            "inspect": ["inspect", path],
+            "verify": ["verify", path],
+            "convert": ["convert", path, f"{target}.pt", "--force"],
+            "safetensors": ["convert", path, f"{target}.safetensors", "--force"],
+            "torch file": ["convert", source, f"{target}.pt", "--force"],
+            "diff": ["diff", source, path],
+        }
         operations: dict[str, Callable[[], object]] = {
-            "inspect": lambda path=path: main(["checkpoint", "inspect", path]),
-            "verify": lambda path=path: main(["checkpoint", "verify", path]),
-            "convert": lambda path=path: main(["checkpoint", "convert", path, f"{path[:-12]}.pt", "--force"]),
-            "safetensors": lambda path=path: main(
-                ["checkpoint", "convert", path, f"{tmp_path}/t.safetensors", "--force"]
-            ),
-            "diff": lambda path=path: main(["checkpoint", "diff", path, path]),
+            **{name: lambda command=command: main(["checkpoint", *command]) for name, command in commands.items()},
             "load": lambda model=model, path=path: load_weights(model, path) if shape == "flat" else None,
+            "torch": lambda source=source, target=target: torch.save(torch.load(source), f"{target}.pt"),
         }
         for name, operation in operations.items():
             operation()  # what is imported on first use does not count
@@ -373,4 +373,5 @@ def test_twice_the_keys_take_twice_the_calls(shape: str, tmp_path: Path) -> None
             counts.setdefault(name, []).append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     for name, (once, twice) in counts.items():
         assert twice < 2.3 * once, name
-    assert counts["convert"][1] < 120 * 1200, "torch.save alone makes 150 calls a tensor"
+    assert counts["convert"][1] < counts["torch"][1]
+    assert counts["torch file"][1] < 2 * counts["torch"][1]

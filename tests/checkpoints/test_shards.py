@@ -220,11 +220,17 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path) -> None:
+def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> None:
     index = write_index(tmp_path, WEIGHTS, 2)
     index.unlink()
-    with pytest.raises(BrokenCheckpointError, match="shard 1 of 2 of a checkpoint by its name, and the index"):
-        load_weights(Net(), tmp_path / "model-00001-of-00002.safetensors", strict=False)
+    shard = tmp_path / "model-00001-of-00002.safetensors"
+    for path, words in (
+        (shard, "shard 1 of 2 of a checkpoint by its name, and the index"),
+        (tmp_path, "holds shards of a checkpoint without the index that lists them"),
+    ):
+        with pytest.raises(BrokenCheckpointError, match=words):
+            load_weights(Net(), path, strict=False)
+    assert "This file is shard 1 of 2 of a checkpoint" in run("verify", shard)[1]
     shutil.copy(tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model-00001-of-00001.safetensors")
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
@@ -270,7 +276,8 @@ def test_a_missing_or_cut_file_is_refused(kind: str, tmp_path: Path) -> None:
             damage()
             for act in (read_structure, verify_checkpoint, read_checkpoint):
                 with pytest.raises(
-                    CheckpointError, match=r"missing|not complete|cut short|damaged|\.metadata|model_states|a folder"
+                    CheckpointError,
+                    match=r"missing|not complete|cut short|damaged|\.metadata|model_states|a folder|without the index",
                 ):
                     act(source)
             file.write_bytes(data)

@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import Exploit
 from lightning.pytorch import LightningModule
+from sharded_checkpoints import divided, write_distributed
 from torch import nn
 from wrapped_models import TiedTransformer, compiled, contents, fill
 
-from lightning_gpu_tools import (
-    CheckpointMismatchError,
-    UnsafeCheckpointError,
-    load_from_checkpoint,
-    load_weights,
-)
+from lightning_gpu_tools import CheckpointMismatchError, UnsafeCheckpointError, load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
 
 
@@ -211,16 +208,6 @@ def test_deepspeed_trains_on_with_the_loaded_weights(run_python: Callable[..., A
     assert [answer.returncode for answer in answers] == [0, 0], [answer.stderr for answer in answers]
 
 
-def test_tied_weights_load_from_a_file_with_one_of_them(tmp_path: Path) -> None:
-    source, target = TiedTransformer(), TiedTransformer()
-    weights = source.state_dict()
-    del weights["head.weight"]
-    torch.save(weights, tmp_path / "a.pt")
-    load_weights(nn.DataParallel(target), tmp_path / "a.pt")
-    assert torch.equal(target.embed.weight, source.embed.weight)
-    assert target.head.weight is target.embed.weight
-
-
 def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
     source = TiedTransformer()
     torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
@@ -233,6 +220,20 @@ def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
     assert contents(target) == contents(source)
     assert target.head.weight is target.embed.weight
     (tmp_path / "a.pt").write_bytes(bytes((tmp_path / "a.pt").stat().st_size))
+    assert contents(target) == contents(source)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "dcp"])
+def test_the_default_device_is_not_that_of_a_file(suffix: str, tmp_path: Path) -> None:
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    path = tmp_path / f"a.{suffix}"
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    if suffix == "dcp":
+        write_distributed(path, {key: divided(value, [1]) for key, value in source.state_dict().items()})
+    elif suffix == "safetensors":
+        assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), str(path)]) == 0
+    with torch.device("meta"):
+        load_weights(target, path)
     assert contents(target) == contents(source)
 
 
@@ -338,17 +339,11 @@ def test_a_url_may_be_longer_than_a_file_name(url: str, tmp_path: Path) -> None:
 
 
 def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
-    class Exploit:
-        def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-            import os
-
-            return os.mkdir, (str(tmp_path / "it ran"),)
-
     source, target = nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
     torch.save(source.state_dict(), tmp_path / "good.pt")
     load_weights(target, f"{url}/good.pt")
     assert torch.equal(target.weight, source.module.weight)
-    torch.save({"state_dict": source.state_dict(), "x": Exploit()}, tmp_path / "bad.pt")
+    torch.save({"state_dict": source.state_dict(), "x": Exploit(tmp_path / "it ran")}, tmp_path / "bad.pt")
     assert load_weights(target, f"{url}/bad.pt").unread == ("posix.mkdir",)
     with pytest.raises(UnsafeCheckpointError, match=rf"{url}/bad\.pt holds more than plain data"):
         load_from_checkpoint(LightningModule, f"{url}/bad.pt")

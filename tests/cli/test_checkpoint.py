@@ -1,36 +1,41 @@
-"""``checkpoint inspect | verify`` as a user runs them; exit codes, URLs and progress of every action."""
+"""``checkpoint inspect | verify | diff`` as a user runs them, on contents of all kinds; exit codes, URLs, progress."""
 
+import argparse
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_files import Tied, lightning_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.data import AttributeDict
+from torch import nn
 
-from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
+from lightning_gpu_tools import CheckpointMismatchError, load_weights
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_inspect_imports_no_torch_and_takes_milliseconds(
-    last: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_inspect_imports_no_torch(last: str, run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     program = (
-        "import sys, time; from lightning_gpu_tools.cli import main; start = time.process_time(); "
-        f"code = main(['checkpoint', 'inspect', {last!r}]); took = time.process_time() - start; "
-        "print([code, 'torch' in sys.modules, 'lightning' in sys.modules, 'rich' in sys.modules, took < 0.25])"
+        f"import sys; from lightning_gpu_tools.cli import main; code = main(['checkpoint', 'inspect', {last!r}]); "
+        "print([code, 'torch' in sys.modules, 'lightning' in sys.modules, 'rich' in sys.modules])"
     )
     answer = run_python("-c", program)
-    assert answer.stdout.splitlines()[-1] == "[0, False, False, False, True]", answer.stderr
+    assert answer.stdout.splitlines()[-1] == "[0, False, False, False]", answer.stderr
 
 
 def test_inspect_shows_what_is_inside(last: str, run: Run) -> None:
@@ -74,17 +79,6 @@ def test_inspect_knows_the_manifest_and_foreign_classes(net: Tied, tmp_path: Pat
     assert "saved from cuda:7" in out
     assert "wrappers removed when it was saved: DataParallel at net" in out
     assert "holds more than plain data: pathlib.PosixPath" in out
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-def test_inspect_reads_what_is_not_lightnings(net: Tied, legacy: bool, tmp_path: Path, run: Run) -> None:
-    path = str(tmp_path / "a.pt")
-    content = {"model": net.state_dict(), "ema": net.state_dict(), "optimizer": {"state": {}, "param_groups": []}}
-    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
-    summary = json.loads(run("inspect", path, "--json")[1])
-    assert summary["kind"] == "dictionary"
-    assert list(summary["weights"]) == ["model", "ema"]
-    assert summary["format"] == ("legacy" if legacy else "zip")
 
 
 def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> None:
@@ -191,3 +185,241 @@ def test_help_documents_the_exit_codes(action: str, capsys: pytest.CaptureFixtur
         main(["checkpoint", action, "--help"])
     assert caught.value.code == 0
     assert "Exit code: 0" in " ".join(capsys.readouterr().out.split())
+
+
+WEIGHTS = nn.Linear(2, 2).state_dict()
+LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": WEIGHTS}
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch 2.8 added them")
+def test_numbers_of_four_bits_are_kept_in_every_format(tmp_path: Path, run: Run) -> None:
+    from safetensors.torch import load_file, save_file
+
+    packed = torch.arange(24, dtype=torch.uint8).reshape(4, 6).view(torch.float4_e2m1fn_x2)
+    paths = {suffix: str(tmp_path / f"a.{suffix}") for suffix in ("pt", "safetensors")}
+    torch.save({"w": packed}, paths["pt"])
+    assert run("convert", paths["pt"], paths["safetensors"])[0] == 0
+    save_file({"w": packed}, tmp_path / "theirs.safetensors")
+    for weights in (load_file(paths["safetensors"]), read_checkpoint(tmp_path / "theirs.safetensors")):
+        assert weights["w"].dtype is packed.dtype
+        assert torch.equal(weights["w"].view(torch.uint8), packed.view(torch.uint8))
+    for path in (paths["pt"], str(tmp_path / "theirs.safetensors")):
+        assert json.loads(run("inspect", path, "--json")[1])["weights"][""][0]["bytes"] == 24
+    code, _, err = run("convert", paths["pt"], str(tmp_path / "b.pt"), "--dtype", "bfloat16")
+    assert (code, "Torch cannot convert w from torch.float4_e2m1fn_x2" in err) == (1, True)
+    torch.save({"w": (packed.view(torch.uint8) + 1).view(packed.dtype)}, tmp_path / "c.pt")
+    code, out, _ = run("diff", paths["pt"], str(tmp_path / "c.pt"))
+    assert (code, "different bits" in out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([torch.ones(2), 1], "a list of 2, first a tensor (2, float32)"),
+        (torch.ones(2, 3), "a tensor (2x3, float32)"),
+        (nn.Linear(2, 2), "a module of the class torch.nn.modules.linear.Linear"),
+        (torch.optim.SGD([torch.ones(2)]), "an optimizer of the class torch.optim.sgd.SGD"),
+        (torch.optim.SGD([torch.ones(2)]).state_dict(), "the state of an optimizer"),
+        (nn.Linear, "the class or function torch.nn.modules.linear.Linear"),
+        (Path("a"), "an object of the class pathlib.PosixPath"),
+        ("text", 'the text "text"'),
+        ([1, 2], "a list of 2, first the value 1"),
+        (7, "the value 7"),
+    ],
+)
+def test_inspect_says_what_is_no_dictionary(content: object, words: str, tmp_path: Path, run: Run) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    assert words in " ".join(run("inspect", str(tmp_path / "a.pt"))[1].split())
+    code, _, err = run("diff", str(tmp_path / "a.pt"), str(tmp_path / "a.pt"))
+    assert code == 0 if isinstance(content, nn.Module) else f"holds no weights but {words}." in err
+
+
+def test_weights_without_numbers_are_shown_and_refused(tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    torch.save({**WEIGHTS, "bias": WEIGHTS["bias"].to("meta"), "mask": torch.eye(3).to_sparse()}, path)
+    shown = [line.split() for line in run("inspect", path)[1].splitlines()]
+    assert [*shown[-3:]] == [
+        ["weight", "2x2", "float32", "16", "B"],
+        ["bias", "2", "float32", "(meta)", "-"],
+        ["mask", "3x3", "float32", "(sparse)", "-"],
+    ]
+    for arguments, code in ((("convert", path, target), 1), (("diff", path, path), 3)):
+        answer = run(*arguments)
+        assert answer[:2] == (code, "")
+        assert "has no numbers for bias: it was saved from the meta device" in answer[2]
+
+
+class Halves(torch.Tensor):
+    """Keeps its numbers in two other tensors and refuses all operations, like many of torchao's."""
+
+    @staticmethod
+    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> "Halves":
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, low.shape, dtype=torch.float32)
+        made.low, made.high = low, high
+        return made
+
+    __init__ = object.__init__
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __tensor_flatten__(self) -> Any:
+        return ["low", "high"], {"scale": 3}
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: Any) -> "Halves":
+        return Halves(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].low, args[0].high)
+        raise NotImplementedError(func)
+
+
+def test_packed_weights_are_kept_compared_or_refused(tmp_path: Path, run: Run) -> None:
+    numbers = torch.arange(4.0).reshape(2, 2)
+    paths = [tmp_path / f"{name}.pt" for name in "abc"]
+    for path, high in zip(paths, (numbers, numbers + 1), strict=False):
+        torch.save({"weight": Halves(numbers, high), "other": Halves(numbers + 5, high), "bias": numbers[0]}, path)
+    one, two, three = map(str, paths)
+    assert "weight 2x2 float32 (Halves) -" in " ".join(run("inspect", one)[1].split())
+    with torch.serialization.safe_globals([Halves]):
+        assert run("convert", one, three)[:2] == (0, f"{three}: 3 weights\n")
+        assert [run("diff", one, other)[0] for other in (one, two, three)] == [0, 1, 0]
+        target = str(tmp_path / "a.safetensors")
+        assert "holds plain tensors only, not weight, other" in run("convert", one, target)[2]
+        assert "Torch cannot convert weight" in run("convert", one, three, "--dtype", "float16", "--force")[2]
+        model = nn.Linear(2, 2)
+        with pytest.raises(CheckpointMismatchError, match="a tensor of the class Halves instead of a strided tensor"):
+            load_weights(model, one, strict=False)
+
+
+class Node:
+    """Stands for OmegaConf's DictConfig, which holds its values in ``_content``."""
+
+    def __init__(self, **content: Any) -> None:
+        self._content = content
+
+
+def test_inspect_lists_entries_and_hyperparameters_of_any_class(tmp_path: Path, run: Run) -> None:
+    path = str(tmp_path / "a.ckpt")
+    content = {**LIGHTNING, "seed": 7, "model_ema": WEIGHTS, "rest": [1], "where": tmp_path}
+    for hyperparameters in (Node(width=4), argparse.Namespace(width=4), AttributeDict(width=4)):
+        torch.save({**content, "hyper_parameters": hyperparameters}, path)
+        lines = run("inspect", path)[1].splitlines()
+        assert "  hyperparameters: width" in lines
+    assert "  seed: the value 7" in lines
+    assert "  rest: a list of 1, first the value 1" in lines
+    assert "  where: an object of the class pathlib.PosixPath" in lines
+    assert [line.partition(":")[0] for line in lines if " keys, " in line] == ["state_dict", "model_ema"]
+    summary = json.loads(run("inspect", path, "--json")[1])
+    assert summary["entries"]["state_dict"].startswith("a dictionary with weight, bias")
+
+
+def test_weights_beside_classes_are_converted_and_compared(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, target = str(tmp_path / "a b.pt"), str(tmp_path / "b.pt")
+    torch.save({"model": WEIGHTS, "hparams": {"data": tmp_path}}, path)
+    code, _, err = run("convert", path, target)
+    assert (code, os.path.exists(target)) == (1, False)
+    monkeypatch.chdir(tmp_path)
+    target, command = "weights.pt", err.rpartition("or: lightning-gpu-tools checkpoint ")[2]
+    assert run(*shlex.split(command))[1:] == (
+        f"{target}: 2 weights, left unread, as it takes code to open: pathlib.PosixPath\n",
+        "",
+    )
+    assert torch.load(target).keys() == WEIGHTS.keys()
+    assert run("diff", path, target)[:2] == (0, f"{path} and {target}: 2 weights are the same\n")
+
+
+def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Path, run: Run) -> None:
+    path, target = str(tmp_path / "a.pt"), str(tmp_path / "a.safetensors")
+    conjugate = torch.tensor([1 + 2j]).conj()
+    torch.save({"sparse": torch.eye(3).to_sparse(), "conjugate": conjugate}, path)
+    assert run("diff", path, path)[0] == 0
+    torch.save({"a": conjugate, "b": conjugate.conj()}, path)
+    assert run("diff", path, path)[0] == 0
+    assert run("convert", path, target)[0] == 0
+    assert {key: value.tolist() for key, value in read_checkpoint(target).items()} == {"a": [1 - 2j], "b": [1 + 2j]}
+    torch.save({"nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, path)
+    assert run("diff", path, path)[0] == 0
+    assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
+
+
+@given(data=st.data())
+def test_diff_tells_any_two_values_apart(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    from lightning_gpu_tools.checkpoints.compare import compare
+
+    def quantized(numbers: list[int]) -> torch.Tensor:
+        return torch.quantize_per_tensor(torch.tensor(numbers, dtype=torch.float32), 1.0, 0, torch.qint8)
+
+    # Longer than what repr() prints of a tensor, and closer than what it prints of a number.
+    spot = st.integers(0, 4095)
+    tensor = st.one_of(
+        st.builds(lambda at: torch.arange(4096) == at, spot),
+        st.builds(lambda at: torch.tensor(1 + at * 1e-6, dtype=torch.float64), spot),
+        st.builds(lambda at: torch.tensor(2**62 + at), spot),
+        st.builds(lambda at: torch.eye(4096)[at].to_sparse(), spot),
+        st.builds(lambda at: quantized([at % 100] * 2000), spot),
+    )
+    value = st.recursive(
+        st.one_of(tensor, st.integers(), st.floats(), st.text(), st.booleans(), st.none()),
+        lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+        max_leaves=4,
+    )
+    one, two = data.draw(value), data.draw(value)
+    folder = tmp_path_factory.getbasetemp()
+    for name, state in (("one", one), ("two", two)):
+        torch.save(OrderedDict(w=torch.ones(1), _extra_state=state), folder / f"{name}.pt")
+    assert compare(str(folder / "one.pt"), str(folder / "one.pt")).is_same
+    assert compare(str(folder / "one.pt"), str(folder / "two.pt")).is_same == (canonical(one) == canonical(two))
+
+
+def canonical(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        dense = value.dequantize() if value.is_quantized else value.to_dense()
+        return (str(value.dtype), tuple(value.shape), str(dense.tolist()))
+    if isinstance(value, dict):
+        return {key: canonical(item) for key, item in value.items()}
+    return [*map(canonical, value)] if isinstance(value, list) else (type(value), repr(value))
+
+
+def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
+    other = str(tmp_path / "other.pt")
+    weights = net.state_dict()
+    torch.save(weights, other)
+    code, out, _ = run("diff", last, other)
+    assert code == 0
+    assert "13 weights are the same" in out
+    assert 'names of the first: removed "_orig_mod." from 13 keys, removed "model."' in out
+    weights = {key: value.clone() for key, value in weights.items()}
+    weights["layers.0.weight"][1, 1] += 0.5
+    weights["layers.1.weight"][0, 0] = float("nan")
+    weights["layers.2.bias"] = torch.ones(7)
+    weights["norm.weight"] = weights["norm.weight"].half()
+    weights["extra"] = weights.pop("norm.bias")
+    torch.save(weights, other)
+    code, out, _ = run("diff", last, other)
+    assert code == 1
+    assert "only in the first: model.module._orig_mod.norm.bias" in out
+    assert "only in the second: extra" in out
+    found = json.loads(run("diff", last, other, "--json")[1])
+    seen = {(d["key"], d["what"]): d for d in found["differences"]}
+    assert seen["layers.0.weight", "values"]["largest"] == pytest.approx(0.5)
+    assert seen["layers.0.weight", "values"]["share"] == 1 / 16
+    assert seen["layers.1.weight", "values"]["largest"] is None
+    assert seen["layers.2.bias", "shape"]["detail"] == "4 and 7"
+    assert seen["norm.weight", "dtype"]["detail"] == "float32 and float16"
+    assert len(seen) == 4
+    assert found["same"] == 8
+
+
+def test_diff_exits_3_where_there_is_nothing_to_compare(last: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "empty.ckpt").touch()
+    code, out, err = run("diff", last, str(tmp_path / "empty.ckpt"))
+    assert (code, out) == (3, "")
+    assert "is empty" in err
+    torch.save({"elsewhere": torch.ones(1)}, tmp_path / "other.pt")
+    code, out, _ = run("diff", last, str(tmp_path / "other.pt"))
+    assert code == 1
+    assert "0 weights are the same" in out

@@ -1,16 +1,29 @@
-"""``checkpoint convert``: names, roots, precision, formats; what it cannot do, it refuses."""
+"""``checkpoint convert``: names, roots, wrappers, precision, formats; what it cannot do, it refuses."""
 
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from checkpoint_files import Tied, lightning_checkpoint, wrapped
+from checkpoint_files import TENSORS, Tied, lightning_checkpoint, wrapped
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from wrapped_models import compiled
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints import weights_files
+from lightning_gpu_tools.checkpoints.convert import Changes, convert
+from lightning_gpu_tools.checkpoints.rename_plan import clean_names
+from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.weights_files import write_content
+from lightning_gpu_tools.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -25,11 +38,6 @@ def test_convert_cleans_the_keys_and_keeps_the_rest(net: Tied, last: str, tmp_pa
     assert content["epoch"] == 3
     assert content["optimizer_states"][0]["state"][0]["exp_avg"].tolist() == [1] * 4
     assert content["state_dict"]._metadata["model.norm"] == {"version": 2}
-
-
-def test_convert_leaves_module_alone_unless_told(last: str, tmp_path: Path, run: Run) -> None:
-    run("convert", last, str(tmp_path / "a.ckpt"))
-    assert next(iter(torch.load(tmp_path / "a.ckpt")["state_dict"])) == "model.module.layers.0.weight"
 
 
 def test_convert_to_safetensors_and_back_loses_nothing_of_the_weights(
@@ -71,17 +79,6 @@ def test_tensors_of_any_size_and_type_go_through_safetensors(tmp_path: Path, run
             assert torch.equal(mine, theirs), key
 
 
-def test_convert_changes_precision_of_floating_point_only(last: str, tmp_path: Path, run: Run) -> None:
-    for suffix in ("ckpt", "safetensors"):
-        target = str(tmp_path / f"half.{suffix}")
-        assert run("convert", last, target, "--dtype", "bfloat16")[0] == 0
-        weights = read_checkpoint(target)
-        weights = weights.get("state_dict", weights)
-        dtypes = {key.rpartition(".")[2]: value.dtype for key, value in weights.items()}
-        assert dtypes["weight"] == torch.bfloat16
-        assert dtypes["num_batches_tracked"] == torch.int64
-
-
 def test_convert_gives_the_names_of_another_file(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
     torch.save(net.state_dict(), tmp_path / "plain.pt")
     target = str(tmp_path / "a.pt")
@@ -92,12 +89,6 @@ def test_convert_gives_the_names_of_another_file(net: Tied, last: str, tmp_path:
     assert code == 1
     assert "does not fit" in err
     assert list(torch.load(target)) == list(net.state_dict())
-
-
-def test_convert_adds_a_root(net: Tied, tmp_path: Path, run: Run) -> None:
-    torch.save(net.state_dict(), tmp_path / "a.pt")
-    run("convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--add-root", "net")
-    assert list(torch.load(tmp_path / "b.pt")) == [f"net.{key}" for key in net.state_dict()]
 
 
 def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
@@ -183,3 +174,146 @@ def test_convert_refuses_a_dtype_in_which_weights_would_become_infinite(tmp_path
     assert (code, (tmp_path / "b.pt").exists()) == (1, False)
     assert "values of norm.running_var are beyond the range of torch.float16" in err
     assert run(*arguments, "bfloat16")[0] == 0
+
+
+def bare_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def with_wrapper_inside() -> nn.Module:
+    return nn.ModuleDict({"body": nn.DataParallel(bare_net()), "head": nn.Linear(2, 1)})
+
+
+BARE = [*bare_net().state_dict()]
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "DataParallel": lambda: nn.DataParallel(bare_net()),
+    "compiled": lambda: nn.DataParallel(compiled(bare_net())),
+    "twice": lambda: nn.DataParallel(nn.DataParallel(bare_net())),
+    "averaged": lambda: AveragedModel(nn.DataParallel(bare_net())),
+}
+
+
+@pytest.mark.parametrize("entry", [None, "model"])
+@pytest.mark.parametrize("wrapping", WRAPPED)
+def test_the_target_loads_into_the_bare_model(
+    wrapping: str, entry: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights: Any = WRAPPED[wrapping]().state_dict()
+    source, target = str(tmp_path / "a.pt"), tmp_path / "b.pt"
+    torch.save({entry: weights, "epoch": 1} if entry else weights, source)
+    assert main(["checkpoint", "convert", source, str(target)]) == 0
+    said = capsys.readouterr().out
+    assert f'{len(BARE)} weights, removed "' in said
+    assert ("left out: n_averaged" in said) == (wrapping == "averaged")
+    content = torch.load(target)
+    bare_net().load_state_dict(content[entry] if entry else content)
+    assert main(["checkpoint", "convert", source, str(target), "--force", "--keep-prefix"]) == 0
+    content = torch.load(target)
+    assert all(key.startswith("module.") or key == "n_averaged" for key in (content[entry] if entry else content))
+
+
+def test_a_module_that_a_trainer_saved_is_an_attribute(tmp_path: Path) -> None:
+    weights = nn.ModuleDict({"module": bare_net()}).state_dict()
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": weights}, tmp_path / "a.ckpt")
+    assert main(["checkpoint", "convert", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 0
+    assert [*torch.load(tmp_path / "b.ckpt")["state_dict"]] == [*weights]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["b.pt", "--wrapper", "WRONG"], 1, "'WRONG' is no wrapper. No key begins with 'WRONG.module.'"),
+        (["b.pt", "--wrapper", "head"], 1, "That name is at: 'body'."),
+        (["b.pt", "--wrapper", "body", "--wrapper", ""], 1, "'' is no wrapper. No key begins with 'module.'"),
+        (["b.onnx"], 2, "b.onnx must end in .ckpt, .pt, .pth, .bin, .safetensors"),
+        (["b"], 2, "b must end in .ckpt"),
+    ],
+)
+def test_wrong_wrappers_and_endings_are_errors(
+    options: list[str], code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(with_wrapper_inside().state_dict(), tmp_path / "a.pt")
+    target, *rest = options
+    command = ["checkpoint", "convert", str(tmp_path / "a.pt"), str(tmp_path / target), *rest]
+    try:
+        ended = main(command)
+    except SystemExit as exit_:
+        ended = exit_.code  # type: ignore[assignment]
+    assert (ended, words in " ".join(capfd.readouterr().err.split())) == (code, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+segments = st.sampled_from(["module", "net", "0", "w"])
+keys = st.lists(st.lists(segments, min_size=1, max_size=4).map(".".join), min_size=1, max_size=5, unique=True)
+
+
+@given(keys=keys)
+def test_only_what_all_keys_begin_with_is_taken_off(keys: list[str]) -> None:
+    names: Mapping[str, str] = clean_names(keys, around_all=True)
+    assert len({*names.values()}) == len(keys) == len(names)
+    taken = {key.removesuffix(name) for key, name in names.items()}
+    assert len(taken) == 1
+    assert {*taken.pop().split(".")} <= {"module", ""}
+    assert not all(name.startswith("module.") for name in names.values())
+
+
+def described(value: torch.Tensor) -> Any:
+    return type(value), value.dtype, value.shape, value.requires_grad, value.tolist()
+
+
+@given(
+    weights=st.dictionaries(st.text(max_size=5), TENSORS, max_size=6),
+    also=st.sets(st.sampled_from(["part", "column", "parameter", "view"])),
+    versions=st.sampled_from([None, {}, {"": {"version": 1}, "a.b": {"version": 300}}, {"": {"note": torch.ones(1)}}]),
+    private_name=st.booleans(),
+)
+def test_torch_loads_the_weights_that_were_written(
+    weights: dict[str, torch.Tensor],
+    also: set[str],
+    versions: dict[str, Any] | None,
+    private_name: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    content: OrderedDict[str, Any] = OrderedDict(weights)
+    for key, value in weights.items():
+        kinds = {
+            "part": value[1:] if value.ndim else value,
+            "column": value[..., :1] if value.ndim else value,
+            "view": value.reshape(1, -1),
+            "parameter": torch.nn.Parameter(value, value.is_floating_point()),
+        }
+        content.update({f"{key} {kind}": kinds[kind] for kind in also})
+        content[f"{key} again"] = value
+    if versions is not None:
+        content._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    path = tmp_path_factory.getbasetemp() / "weights.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        if not private_name:
+            patch.setattr(weights_files, "_ARCHIVE", None)
+        write_content(content, str(path))
+    assert verify_checkpoint(str(path)).has_checksums
+    for mapped in (True, False):
+        loaded = torch.load(path, mmap=mapped, weights_only=True)
+        assert type(loaded) is OrderedDict
+        assert getattr(loaded, "_metadata", None) == versions
+        assert [*map(described, loaded.values())] == [*map(described, content.values())]
+        assert [*loaded] == [*content]
+        if private_name and not also & {"column", "parameter"}:  # torch.save writes whole storages
+            assert all(value.untyped_storage().nbytes() == value.nbytes for value in loaded.values())
+        assert all(loaded[f"{key} again"].data_ptr() == loaded[key].data_ptr() for key in weights)
+
+
+def test_progress_counts_the_bytes_of_the_weights(tmp_path: Path) -> None:
+    weights = OrderedDict((str(i), torch.full((i,), float(i))) for i in range(2000))
+    seen: list[int] = []
+
+    def begin(size_bytes: int) -> Callable[[int], object]:
+        seen.append(-size_bytes)
+        return seen.append
+
+    torch.save(weights, tmp_path / "weights.pt")
+    for target in ("a.pt", "a.safetensors"):
+        convert(str(tmp_path / "weights.pt"), str(tmp_path / target), Changes(), begin)
+        assert seen[0] == -sum(value.nbytes for value in weights.values())
+        assert sum(seen) == 0
+        seen.clear()

@@ -63,11 +63,6 @@ def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -
     assert divided["mig_instances"][0]["effective_free_bytes"] == 4 * 2**30
 
 
-def test_the_mask_hides_nothing(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu(), gpu()]
-    assert len(json.loads(run_cli("gpus", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)) == 2
-
-
 def test_a_driver_without_gpus_is_named(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:
     assert run_cli("gpus").stdout == "The NVIDIA driver lists no GPU.\n"
     assert not os.path.exists(str(claims_dir))

@@ -68,19 +68,12 @@ def test_too_few_gpus_give_reasons_and_exit_code_3(driver: Driver, pick: Pick, o
     assert "97 % busy, asked for at most 50 %" in lines[3]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [("library_missing", True, "Is the driver installed"), ("init_error", "DRIVER_NOT_LOADED", "modprobe")],
-)
-def test_without_a_usable_driver_the_exit_code_is_4(
-    driver: Driver, pick: Pick, field: str, value: object, words: str
-) -> None:
+def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) -> None:
     with driver.change():
-        setattr(driver, field, value)
+        driver.init_error = "DRIVER_NOT_LOADED"
     answer = pick()
     assert (answer.returncode, answer.out) == (4, "")
-    assert words in answer.err
-    assert "Traceback" not in answer.err
+    assert "modprobe" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,6 @@ def test_killing_the_wrapper_does_not_free_its_childrens_gpu(driver: Driver) -> 
         assert is_free()
 
 
-def test_killing_the_job_frees_the_gpu(driver: Driver) -> None:
-    driver.gpus = [gpu()]
-    with running("--exclusive", "--", "sh", "-c", "echo on; exec sleep 60") as job:
-        job.stdout.readline()
-        assert not is_free()
-        job.kill()
-        job.wait()
-        assert is_free()
-
-
 def test_the_jobs_own_claim_does_not_stand_in_its_way(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
     code = "from lightning_gpu_tools import select_gpus as s; print(*s().uuids, *s().uuids, *s().uuids)"

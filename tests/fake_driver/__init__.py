@@ -5,27 +5,12 @@ on every call and replaced atomically, so it can be changed while a program runs
 
     driver = Driver(tmp_path)
     driver.gpus = [gpu(memory_free="21GiB", utilization=90), gpu(processes=[process(pid=4711, memory="3GiB")])]
-    subprocess.run([sys.executable, ...], env=driver.env())
+    subprocess.run([sys.executable, ...], env={**os.environ, **driver.variables()})
     with driver.change():
         driver.gpus[0].lost = True
 """
 
 from fake_driver.library import VARIABLE, install, uninstall
-from fake_driver.state import GIB, Driver, Gpu, Link, MigInstance, Process, gpu, link, mig, process, size_bytes
+from fake_driver.state import GIB, Driver, gpu, link, mig, process
 
-__all__ = [
-    "GIB",
-    "VARIABLE",
-    "Driver",
-    "Gpu",
-    "Link",
-    "MigInstance",
-    "Process",
-    "gpu",
-    "install",
-    "link",
-    "mig",
-    "process",
-    "size_bytes",
-    "uninstall",
-]
+__all__ = ["GIB", "VARIABLE", "Driver", "gpu", "install", "link", "mig", "process", "uninstall"]

@@ -74,6 +74,7 @@ class Gpu:
     name: str = "NVIDIA H200"
     memory_total: int | None = 80 * GIB
     memory_free: int | None = 80 * GIB
+    memory_reserved: int = 0  # what the driver keeps; it is part of what is not free
     # Percent over time. The driver keeps one sample for each period, with the mean over that period.
     utilization: Series = 0.0
     sample_period_s: float = 1 / 6
@@ -113,15 +114,9 @@ def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "
     return Gpu(memory_total=size_bytes(memory_total), memory_free=size_bytes(free), **fields)
 
 
-@dataclass
-class Link:
-    gpus: tuple[int, int]  # positions in Driver.gpus
-    nvlink: bool | None = False
-
-
-def link(a: int, b: int, *, nvlink: bool | None = False) -> Link:
-    """How two GPUs, given by position, are joined; ``None`` is NOT_SUPPORTED."""
-    return Link(gpus=(a, b), nvlink=nvlink)
+def link(a: int, b: int, *, nvlink: bool | None = False) -> dict[str, Any]:
+    """How two GPUs, given by position in ``Driver.gpus``, are joined; ``None`` is NOT_SUPPORTED."""
+    return {"gpus": (a, b), "nvlink": nvlink}
 
 
 class Call(NamedTuple):
@@ -139,7 +134,7 @@ class Driver:
         self._calls = Path(folder) / "nvidia_driver_calls.log"
         self._calls.touch()
         self._gpus: list[Gpu] = []
-        self.links: list[Link] = []
+        self.links: list[dict[str, Any]] = []
         self.library_missing = False
         self.init_error: str | None = None  # for example DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, NO_PERMISSION
         self.missing_functions: list[str] = []  # what an older driver does not have
@@ -175,12 +170,8 @@ class Driver:
         self.now_s += seconds
         self._write()
 
-    def env(self, environ: Mapping[str, str] = os.environ, **more: str) -> dict[str, str]:
-        """The environment for a child process that shall see this driver."""
-        return {**environ, **self.variables(environ), **more}
-
     def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """What ``env()`` adds to an environment."""
+        """What the environment of a child process needs that is to see this driver."""
         site = str(Path(__file__).parent / "site")
         # This tree's package comes first, whatever is installed.
         path = [site, str(Path(__file__).parents[2]), environ.get("PYTHONPATH")]
@@ -220,7 +211,6 @@ class Driver:
                 instance.uuid = instance.uuid or f"MIG-{uuids.uuid5(uuids.NAMESPACE_OID, f'{card.uuid}/{slot}')}"
                 instance.gpu_instance = instance.gpu_instance or slot + 1
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        state["links"] = [dataclasses.asdict(joint) for joint in self.links]
         state["gpus"] = [
             # Sizes may have been assigned as text.
             dataclasses.asdict(dataclasses.replace(card, **_sizes(card)))

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_driver import GIB, gpu
@@ -43,6 +44,11 @@ def sampling(uuids, **options):
     return contextlib.closing(Sampler(uuids, **{"interval_s": 3600.0, **options}))
 
 
+def probing(read):
+    """Open a probe that reads like this."""
+    return lambda uuid, gpm: SimpleNamespace(read=read, close=lambda: None)
+
+
 def test_a_window_holds_what_happened_between_two_calls(clock):
     clock.gpus = [gpu(utilization=[(0, 20), (102, 80)], power_watts=200, memory_free="60GiB", sample_period_s=0.25)]
     uuid = clock.gpus[0].uuid
@@ -51,7 +57,9 @@ def test_a_window_holds_what_happened_between_two_calls(clock):
         clock.advance(4)
         window = reader.take(wait_s=TIMEOUT_S)[uuid]
         clock.advance(1)
-        after, whole = reader.take(wait_s=TIMEOUT_S)[uuid], reader.whole()[uuid]
+        reader.whole(wait_s=TIMEOUT_S)
+        assert reader.latest_percent == 80
+    after, whole = reader.take(wait_s=TIMEOUT_S)[uuid], reader.whole()[uuid]  # also when it is closed
     assert window.utilization_mean_percent == pytest.approx(50, abs=4)
     assert (window.utilization_p5_percent, window.utilization_p95_percent) == (20, 80)
     assert window.utilization_observed_s == pytest.approx(4, abs=0.3)
@@ -77,15 +85,11 @@ def test_the_thread_polls_at_once_and_at_intervals(driver):
     driver.gpus = [gpu(utilization=40)]
     polls = threading.Semaphore(0)
 
-    class CountingProbe:
-        def read(self) -> GpuSample:
-            polls.release()
-            return GpuSample(uuid="GPU-a", time_s=0.0)
+    def read() -> GpuSample:
+        polls.release()
+        return GpuSample(uuid="GPU-a", time_s=0.0)
 
-        def close(self) -> None:
-            pass
-
-    with sampling(["GPU-a"], interval_s=0.01, open_probe=lambda uuid, gpm: CountingProbe()):
+    with sampling(["GPU-a"], interval_s=0.01, open_probe=probing(read)):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
@@ -106,27 +110,6 @@ def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
     assert validation.utilization_mean_percent == pytest.approx(10, abs=3)
     assert (training.duration_s, validation.duration_s) == (pytest.approx(3), pytest.approx(3))
     assert (training.energy_joules, validation.energy_joules) == (pytest.approx(300), pytest.approx(300))
-
-
-def test_the_latest_utilization_is_the_mean_of_the_gpus(clock):
-    clock.gpus = [gpu(utilization=80), gpu(utilization=20)]
-    with sampling([card.uuid for card in clock.gpus]) as reader:
-        reader.take(wait_s=TIMEOUT_S)
-        assert reader.latest_percent is None
-        clock.advance(1)
-        reader.take(wait_s=TIMEOUT_S)
-        assert reader.latest_percent == 50
-
-
-def test_what_was_collected_can_be_taken_after_closing(clock):
-    clock.gpus = [gpu(power_watts=100)]
-    uuid = clock.gpus[0].uuid
-    with sampling([uuid]) as reader:
-        reader.take(wait_s=TIMEOUT_S)
-        clock.advance(1)
-        reader.whole(wait_s=TIMEOUT_S)
-    assert reader.take(wait_s=TIMEOUT_S)[uuid].energy_joules == pytest.approx(100)
-    assert reader.timelines(uuid)["power_watts"]
 
 
 def test_a_timeline_covers_the_run(clock):
@@ -152,22 +135,9 @@ def test_without_a_driver_sampling_is_refused(driver):
         Sampler(["GPU-a"])
 
 
-@pytest.mark.parametrize("interval_s", [0, -1.0, float("nan")])
-def test_an_interval_must_be_positive(interval_s):
-    with pytest.raises(ValueError, match="interval_s must be positive, got"):
-        Sampler(["GPU-a"], interval_s=interval_s)
-
-
 def test_a_bug_in_the_thread_is_reported_and_raises_nothing():
-    class BrokenProbe:
-        def read(self) -> GpuSample:
-            raise ZeroDivisionError("a bug")
-
-        def close(self) -> None:
-            pass
-
     started_s = time.monotonic()
-    with sampling(["GPU-a"], open_probe=lambda uuid, gpm: BrokenProbe()) as reader:
+    with sampling(["GPU-a"], open_probe=probing(lambda: 1 // 0)) as reader:
         window = reader.take(wait_s=TIMEOUT_S)["GPU-a"]
     assert isinstance(reader.failure, ZeroDivisionError)
     assert window.duration_s == 0
@@ -178,15 +148,11 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(sampler, "_TIMEOUT_S", 0.05)
     release = threading.Event()
 
-    class HangingProbe:
-        def read(self) -> GpuSample:
-            release.wait(TIMEOUT_S)
-            return GpuSample(uuid="GPU-a", time_s=1.0)
+    def read() -> GpuSample:
+        release.wait(TIMEOUT_S)
+        return GpuSample(uuid="GPU-a", time_s=1.0)
 
-        def close(self) -> None:
-            pass
-
-    reader = Sampler(["GPU-a"], open_probe=lambda uuid, gpm: HangingProbe())
+    reader = Sampler(["GPU-a"], open_probe=probing(read))
     assert reader.take(wait_s=0.05)["GPU-a"].duration_s == 0
     (thread,) = sampling_threads()
     reader.close()

@@ -15,7 +15,7 @@ from loader_switching import (
     ITEMS,
     LOADERS,
     Drawing,
-    DrawsAlways,
+    Items,
     SwitchAt,
     Wrapping,
     arguments,
@@ -99,44 +99,8 @@ def test_spawned_workers_deliver_the_same(tmp_path: Path) -> None:
     assert_equal(ours, train(loader("fork"), folder=tmp_path, max_epochs=1))
 
 
-def test_a_sampler_that_draws_during_the_epoch_is_an_obstacle(tmp_path: Path) -> None:
-    switch = SwitchAt(0, 4, settings(0))
-    train(DataLoader(ITEMS, 3, sampler=DrawsAlways()), switch, folder=tmp_path)
-    (obstacle,) = switch.obstacles
-    assert obstacle is not None
-    assert "its sampler draws random numbers during the epoch" in obstacle
-
-
-class Cache(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self) -> None:
-        self.known: dict[int, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return 26
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.known.setdefault(index, torch.full((4,), float(index)))
-
-
-class OwnGenerator(Cache):
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(1)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(4, generator=self.generator)
-
-
-@pytest.mark.parametrize("dataset", [Cache(), OwnGenerator()])
-def test_a_dataset_that_changes_while_it_is_used_is_an_obstacle(tmp_path: Path, dataset: Any) -> None:
-    switch = SwitchAt(0, 4, settings(0))
-    train(DataLoader(dataset, 3), switch, folder=tmp_path)
-    (obstacle,) = switch.obstacles
-    assert obstacle is not None
-    assert "its dataset changes while it is used" in obstacle
-
-
 def test_living_workers_learn_what_changes_between_epochs(tmp_path: Path) -> None:
-    class Epochs(Cache):
+    class Epochs(Items):
         epoch = -1.0
 
         def __getitem__(self, index: int) -> torch.Tensor:

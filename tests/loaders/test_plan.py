@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_runs import GIB, NO_WORKERS, a_host
 
 from lightning_gpu_tools import LoaderSettings
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_trials import LoaderTrial
-from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders.plan import (
     LoaderCase,
     Step,
@@ -25,18 +25,16 @@ from lightning_gpu_tools.loaders.plan import (
     why_no_search,
 )
 
-GIB = 2**30
-NONE = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
-HOST = HostBudget(cores=8.0, memory_available_bytes=64 * GIB, shm_free_bytes=64 * GIB)
+HOST = a_host(8.0)
 
 
 def workers(count: int, prefetch: int = 2) -> LoaderSettings:
-    return replace(NONE, num_workers=count, prefetch_factor=prefetch if count else None)
+    return replace(NO_WORKERS, num_workers=count, prefetch_factor=prefetch if count else None)
 
 
 def case(load_s: float = 0.04, step_s: float = 0.01, **changes: object) -> LoaderCase:
     made = LoaderCase(
-        original=NONE,
+        original=NO_WORKERS,
         cost=LoadCost(wall_s=load_s, cpu_s=0.0),
         step=StepCost(wall_s=step_s),
         host=HOST,

@@ -129,10 +129,9 @@ class Hanging(Samples):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_items_that_hang_end_the_search_within_its_budget(workers: int) -> None:
+def test_items_that_hang_end_the_search_within_its_budget() -> None:
     began_s = time.monotonic()
-    result = find_loader_settings(DataLoader(Hanging(9), num_workers=workers), 0.01, budget_s=2)
+    result = find_loader_settings(DataLoader(Hanging(9), num_workers=3), 0.01, budget_s=2)
     assert time.monotonic() - began_s < 3  # torch alone takes 5 s more for each worker
     assert "timed out" in result.reason
     assert not multiprocessing.active_children()

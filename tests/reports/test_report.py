@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_report import FINDING, REPORT
+from sample_report import FINDING, GIB, REPORT
 
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
+from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
@@ -43,7 +44,19 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
-    assert lines[-1].startswith("└─ unexplained")
+    assert lines[-11:] == [
+        "└─ unexplained                                  200 ms   0.5 %    246 us/step",
+        "What the 60.0 GiB in use on GPU 3 are (98 % explained); 80.0 GiB are free",
+        "├─ tensors at their peak                      34.0 GiB  56.7 %",
+        "│  ├─ activations and temporaries             30.0 GiB  50.0 %",
+        "│  └─ parameters                              4.00 GiB   6.7 %",
+        "├─ allocator cache                            5.00 GiB   8.3 %",
+        "│  └─ reusable                                5.00 GiB   8.3 %",
+        "├─ other processes                            20.0 GiB  33.3 %",
+        "│  └─ ada: python (PID 4711)                  20.0 GiB  33.3 %",
+        "└─ unexplained                                1.00 GiB   1.7 %",
+        "In tensors: 5.00 GiB when a step begins, 30.0 GiB after forward, at the peak 34.0 GiB (backward).",
+    ]
 
 
 def test_a_field_of_a_later_version_is_ignored() -> None:
@@ -161,12 +174,16 @@ def test_a_large_job_has_a_report_of_80_lines() -> None:
     names = [f"{group}/Name{i}" for group in ("callback", "logging", "training_step") for i in range(50)]
     broken = replace(gpus[63], errors=("Xid 31 (memory page fault)",))
     phase_s = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)}
-    report = replace(REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=40.0, gpu_step_s=phase_s)
+    others = tuple(OtherProcess(pid=pid, used_bytes=GIB) for pid in range(9))
+    account = replace(REPORT.memory[0], parts_bytes=dict.fromkeys(PARTS, GIB), others=others)
+    report = replace(
+        REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=40.0, gpu_step_s=phase_s, memory=(account,) * 64
+    )
     lines = render_text(report).splitlines()
     assert len(lines) <= 80
     assert "56 more GPUs are in gpu_report.json." in lines
     assert any("ERRORS: Xid 31" in line for line in lines)
-    assert sum("43 others" in line and "43 s" in line for line in lines) == 3
+    assert sum("45 others" in line and "45 s" in line for line in lines) == 3
 
 
 def test_a_part_of_the_step_is_a_line_from_two_percent_on() -> None:

@@ -169,25 +169,20 @@ def test_waiters_are_in_the_order_in_which_they_came(path: Path) -> None:
     assert list(path.iterdir()) == []
 
 
-def count_together(path: Path) -> int:
-    """What four processes count up to that have the ledger to themselves for each of 20 steps."""
+def test_only_one_at_a_time_has_the_ledger(path: Path) -> None:
+    counter = path.with_name("counter")
+    counter.write_text("0")
     script = f"""
 from pathlib import Path
 from lightning_gpu_tools.selection.claims import open_ledger
-counter = Path({str(path.parent / "counter")!r})
+counter = Path({str(counter)!r})
 for _ in range(20):
     with open_ledger({str(path)!r}):
-        value = int(counter.read_text())
-        counter.write_text(str(value + 1))
+        counter.write_text(str(int(counter.read_text()) + 1))
 """
-    (path.parent / "counter").write_text("0")
     children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
-    return int((path.parent / "counter").read_text())
-
-
-def test_only_one_at_a_time_has_the_ledger(path: Path) -> None:
-    assert count_together(path) == 80
+    assert counter.read_text() == "80"
 
 
 @pytest.mark.skipif(not Path("/usr/bin/systemd-tmpfiles").exists(), reason="the cleaner of /tmp is not installed")

@@ -137,22 +137,6 @@ def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
         select_gpus()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"count": 0}, "count must be an integer of at least 1, got 0"),
-        ({"count": -1}, "count must be an integer of at least 1, got -1"),
-        ({"min_free": "8 bananas"}, "min_free must be a number of bytes or a size like \"8GiB\".*got '8 bananas'"),
-        ({"min_free": -1}, "min_free must be .*got -1"),
-        ({"max_utilization": 101}, "max_utilization must be a percentage between 0 and 100, got 101"),
-        ({"wait": "soon"}, "wait must be .*got 'soon'"),
-    ],
-)
-def test_wrong_arguments_are_quoted_before_the_driver_is_asked(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        select_gpus(**arguments)  # type: ignore[arg-type]
-
-
 def test_apply_shows_this_process_and_its_children_the_gpus(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="20GiB"), gpu(memory_free="30GiB")]
     selection = select_gpus(2, exclusive=True)
@@ -232,20 +216,26 @@ def test_many_processes_at_once_never_share_an_exclusive_gpu(driver: Driver) -> 
     assert answers == {"refused": 4, **dict.fromkeys(uuids(driver, *range(4)), 1)}
 
 
+def compile_libcuda(folder: Path, source: str) -> str:
+    (folder / "cuda.c").write_text(source)
+    library = str(folder / "libcuda.so.1")
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "cuda.c"), "-o", library]
+    subprocess.run(command, check=True)
+    return library
+
+
 def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
     """torch.cuda.is_available() can start CUDA without torch noting it; the library itself knows."""
-    source = tmp_path / "cuda.c"
-    source.write_text(
+    library = compile_libcuda(
+        tmp_path,
         "static int on; int cuInit(int f) { on = 1; return 0; }"
-        "int cuDeviceGetCount(int *n) { *n = 1; return on ? 0 : 3; }"
+        "int cuDeviceGetCount(int *n) { *n = 1; return on ? 0 : 3; }",
     )
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
     code = f"""
 import ctypes
 from lightning_gpu_tools.selection.cuda import is_initialized
 print(is_initialized())
-cuda = ctypes.CDLL({str(library)!r})
+cuda = ctypes.CDLL({library!r})
 print(is_initialized())
 cuda.cuInit(0)
 print(is_initialized())
@@ -260,20 +250,18 @@ def test_numbers_on_different_products_follow_cudas_own_order(
     driver.gpus = [gpu(name="Tesla K80"), gpu(name="NVIDIA H200"), gpu(name="NVIDIA T400")]
     fastest_first = [driver.gpus[index].uuid for index in (1, 0, 2)]
     rows = ",".join("{" + ",".join(f"0x{b:02x}" for b in UUID(name[4:]).bytes) + "}" for name in fastest_first)
-    source = tmp_path / "cuda.c"
-    source.write_text(f"""
+    source = f"""
 #include <string.h>
 static unsigned char uuids[3][16] = {{{rows}}};
 int cuInit(int flags) {{ return 0; }}
 int cuDeviceGetCount(int *count) {{ *count = 3; return 0; }}
 int cuDeviceGet(int *device, int ordinal) {{ *device = ordinal; return 0; }}
 int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); return 0; }}
-""")
+"""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     with pytest.raises(LightningGpuToolsError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs"):
         select_gpus(2)
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    compile_libcuda(tmp_path, source)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert indices(select_gpus(2)) == [2, 1]
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

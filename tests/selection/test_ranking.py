@@ -15,6 +15,7 @@ from lightning_gpu_tools.selection.request import Request
 
 GIB = 2**30
 MIB = 2**20
+OWN = 4711  # a process of the job itself
 
 
 def gpu(index: int, free: int | None = 40 * GIB, utilization: float | None = 0.0, **fields: Any) -> GpuReading:
@@ -62,39 +63,42 @@ def test_tiers_come_before_memory(first: Any, second: Any, claimed: list[str], e
     assert order(rank(gpus, tuple(map(claim, claimed)))) == expected
 
 
-def test_claimed_memory_that_is_not_used_yet_is_not_free() -> None:
-    ranking = rank([gpu(0, free=40 * GIB)], (claim("GPU-0", kind="memory", memory=30 * GIB),), min_free=16 * GIB)
-    assert reasons(ranking) == "GPU 0 (GPU-0): 10.0 GiB free (30.0 GiB more are claimed), asked for 16.0 GiB"
+@pytest.mark.parametrize(
+    ("free", "used", "process_ids", "effective"),
+    [
+        pytest.param(40, 20, {11, 12}, 30, id="what is used already does not count twice"),
+        pytest.param(40, 20, {99}, 10, id="not of this job"),
+        pytest.param(10, 50, {11}, 10, id="more than was claimed gives nothing back"),
+    ],
+)
+def test_claimed_memory_is_not_free_until_it_is_used(
+    free: int, used: int, process_ids: set[int], effective: int
+) -> None:
+    running = GpuProcess(pid=11, memory_used_bytes=used * GIB), GpuProcess(pid=12)
+    holder = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset(process_ids))
+    assert effective_free_bytes(gpu(0, free=free * GIB, processes=running), [holder]) == effective * GIB
 
 
-def test_claimed_memory_that_is_used_already_does_not_count_twice() -> None:
-    reading = gpu(0, free=40 * GIB, processes=(GpuProcess(pid=11, memory_used_bytes=20 * GIB), GpuProcess(pid=12)))
-    holder = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({11, 12}))
-    assert effective_free_bytes(reading, [holder]) == 30 * GIB
-    stranger = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({99}))
-    assert effective_free_bytes(reading, [stranger]) == 10 * GIB
-
-
-def test_using_more_than_claimed_gives_nothing_back() -> None:
-    reading = gpu(0, free=10 * GIB, processes=(GpuProcess(pid=11, memory_used_bytes=50 * GIB),))
-    holder = claim("GPU-0", kind="memory", memory=30 * GIB, process_ids=frozenset({11}))
-    assert effective_free_bytes(reading, [holder]) == 10 * GIB
-
-
-@pytest.mark.parametrize(("missing", "passes"), [(0, True), (1, False)], ids=["exact", "one-byte-short"])
-def test_min_free_is_a_limit_to_the_byte(missing: int, passes: bool) -> None:
-    assert bool(rank([gpu(0, free=8 * GIB - missing)], min_free=8 * GIB).candidates) is passes
-
-
-@pytest.mark.parametrize(("utilization", "passes"), [(50.0, True), (50.1, False), (None, False)])
-def test_max_utilization_is_a_limit_that_unknown_does_not_pass(utilization: float | None, passes: bool) -> None:
-    assert bool(rank([gpu(0, utilization=utilization)], max_utilization=50).candidates) is passes
+@pytest.mark.parametrize(
+    ("reading", "requirements"),
+    [
+        pytest.param(gpu(0, free=8 * GIB), {"min_free": 8 * GIB}, id="to the byte"),
+        pytest.param(gpu(0, utilization=50.0), {"max_utilization": 50}, id="to the percent"),
+        pytest.param(gpu(0, processes=(GpuProcess(pid=7, graphics_only=True),)), {"exclusive": True}, id="a desktop"),
+        pytest.param(gpu(0, processes=(GpuProcess(pid=OWN),)), {"exclusive": True}, id="the own process"),
+        pytest.param(gpu(0, compute_mode="exclusive_process"), {}, id="an unused GPU in exclusive mode"),
+    ],
+)
+def test_what_just_meets_a_requirement_can_be_used(reading: GpuReading, requirements: dict[str, Any]) -> None:
+    assert order(rank_gpus([reading], (), Request(**requirements), own_process_ids={OWN})) == [0]
 
 
 @pytest.mark.parametrize(
     ("reading", "requirements", "words"),
     [
         (gpu(2, free=4 * GIB), {"min_free": 8 * GIB}, "4.00 GiB free, asked for 8.00 GiB"),
+        (gpu(2, free=8 * GIB - 1), {"min_free": 8 * GIB}, "free, asked for 8.00 GiB"),
+        (gpu(2, utilization=50.1), {"max_utilization": 50}, "50 % busy, asked for at most 50 %"),
         (gpu(2, free=None), {"min_free": 8 * GIB}, "does not report its free memory"),
         (gpu(2, utilization=97.4), {"max_utilization": 20}, "97 % busy, asked for at most 20 %"),
         (gpu(2, utilization=None), {"max_utilization": 20}, "does not report its utilization"),
@@ -131,16 +135,9 @@ def test_a_rejection_gives_all_reasons_at_once() -> None:
 def test_exclusive_needs_a_gpu_that_nobody_claims(kind: Any) -> None:
     reading = gpu(0)
     assert rank([reading], exclusive=True).candidates
-    assert "alice (pid 4182)" in reasons(rank([reading], (claim("GPU-0", kind=kind, memory=1),), exclusive=True))
-
-
-def test_nobody_gets_a_gpu_that_is_claimed_exclusively() -> None:
-    ranking = rank([gpu(0)], (claim("GPU-0", kind="exclusive"),))
-    assert reasons(ranking) == "GPU 0 (GPU-0): claimed exclusively by alice (pid 4182)"
-
-
-def test_a_desktop_does_not_stand_in_the_way_of_exclusive() -> None:
-    assert rank([gpu(0, processes=(GpuProcess(pid=7, graphics_only=True),))], exclusive=True).candidates
+    claims = (claim("GPU-0", kind=kind, memory=1),)
+    assert "alice (pid 4182)" in reasons(rank([reading], claims, exclusive=True))
+    assert bool(rank([reading], claims).candidates) is (kind != "exclusive")
 
 
 def test_what_someone_waits_for_is_kept_for_them() -> None:
@@ -167,15 +164,6 @@ def test_what_would_do_once_others_have_left() -> None:
     lost, small, silent = gpu(1, error="lost"), gpu(2, memory_total_bytes=4 * GIB), gpu(3, utilization=None)
     asked = Request(min_free=8 * GIB, max_utilization=5, exclusive=True)
     assert attainable([full, lost, small, silent], asked) == ("GPU-0",)
-
-
-def test_the_own_process_does_not_prevent_exclusive() -> None:
-    reading = gpu(0, processes=(GpuProcess(pid=7),))
-    assert rank_gpus([reading], (), Request(exclusive=True), own_process_ids={7}).candidates
-
-
-def test_an_unused_gpu_in_exclusive_compute_mode_can_be_used() -> None:
-    assert order(rank([gpu(0, compute_mode="exclusive_process")])) == [0]
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,6 @@ def test_a_list_shows_what_cuda_shows(value: str | None, indices: list[int]) -> 
     assert [gpu.index for gpu in visible_gpus(FOUR, value, None, never_asked)] == indices
 
 
-def test_numbers_on_different_products_follow_cudas_own_order() -> None:
-    mixed = machine("GPU-old", "GPU-fast", "GPU-slow", names=("K80", "H100", "T400"))
-    seen = visible_gpus(mixed, "0,2", None, lambda: ["GPU-fast", "GPU-old", "GPU-slow"])
-    assert [gpu.uuid for gpu in seen] == ["GPU-fast", "GPU-slow"]
-
-
 @pytest.mark.parametrize(("value", "order"), [("0,2", "PCI_BUS_ID"), ("GPU-old,GPU-slow", None)])
 def test_cudas_own_order_is_only_asked_where_it_matters(value: str, order: str | None) -> None:
     mixed = machine("GPU-old", "GPU-fast", "GPU-slow", names=("K80", "H100", "T400"))

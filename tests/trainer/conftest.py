@@ -1,8 +1,16 @@
-"""Trainings without the extra ``plot``, but where the picture is asked for."""
+"""Trainings without the extra ``plot``, but where the picture is asked for; and Trainers on the fake driver's GPUs."""
 
 import sys
 
+import cpu_as_cuda
 import pytest
+from fake_driver import Driver, gpu
+from trainings import HandClock
+
+
+@pytest.fixture
+def time() -> HandClock:
+    return HandClock()
 
 
 @pytest.fixture
@@ -14,3 +22,11 @@ def pictures() -> None:
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "pictures" not in request.fixturenames:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
+def cuda(driver: Driver, claims_dir: object, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Four idle GPUs; the higher the number, the more free memory."""
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
+    cpu_as_cuda.install(monkeypatch.setattr)
+    return driver

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
@@ -150,22 +149,6 @@ def test_dictionaries_that_are_no_trainers_come_back_as_they_were(tmp_path: Path
         model = back.get("model", back)
         assert all(torch.equal(model[key], bare[key]) for key in bare if key in model)
         assert getattr(model, "_metadata", None) == (bare._metadata if model else None)
-
-
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_fabric_saves_and_loads_through_the_plugin(wrapping: str, tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", plugins=[PortableCheckpointIO()])
-    net = WRAPPINGS[wrapping](make_net())
-    optimizer = torch.optim.Adam(net.parameters())
-    net(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    fabric.save(tmp_path / "a.ckpt", {"model": net, "optimizer": optimizer, "step": 7})
-    other = WRAPPINGS[wrapping](make_net())
-    second = torch.optim.Adam(other.parameters())
-    rest = fabric.load(tmp_path / "a.ckpt", {"model": other, "optimizer": second})
-    assert rest["step"] == 7
-    assert same(net, other)
-    assert torch.equal(second.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
 def test_optimizer_states_by_name_are_renamed_both_ways(tmp_path: Path) -> None:

@@ -15,16 +15,6 @@ from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHook
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
-HEAVY = (
-    "torch",
-    "lightning",
-    "pynvml",
-    "rich",
-    "lightning_gpu_tools.trainer.checkpoint_plugin",
-    "lightning_gpu_tools.trainer.gpu_utilization_monitor",
-)
-
-
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
 
@@ -45,17 +35,6 @@ def quiet_trainer(
         enable_progress_bar=False,
         max_epochs=1,
     )
-
-
-def test_a_program_without_the_package_imports_nothing_heavy(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    program = (
-        "import sys; from lightning_gpu_tools.trainer.entry_points import callbacks_factory; "
-        f"print(callbacks_factory(), [name for name in {HEAVY} if name in sys.modules])"
-    )
-    for env in ({"LIGHTNING_GPU_TOOLS": None}, {"LIGHTNING_GPU_TOOLS": "advise", "LIGHTNING_GPU_TOOLS_DISABLE": "1"}):
-        assert run_python("-c", program, env=env).stdout.strip() == "[] []"
 
 
 TRAIN = """
@@ -200,12 +179,3 @@ def test_two_trainers_with_one_list_of_callbacks_report_once_each(
         trainer.fit(trainings.Model(), trainings.loader(trainings.Samples(3)))
         assert ours(trainer).count("GPUUtilizationMonitor") == fit
         assert capfd.readouterr().out.count("Verdict") == 1
-
-
-def test_zero_code_mode_never_costs_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
-    # What a broken installation does: importing the module fails.
-    monkeypatch.setitem(sys.modules, "lightning_gpu_tools.trainer.gpu_utilization_advisor", None)
-    with pytest.warns(UserWarning, match="LIGHTNING_GPU_TOOLS=advise has no effect: .*gpu_utilization_advisor"):
-        trainer = quiet_trainer()
-    assert "GPUUtilizationMonitor" not in ours(trainer)

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from trainings import Boom, Model, Raise, Samples, Stream, burn, loader, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, Stream, Tunable, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.runs import session
@@ -45,20 +45,6 @@ class Watch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self.clock = FitSession.of(trainer).clock
-
-
-class Tunable(Model):
-    """A model that tuners can change, on loaders of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_size, self.lr = 1, 1e-6
-
-    def train_dataloader(self) -> Any:
-        return loader(Samples(STEPS), batch_size=self.batch_size)
-
-    def val_dataloader(self) -> Any:
-        return loader(Samples(4))
 
 
 class Manual(Model):

@@ -20,30 +20,14 @@ from trainings import (
     Spending,
     SpendingLogger,
     Stream,
+    Watch,
     loader,
     quiet_trainer,
 )
 
 from lightning_gpu_tools.trainer import compat, fit_timer
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
-
-
-class Watch(Callback):
-    """Holds a step clock that runs on the test's time."""
-
-    def __init__(self, time: HandClock) -> None:
-        self.time = time
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock(self.time)
-        self.timer = FitTimer(trainer, self.clock)
-
-
-@pytest.fixture
-def time() -> HandClock:
-    return HandClock()
 
 
 def watched_fit(
@@ -322,7 +306,7 @@ def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
     assert (first.steps, second.steps) == (3, 4)
 
 
-def test_a_fit_that_never_ended_leaves_nothing_behind(time: HandClock, tmp_path: Path) -> None:
+def test_a_fit_that_never_ended_leaves_nothing_behind(tmp_path: Path) -> None:
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             self.clock = FitSession.of(trainer).clock

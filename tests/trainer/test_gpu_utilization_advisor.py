@@ -1,7 +1,6 @@
 """The advisor in real trainings on the CPU, where the loader, a callback or nothing is slow."""
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,9 @@ import pytest
 import torch
 from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, Trainer
-from torch.utils.data import DataLoader
 from trainings import Boom, HandClock, Model, Raise, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, LowGPUUtilizationWarning, load_report
-from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.runs import session
-from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 90
 
@@ -26,59 +21,28 @@ class SlowCallback(Callback):
         time.sleep(0.004)
 
 
-def train(
-    folder: Path,
-    advisor: GPUUtilizationAdvisor,
-    train_loader: DataLoader[torch.Tensor],
-    model: Model,
-    *others: Callback,
-) -> tuple[Diagnosis, list[str]]:
-    """Train and return the diagnosis and the advisor's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet_trainer(folder, callbacks=[advisor], max_epochs=2).fit(model, train_loader)
-    assert advisor.diagnosis is not None
-    return advisor.diagnosis, [str(w.message) for w in caught if w.category is LowGPUUtilizationWarning]
-
-
-def short_advisor(**options: Any) -> GPUUtilizationAdvisor:
-    return GPUUtilizationAdvisor(**{"min_seconds": 0.1, **options})
-
-
 def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> None:
-    slow = loader(Samples(STEPS, time.sleep, 0.004))
-    diagnosis, warned = train(tmp_path, short_advisor(), slow, Model())
-    assert diagnosis.verdict == "low"
-    finding = diagnosis.findings[0]
+    advisor = GPUUtilizationAdvisor(min_seconds=0.1)
+    with pytest.warns(LowGPUUtilizationWarning) as warned:
+        quiet_trainer(tmp_path, callbacks=[advisor], max_epochs=2).fit(
+            Model(), loader(Samples(STEPS, time.sleep, 0.004))
+        )
+    assert advisor.diagnosis is not None
+    assert advisor.diagnosis.verdict == "low"
+    finding = advisor.diagnosis.findings[0]
     assert finding.cause == "data_loading"
     assert finding.evidence["kind"] == "too_few_workers"
     assert 0.5 < finding.share < 1
     assert 1.05 < finding.ceiling <= 1 / (1 - finding.share)
     assert finding.evidence["wait_ms_per_step"] >= 4
-    (message,) = warned
+    (message,) = [str(one.message) for one in warned if one.category is LowGPUUtilizationWarning]
     for words in ("(now 0)", "num_workers=", "prefetch_factor=2", "persistent_workers=True", "pin_memory=False"):
         assert words in message
 
 
-@pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    """The clock of the fit, which moves only by what a test spends."""
-    clock = HandClock()
-    monkeypatch.setattr(session, "StepClock", lambda: StepClock(clock))
-    return clock
-
-
-def test_a_slow_step_is_not_the_loaders_fault(tmp_path: Path, hand: HandClock) -> None:
-    slow = Model(hand.spend, step_s=0.04)
-    diagnosis, warned = train(tmp_path, short_advisor(min_steps=20), loader(Samples(35)), slow)
-    assert diagnosis.verdict == "healthy"
-    assert diagnosis.findings == ()
-    assert warned == []
-
-
 @pytest.mark.parametrize("slow_first", [True, False])
 def test_a_slow_callback_is_named_wherever_it_comes(tmp_path: Path, slow_first: bool) -> None:
-    advisor, slow = short_advisor(), SlowCallback()
+    advisor, slow = GPUUtilizationAdvisor(min_seconds=0.1), SlowCallback()
     callbacks = [slow, advisor] if slow_first else [advisor, slow]
     with pytest.warns(LowGPUUtilizationWarning, match="The callback SlowCallback takes"):
         quiet_trainer(tmp_path, callbacks=callbacks, max_epochs=2).fit(Model(), loader(Samples(STEPS)))
@@ -87,16 +51,8 @@ def test_a_slow_callback_is_named_wherever_it_comes(tmp_path: Path, slow_first: 
     assert advisor.diagnosis.findings[0].evidence["name"] == "SlowCallback"
 
 
-def test_a_short_run_is_not_judged(tmp_path: Path) -> None:
-    slow = loader(Samples(20, time.sleep, 0.004))
-    diagnosis, warned = train(tmp_path, GPUUtilizationAdvisor(), slow, Model())
-    assert diagnosis.verdict == "too_short"
-    assert "at least 50 are needed" in diagnosis.why
-    assert warned == []
-
-
 def test_a_run_that_fails_is_judged_by_what_it_did(tmp_path: Path) -> None:
-    advisor = short_advisor(min_steps=20)
+    advisor = GPUUtilizationAdvisor(min_steps=20, min_seconds=0.1)
     with pytest.warns(LowGPUUtilizationWarning, match="Waiting for data"), pytest.raises(Boom):
         quiet_trainer(tmp_path, callbacks=[advisor, Raise(at_step=70)]).fit(
             Model(), loader(Samples(STEPS, time.sleep, 0.004))
@@ -112,10 +68,12 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             seen.append(advisor.diagnosis)
 
-    advisor = short_advisor()
+    advisor = GPUUtilizationAdvisor()
     assert advisor.diagnosis is None
     quiet_trainer(tmp_path, callbacks=[Ask(), advisor]).fit(Model(), loader(Samples(5)))
     assert [diagnosis.verdict for diagnosis in seen if diagnosis] == ["too_short"] * 5
+    assert advisor.diagnosis is not None
+    assert "at least 50 are needed" in advisor.diagnosis.why
 
 
 @pytest.mark.parametrize(
@@ -145,7 +103,7 @@ def test_a_step_is_profiled_on_request(driver: Driver, tmp_path: Path, monkeypat
 
     driver.gpus = [gpu(utilization=30)]
     cpu_as_cuda.install(monkeypatch.setattr)
-    advisor = short_advisor(min_seconds=1.2, profile=True)
+    advisor = GPUUtilizationAdvisor(min_seconds=1.2, profile=True)
     line = r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"
     with pytest.warns(LowGPUUtilizationWarning, match=line):
         quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=3).fit(
@@ -156,10 +114,10 @@ def test_a_step_is_profiled_on_request(driver: Driver, tmp_path: Path, monkeypat
     assert advisor.diagnosis.findings[0].cause == "device_sync"
 
 
-def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand: HandClock) -> None:
+def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand_clock: HandClock) -> None:
     class NowAndThen(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            hand.spend(0.02 if batch_idx % 20 else 0.4)
+            hand_clock.spend(0.02 if batch_idx % 20 else 0.4)
             return super().training_step(batch, batch_idx)
 
     advisor = GPUUtilizationAdvisor(min_seconds=0)

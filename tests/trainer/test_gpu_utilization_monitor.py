@@ -1,11 +1,9 @@
 """The monitor in real trainings: over a fake driver, without a driver, and when things go wrong in the middle."""
 
 import copy
-import dataclasses
 import io
 import os
 import pickle
-import re
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -17,17 +15,11 @@ from fake_driver import Driver, gpu, process
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
-from trainings import Boom, Model, Raise, Samples, background_threads, loader, logged, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, Tunable, background_threads, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.metrics import METRICS
-from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.reports.report import load_report
-from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training import memory_history
 
 
@@ -116,7 +108,7 @@ def test_without_a_driver_the_report_says_why(driver: Driver, tmp_path: Path) ->
     assert "driver" in report.gpu_note
 
 
-def test_a_gpu_lost_in_mid_run_does_not_stop_training(driver: Driver, tmp_path: Path) -> None:
+def test_neither_a_lost_gpu_nor_an_exception_costs_the_report(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=50)]
 
     class Lose(Callback):
@@ -125,21 +117,15 @@ def test_a_gpu_lost_in_mid_run_does_not_stop_training(driver: Driver, tmp_path: 
                 with driver.change():
                     driver.gpus[0].lost = True
 
-    folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all"), Lose())
-    assert load_report(folder).steps == 40
-    assert logged(folder)["gpu/0/memory_used_bytes"].keys() == {19}
-    assert background_threads() == []
-
-
-def test_a_failed_run_has_its_report_and_leaves_no_thread(driver: Driver, tmp_path: Path) -> None:
-    driver.gpus = [gpu(utilization=50)]
-    monitor = GPUUtilizationMonitor(interval_s=0.05, devices="all")
-    trainer = quiet_trainer(tmp_path, callbacks=[monitor, Raise(at_step=12)])
+    logger = CSVLogger(tmp_path)
+    callbacks = [GPUUtilizationMonitor(interval_s=0.05, devices="all"), Lose(), Raise(at_step=52)]
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=logger, log_every_n_steps=20)
     with pytest.raises(Boom):
-        trainer.fit(Model(time.sleep, step_s=0.05), loader(Samples(40)))
-    report = load_report(tmp_path)
-    assert report.outcome == "stopped by Boom at step 12"
+        trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(60)))
+    report = load_report(logger.log_dir)
+    assert report.outcome == "stopped by Boom at step 52"
     assert report.gpus[0].utilization_percent_mean == 50.0
+    assert logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"].keys() == {19}
     assert background_threads() == []
 
 
@@ -184,37 +170,6 @@ def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd
     assert "Verdict: TOO SHORT" in capfd.readouterr().out
 
 
-# On a busy machine the advisor may warn, too.
-@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (FitSession, "begin"),
-        (FitSession, "finish"),
-        (FitSession, "release"),
-        (RunRecorder, "after_step"),
-        (RunRecorder, "measurements"),
-        (FitTimer, "_start"),
-    ],
-)
-def test_a_fault_of_ours_does_not_end_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
-) -> None:
-    """As on a system that hides what is read: in the middle of a hook, with some of its work done."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(owner, name, fail)
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.01, min_steps=1)]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, log_every_n_steps=5, max_epochs=3)
-    with pytest.warns(UserWarning, match="because of an error in it: PermissionError"):
-        trainer.fit(Model(), loader(Samples(40)))
-    assert trainer.global_step == 120
-    assert background_threads() == []
-    assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
-
-
 def test_a_removed_monitor_still_reports_at_the_end(
     driver: Driver, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,49 +195,29 @@ class Collating(LightningDataModule):
         return loader(Samples(8), collate_fn=self.collate)
 
 
-class Send(Callback):
-    """Does what the start of a spawned worker does with its loader."""
+class CopyAndSend(Callback):
+    """Copies the Trainer, and does what the start of a spawned worker does with its loader."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         collate = pickle.loads(ForkingPickler.dumps(trainer.train_dataloader.collate_fn))
         self.sent = collate([torch.ones(1)] * 2)
 
-
-def test_a_loader_that_refers_to_the_trainer_pickles(tmp_path: Path) -> None:
-    sending = Send()
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), sending]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path))
-    trainer.fit(Model(), datamodule=Collating())
-    assert sending.sent.tolist() == [[1.0], [1.0]]
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.copy = copy.deepcopy(trainer)
 
 
 @pytest.mark.parametrize("profiler", [None, "simple"])
-def test_a_trainer_can_be_copied_in_mid_fit(tmp_path: Path, profiler: str | None) -> None:
-    class Copy(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.copy = copy.deepcopy(trainer)
-
-    copying = Copy()
+def test_a_trainer_can_be_copied_and_pickled_in_mid_fit(tmp_path: Path, profiler: str | None) -> None:
+    copying = CopyAndSend()
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), copying]
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, profiler=profiler, logger=CSVLogger(tmp_path))
-    trainer.fit(Model(), loader(Samples(8)))
-    copied = copying.copy.profiler  # type: ignore[attr-defined]
+    trainer.fit(Model(), datamodule=Collating())
+    assert copying.sent.tolist() == [[1.0], [1.0]]
+    copied = copying.copy.profiler
     with copied.profile("mine") as name:
         assert name == "mine"
     assert copied.profile.__self__ is copied
     assert copying.copy.save_checkpoint.__self__ is copying.copy
-
-
-def test_the_docstring_lists_the_metrics_that_are_logged() -> None:
-    listed: set[str] = set()
-    for cell in re.findall(r"^    ((?:``[^`]+``(?:, )?)+) ", str(GPUUtilizationMonitor.__doc__), re.MULTILINE):
-        for name in re.findall(r"``(.*?)``", cell):
-            before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
-            listed |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
-    logged = {metric.logged for metric in METRICS if metric.logged}
-    assert listed - {"gpu/<i>/..."} == logged | {field.name for field in dataclasses.fields(Sharing)} | {
-        "energy_joules"
-    }
 
 
 @pytest.mark.parametrize(
@@ -344,17 +279,6 @@ def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_p
 
 def test_trial_runs_of_tuners_are_not_reported(driver: Driver, tmp_path: Path) -> None:
     driver.gpus = [gpu(utilization=50)]
-
-    class Tunable(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_size, self.lr = 1, 1e-6
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            return loader(Samples(40), batch_size=self.batch_size)
-
-        def val_dataloader(self) -> DataLoader[Any]:
-            return loader(Samples(1))
 
     tuners: list[Callback] = [
         BatchSizeFinder(steps_per_trial=3, init_val=2, max_trials=2),
@@ -429,5 +353,5 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     report = load_report(tmp_path)
     assert report.gpus[0].errors
     assert report.monitor_us_per_step is not None
-    assert 0 < report.monitor_us_per_step < 5000
+    assert 0 < report.monitor_us_per_step < report.wall_s / report.steps * 1e6
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from trainings import HandClock, Model, Samples, Spending, loader, quiet_trainer
+from trainings import HandClock, Model, Samples, Spending, Watch, loader, quiet_trainer
 
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 FORWARD_S, BACKWARD_S, OPTIMIZER_S = 1.0, 0.5, 0.25
@@ -71,21 +70,11 @@ class InClosures(TwoOptimizers):
             optimizer.step(lambda: self.manual_backward(SlowParts.training_step(self, batch, batch_idx)))
 
 
-@pytest.fixture
-def time() -> HandClock:
-    return HandClock()
-
-
 def timed_fit(time: HandClock, folder: Path, model: LightningModule, *callbacks: Callback, **options: Any) -> StepClock:
-    clock = StepClock(time)
-
-    class Watch(Callback):
-        def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            FitTimer(trainer, clock)
-
-    trainer = quiet_trainer(folder, callbacks=[Watch(), *callbacks], num_sanity_val_steps=0, **options)
+    watch = Watch(time)
+    trainer = quiet_trainer(folder, callbacks=[watch, *callbacks], num_sanity_val_steps=0, **options)
     trainer.fit(model, loader(Samples(STEPS)), loader(Samples(2)))
-    return clock
+    return watch.clock
 
 
 @pytest.mark.parametrize(

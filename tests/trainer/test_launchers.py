@@ -74,8 +74,21 @@ def near(driver: Driver, *positions: int) -> dict[int, list[int]]:
     return {rank: list(driver.gpus[position].cpus or ()) for rank, position in enumerate(positions)}
 
 
+@pytest.fixture
+def assert_agreed(driver: Driver, claims_dir: Path) -> Callable[..., None]:
+    """What ``assert_agreed(answer, name={rank: [position, ...]})`` finds after a job: one choice, and no claim left."""
+
+    def check(answer: subprocess.CompletedProcess[str], **expected: dict[int, list[int]]) -> None:
+        assert answer.returncode == 0, answer.stderr
+        assert said(answer.stdout, driver) == expected
+        assert answer.stderr.count("Picked GPU") == 1
+        assert live_claims(claims_dir) == []
+
+    return check
+
+
 def test_ranks_of_ddp_and_a_second_fit_agree(
-    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+    driver: Driver, script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
 ) -> None:
     code = """
 for name in ("first", "second"):
@@ -83,33 +96,24 @@ for name in ("first", "second"):
 end()
 """
     answer = run_python(script(FIT + code))
-    assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {"first": AGREED, "second": AGREED}
+    assert_agreed(answer, first=AGREED, second=AGREED)
     assert cores(answer.stdout) == near(driver, 3, 2)
-    assert answer.stderr.count("Picked GPU") == 1
-    assert live_claims(claims_dir) == []
 
 
 def test_forked_and_spawned_ranks_agree(
-    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+    script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
 ) -> None:
     code = """
 if __name__ == "__main__":
     for strategy in ("ddp_fork", "ddp_spawn"):
         fit(strategy, accelerator=FreeMemoryCUDAAccelerator(), strategy=strategy)
 """
-    answer = run_python(script(FIT + code))
-    assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {
-        "ddp_fork": {0: [3, 2]},
-        "ddp_spawn": {0: [3, 2]},
-    }  # the others run no script
-    assert answer.stderr.count("Picked GPU") == 1
-    assert live_claims(claims_dir) == []
+    alone = {0: [3, 2]}  # the others run no script
+    assert_agreed(run_python(script(FIT + code)), ddp_fork=alone, ddp_spawn=alone)
 
 
 def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
-    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+    driver: Driver, script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
 ) -> None:
     # The first start fails before Lightning is imported, which saves seconds.
     fails = f"{PLACE}\nplace_and_say(exclusive=True)\n{MEET}\nsys.exit(os.environ['RANK'] == '1')"
@@ -120,45 +124,34 @@ def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
     fsdp = "fit('trained', strategy=FreeMemoryFSDPStrategy(exclusive=True, bind_numa=True))\nend()\n"
     options = ["--nproc-per-node=2", "--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
     answer = run_python("-m", "torch.distributed.run", *options, script(f"{start}{FIT}{fsdp}"))
-    assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {"placed": AGREED, "trained": AGREED}
+    assert_agreed(answer, placed=AGREED, trained=AGREED)
     assert cores(answer.stdout) == near(driver, 3, 2)
-    assert answer.stderr.count("Picked GPU") == 1
-    assert live_claims(claims_dir) == []
 
 
 @pytest.mark.skipif(bool(WHY_NO_SLURM), reason=WHY_NO_SLURM)
 def test_tasks_of_slurm_agree(
-    driver: Driver, script: Callable[[str], str], claims_dir: Path, slurm: dict[str, str]
+    script: Callable[[str], str], slurm: dict[str, str], assert_agreed: Callable[..., None]
 ) -> None:
     # Names of nodes mean nothing outside of this SLURM, so Lightning is told where rank 0 is.
     env = {**os.environ, **slurm, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     code = f"{FIT}fit('trained', strategy='ddp_free_memory')\nend()\n"
     command = ["srun", "-N1", "--ntasks-per-node=2", "--job-name=train", sys.executable, script(code)]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {"trained": AGREED}
-    assert answer.stderr.count("Picked GPU") == 1
-    assert live_claims(claims_dir) == []
+    assert_agreed(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120), trained=AGREED)
 
 
 @pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
     reason="Open MPI and mpi4py are not installed (apt-get install openmpi-bin, pip install mpi4py)",
 )
-def test_processes_of_mpirun_agree(driver: Driver, script: Callable[[str], str], claims_dir: Path) -> None:
+def test_processes_of_mpirun_agree(script: Callable[[str], str], assert_agreed: Callable[..., None]) -> None:
     code = f"{FIT}fit('trained', accelerator=FreeMemoryCUDAAccelerator(), strategy='ddp')\nend()\n"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script(code)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {"trained": AGREED}
-    assert answer.stderr.count("Picked GPU") == 1
-    assert live_claims(claims_dir) == []
+    assert_agreed(subprocess.run(command, capture_output=True, text=True, timeout=120), trained=AGREED)
 
 
 @pytest.mark.skipif(not WHY_NO_SLURM, reason="SLURM is installed, and the test above runs it")
 def test_tasks_as_of_slurm_agree(
-    driver: Driver, script: Callable[[str], str], run_python: RunPython, claims_dir: Path
+    script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
 ) -> None:
     # Forked from one process, which imports Lightning for both.
     code = """
@@ -170,7 +163,4 @@ for task in "01":
         os._exit(0)
 sys.exit(any(os.wait()[1] for _ in range(2)))
 """
-    answer = run_python(script(FIT + code), env=slurm_task(0, MASTER_PORT=free_port()))
-    assert answer.returncode == 0, answer.stderr
-    assert said(answer.stdout, driver) == {"trained": AGREED}
-    assert live_claims(claims_dir) == []
+    assert_agreed(run_python(script(FIT + code), env=slurm_task(0, MASTER_PORT=free_port())), trained=AGREED)

@@ -13,6 +13,7 @@ from typing import Any
 import cpu_as_cuda
 import pytest
 import torch
+from cpu_as_cuda import positions
 from fake_driver import Driver, gpu
 from jsonargparse import ArgumentParser
 from launched_jobs import live_claims
@@ -47,32 +48,8 @@ NAMES = [pytest.param(name, marks=needs_deepspeed if "deepspeed" in name else ()
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
-@pytest.fixture
-def cuda(driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Four idle GPUs; the higher the number, the more free memory."""
-    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in (10, 20, 30, 40)]
-    cpu_as_cuda.install(monkeypatch.setattr)
-    return driver
-
-
 def trainer(strategy: Any, devices: Any = 2, **options: Any) -> Trainer:
     return Trainer(strategy=strategy, devices=devices, logger=False, enable_checkpointing=False, **options)
-
-
-def positions(made: Trainer, driver: Driver) -> list[int]:
-    return [[one.uuid for one in driver.gpus].index(uuid) for uuid in cpu_as_cuda.gpus_of(made)]
-
-
-@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_strategy_by_name_gets_the_freest_gpus(cuda: Driver, name: str, accelerator: str) -> None:
-    made = trainer(name, accelerator=accelerator)
-    assert isinstance(made.strategy, BY_NAME[name])
-    expected = [3] if name == "free_memory" else [3, 2]
-    assert positions(made, cuda) == expected
-    assert cpu_as_cuda.device_numbers(made) == list(range(len(expected)))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(cuda.gpus[index].uuid for index in expected)
-    assert made.num_devices == len(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -192,68 +169,30 @@ def test_names_can_be_registered_again() -> None:
     assert type(StrategyRegistry.get("ddp_free_memory")) is FreeMemoryDDPStrategy
 
 
-YAML = """
-trainer:
-  devices: 2
-  logger: false
-  enable_checkpointing: false
-  accelerator:
-    class_path: lightning_gpu_tools.FreeMemoryCUDAAccelerator
-    init_args:
-      min_free: 15GiB
-      wait: 10
-  strategy:
-    class_path: lightning_gpu_tools.FreeMemoryDDPStrategy
-    init_args:
-      min_free: 15GiB
-      find_unused_parameters: true
-"""
-
-
-def cli(path: Path, *arguments: str) -> LightningCLI:
-    return LightningCLI(
-        BoringModel,
-        BoringDataModule,
-        run=False,
-        args=["--config", str(path), *arguments],
-        save_config_callback=None,
-    )
-
-
-def test_lightning_cli_builds_both_from_yaml(cuda: Driver, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(YAML)
-    made = cli(tmp_path / "config.yaml").trainer
-    assert isinstance(made.accelerator, FreeMemoryCUDAAccelerator)
-    assert isinstance(made.strategy, FreeMemoryDDPStrategy)
-    assert made.strategy._ddp_kwargs["find_unused_parameters"] is True
-    assert positions(made, cuda) == [3, 2]
-
-
-def test_lightning_cli_takes_a_strategy_by_name(cuda: Driver, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("trainer: {strategy: ddp_free_memory, devices: 2, logger: false}")
-    made = cli(tmp_path / "config.yaml").trainer
-    assert isinstance(made.strategy, FreeMemoryDDPStrategy)
-    assert positions(made, cuda) == [3, 2]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_lightning_cli_knows_every_strategy_and_its_options(cuda: Driver, tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.yaml").write_text(
-        f"""
+CONFIG = """
 trainer:
   devices: 1
   logger: false
   enable_checkpointing: false
-  strategy:
-    class_path: lightning_gpu_tools.{BY_NAME[name].__name__}
-    init_args:
-      max_utilization: 50
-      exclusive: true
+  accelerator: {class_path: lightning_gpu_tools.FreeMemoryCUDAAccelerator, init_args: {exclusive: true, wait: 10}}
+  strategy: {class_path: lightning_gpu_tools.STRATEGY, init_args: {exclusive: true, max_utilization: 50}}
 """
-    )
-    assert positions(cli(tmp_path / "config.yaml").trainer, cuda) == [3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lightning_cli_builds_every_strategy_and_the_accelerator(cuda: Driver, tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("STRATEGY", BY_NAME[name].__name__))
+
+    def cli(*arguments: str) -> LightningCLI:
+        args = ["--config", str(tmp_path / "config.yaml"), *arguments]
+        return LightningCLI(BoringModel, BoringDataModule, run=False, args=args, save_config_callback=None)
+
+    made = cli().trainer
+    assert isinstance(made.accelerator, FreeMemoryCUDAAccelerator)
+    assert isinstance(made.strategy, BY_NAME[name])
+    assert positions(made, cuda) == [3]
     with pytest.raises(SystemExit):
-        cli(tmp_path / "config.yaml", "--trainer.strategy.init_args.min_fre=1GiB")
+        cli("--trainer.strategy.init_args.min_fre=1GiB")
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from own_loops import Network, traces
-from torch.utils.data import DataLoader
 from trainings import Boom, HandClock, Samples, fault_in, loader
 
 from lightning_gpu_tools import TrainingWatch, watch
-from lightning_gpu_tools.reports.report import Report, load_report
+from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.runs import session
 from lightning_gpu_tools.runs.advisor import Advisor
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -272,19 +271,13 @@ def train(
     return [number for weight in network.layer.parameters() for number in weight.flatten().tolist()]
 
 
-@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt, SystemExit])
-def test_a_loop_that_fails_is_reported(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error):
-        train(tmp_path, loader(Samples(100)), 25, error)
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt, SystemExit, None])
+def test_a_loop_or_a_loader_that_fails_is_reported(tmp_path: Path, error: type[BaseException] | None) -> None:
+    with pytest.raises(error or Boom):
+        train(tmp_path, loader(Samples(100)) if error else failing_loader(), 25 if error else None, error or Boom)
     report = load_report(tmp_path)
-    assert (report.outcome, report.steps) == (f"stopped by {error.__name__} at step 25", 26)
-
-
-def test_a_loader_that_fails_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(Boom):
-        train(tmp_path, failing_loader())
-    report = load_report(tmp_path)
-    assert (report.outcome, report.steps) == ("stopped by Boom at step 25", 25)
+    assert report.outcome == f"stopped by {(error or Boom).__name__} at step 25"
+    assert report.steps == (26 if error else 25)
 
 
 def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandClock) -> None:
@@ -359,16 +352,13 @@ def test_a_fault_of_ours_changes_nothing(
         train(tmp_path, batches, fail_at=30)
 
 
-def reported(folder: Path, run: TrainingWatch, batches: DataLoader[torch.Tensor]) -> Report:
-    with run:
-        for _ in run.batches(batches):
-            pass
-    return load_report(folder)
-
-
 def test_a_watch_can_be_used_again(tmp_path: Path) -> None:
     run = watch(folder=str(tmp_path))
-    assert [reported(tmp_path, run, loader(Samples(count))).steps for count in (3, 5)] == [3, 5]
+    for count in (3, 5):
+        with run:
+            for _ in run.batches(loader(Samples(count))):
+                pass
+        assert load_report(tmp_path).steps == count
 
 
 def test_nothing_of_the_loops_is_kept_alive(tmp_path: Path) -> None:

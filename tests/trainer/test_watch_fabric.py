@@ -17,7 +17,7 @@ from simulated_gpu import SimulatedGpu
 from torch.utils.data import DataLoader
 from trainings import HandClock, Samples, loader
 
-from lightning_gpu_tools import PortableCheckpointIO, load_weights, select_gpus, watch
+from lightning_gpu_tools import PortableCheckpointIO, load_weights, watch
 from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer.loop_run import FabricRun
 
@@ -187,23 +187,18 @@ def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_fabric_has_set_up_takes_weights_from_anywhere(tmp_path: Path, family: str) -> None:
+def test_what_fabric_has_set_up_is_saved_and_loaded(tmp_path: Path, family: str) -> None:
     fabric = importlib.import_module(family).Fabric(accelerator="cpu", devices=1, plugins=[PortableCheckpointIO()])
+    assert type(fabric.strategy.checkpoint_io) is PortableCheckpointIO
     given, other = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
-    fabric.save(tmp_path / "last.ckpt", {"model": fabric.setup(torch.nn.DataParallel(given))})
+    wrapped = fabric.setup(torch.nn.DataParallel(given))
+    fabric.save(tmp_path / "last.ckpt", {"model": wrapped, "step": 3})
     for target in (fabric.setup(other), fabric.setup(torch.compile(other))):
         with torch.no_grad():
             other.weight.zero_()
         load_weights(target, tmp_path / "last.ckpt")
         assert torch.equal(other.weight, given.weight)
-
-
-@pytest.mark.usefixtures("claims_dir")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fabric_gets_the_selected_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB"), gpu(memory_free="20GiB")]
-    cpu_as_cuda.install(monkeypatch.setattr)
-    with select_gpus(2) as selection:
-        selection.apply()
-        fabric = importlib.import_module(family).Fabric(accelerator="cuda", devices=2, strategy="ddp")
-        assert cpu_as_cuda.gpus_of(fabric) == [driver.gpus[1].uuid, driver.gpus[2].uuid]
+    with torch.no_grad():
+        given.weight.zero_()
+    assert fabric.load(tmp_path / "last.ckpt", {"model": wrapped})["step"] == 3
+    assert torch.equal(given.weight, other.weight)

@@ -66,22 +66,21 @@ def test_idle_time_between_kernels_is_inside_the_step(train: Train) -> None:
     assert idle_percent(measured) == pytest.approx({"in the step": 66.7}, abs=1)
 
 
-def test_a_slow_callback_behind_a_sync_is_named(train: Train) -> None:
-    _, _, measured = train(Spending(print, "on_train_batch_end", 0.015), item=True)
-    idle = idle_percent(measured)
-    assert idle["callback/Spending"] == pytest.approx(100 * 15 / 36, abs=1.5)
+@pytest.mark.parametrize(
+    ("hooks", "data_s", "phase", "percent"),
+    [
+        (["on_train_batch_end"], 0.0, "callback/Spending", 100 * 15 / 36),
+        (["on_train_batch_start"], 0.0, "callback/Spending", 100 * 15 / 36),
+        ([], 0.010, "data_loading", 100 * 10 / 31),
+    ],
+)
+def test_what_comes_behind_a_sync_is_told_from_the_step(
+    train: Train, hooks: list[str], data_s: float, phase: str, percent: float
+) -> None:
+    _, _, measured = train(*[Spending(print, hook, 0.015) for hook in hooks], item=True, data_s=data_s)
+    assert idle_percent(measured)[phase] == pytest.approx(percent, abs=1.5)
     finding = diagnose(measured).findings[0]
-    assert (finding.cause, finding.evidence["name"]) == ("callback", "Spending")
-
-
-def test_a_callback_before_the_step_is_told_from_the_step(train: Train) -> None:
-    _, _, measured = train(Spending(print, "on_train_batch_start", 0.015), item=True)
-    assert idle_percent(measured)["callback/Spending"] == pytest.approx(100 * 15 / 36, abs=1.5)
-
-
-def test_data_and_a_sync_share_the_idle_time(train: Train) -> None:
-    _, _, measured = train(data_s=0.010, item=True)
-    assert idle_percent(measured)["data_loading"] == pytest.approx(100 * 10 / 31, abs=1.5)
+    assert (finding.evidence["name"] if hooks else finding.cause) == phase.removeprefix("callback/")
 
 
 def test_pinned_copies_are_seen_on_the_gpu(train: Train) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 from trainings import HandClock
 
 from lightning_gpu_tools.host import read_host_budget
@@ -24,7 +23,7 @@ def sampled(resident_bytes: Callable[[float], float], seconds: float) -> tuple[M
     """Return what has been sampled as often as asked for, and when each alarm was raised."""
     clock = HandClock()
     began_s = clock()
-    memory = MemoryHistory(torch.device("cpu"), clock, lambda: int(resident_bytes(clock() - began_s)))
+    memory = MemoryHistory(None, clock, lambda: int(resident_bytes(clock() - began_s)))
     raised: dict[str, float] = {}
     while clock() - began_s < seconds:
         clock.spend(memory.poll())

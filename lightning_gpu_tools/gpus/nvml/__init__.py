@@ -5,11 +5,12 @@ not report it. GPUs are found by UUID, never by an index that ``CUDA_VISIBLE_DEV
 sees every GPU of the machine. ``nvml.probe``, which a pick does not need, is imported by who needs it.
 """
 
-from lightning_gpu_tools.gpus.nvml.inventory import pids_are_ours, read_gpus
+from lightning_gpu_tools.gpus.nvml.inventory import identified, pids_are_ours, read_gpus
 from lightning_gpu_tools.gpus.nvml.session import session
 from lightning_gpu_tools.gpus.nvml.topology import read_cpu_affinity, read_numa_nodes, read_nvlinks
 
 __all__ = [
+    "identified",
     "pids_are_ours",
     "read_cpu_affinity",
     "read_gpus",

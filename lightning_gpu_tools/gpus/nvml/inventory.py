@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -150,20 +151,23 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     # A process may have both kinds of context.
     by_pid = {process.pid: process for process in [*graphics, *compute]}
     compute_pids = {process.pid for process in compute}
-    return tuple(
-        _describe(pid, by_pid[pid].usedGpuMemory, graphics_only=pid not in compute_pids) for pid in sorted(by_pid)
+    found = (
+        GpuProcess(pid=pid, memory_used_bytes=by_pid[pid].usedGpuMemory, graphics_only=pid not in compute_pids)
+        for pid in sorted(by_pid)
     )
+    return tuple(map(identified, found))
 
 
-def _describe(pid: int, memory_used_bytes: int | None, graphics_only: bool) -> GpuProcess:
-    user = name = None
+def identified(process: GpuProcess) -> GpuProcess:
+    """Return the process with its user and name, as far as they can be seen from here."""
     if pids_are_ours():
         # Not by psutil, whose import takes as long as half a pick.
         with contextlib.suppress(OSError):  # ended in the meantime, hidden from this user, or no Linux
-            with open(f"/proc/{pid}/comm", errors="surrogateescape") as file:
+            with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
                 name = printable(file.read().rstrip("\n"))
-            user = user_name(os.stat(f"/proc/{pid}").st_uid)
-    return GpuProcess(pid=pid, memory_used_bytes=memory_used_bytes, user=user, name=name, graphics_only=graphics_only)
+            user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
+            return dataclasses.replace(process, user=user, name=name)
+    return process
 
 
 def pids_are_ours() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -77,6 +78,7 @@ class GpuProbe:
         self._ecc_errors: int | None = None
         self._monitors = _gpm.PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
+        self._driver_memory_bytes: int | None = None
         self._processes: tuple[GpuProcess, ...] | None = None
         self._processes_by_utilization = False
         self._last_process_us = 0
@@ -118,6 +120,7 @@ class GpuProbe:
             utilization=tuple(self._read_utilization(now_s, metrics)),
             memory_used_bytes=memory and memory.used,
             memory_total_bytes=memory and memory.total,
+            driver_memory_bytes=self._driver_memory_bytes,
             power_watts=_scaled(milliwatts, 1e-3),
             energy_joules=_scaled(counters.get(_ENERGY_MJ), 1e-3),
             temperature_celsius=_scaled(celsius, 1.0),
@@ -131,6 +134,7 @@ class GpuProbe:
             sm_occupancy_percent=metrics.get(_gpm.OCCUPANCY),
             tensor_active_percent=metrics.get(_gpm.TENSOR),
             dram_active_percent=metrics.get(_gpm.DRAM),
+            lists_processes=not self._is_utilizations_turn,
             processes=self._read_processes(),
             errors=(*errors, *self._ecc(counters)),
             problems=tuple(self._problems),
@@ -153,6 +157,10 @@ class GpuProbe:
             self._fail("GPU", error)
             return
         self._failing.discard("GPU")
+        # What it keeps does not change. A driver before 510 does not say, in one way or another.
+        with contextlib.suppress(pynvml.NVMLError):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
+            self._driver_memory_bytes = memory.reserved
         self._monitors.restart()
         self._ask("error events", self._events.start)
 
@@ -236,18 +244,22 @@ class GpuProbe:
         self._pcie_is_wide |= max(sent, received) >= _32_BITS
         return (int(sent), int(received)) if self._pcie_is_wide else (None, None)
 
+    @property
+    def _is_utilizations_turn(self) -> bool:
+        return self._processes_by_utilization and bool(self._processes) and "process utilization" not in self._absent
+
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
         """Return the processes; who they are and how busy each keeps the GPU is asked for in turn, to save calls."""
         if self._handle is None:
             return None
-        if self._processes_by_utilization and self._processes and "process utilization" not in self._absent:
+        if self._is_utilizations_turn:
             answer = self._ask("process utilization", process_utilization, self._last_process_us)
             if answer is not None:
                 percents, self._last_process_us = answer
                 # A process without a sample has not used the GPU.
                 self._processes = tuple(
                     dataclasses.replace(process, utilization_percent=percents.get(process.pid, 0.0))
-                    for process in self._processes
+                    for process in self._processes or ()
                 )
         else:
             listed = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v3)

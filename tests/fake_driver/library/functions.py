@@ -74,7 +74,6 @@ def _number(name: str, answer: Callable[..., int | None], *, mig: bool = False) 
         pointed(arguments[-1]).value = int(required(answer(library, device, *arguments[:-1])))
 
 
-_number("nvmlDeviceGetIndex", lambda library, device: library.state.gpus.index(device))
 _number("nvmlDeviceGetComputeMode", lambda _, device: _COMPUTE_MODES.get(device.compute_mode))
 _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capable else 0)
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
@@ -125,11 +124,6 @@ def _error_string(_library: Library, code: Any) -> bytes:
     return _MESSAGES.get(value_of(code), b"Unknown Error")
 
 
-@_function("nvmlSystemGetDriverVersion")
-def _driver_version(_library: Library, buffer: Any, _size: Any) -> None:
-    pointed(buffer).value = b"580.95.05"
-
-
 @_function("nvmlDeviceGetCount", "nvmlDeviceGetCount_v2")
 def _count(library: Library, count: Any) -> None:
     pointed(count).value = len(library.state.gpus)
@@ -168,6 +162,14 @@ def _memory(_library: Library, device: Any, info: Any) -> None:
     info = pointed(info)
     info.total, info.free = required(device.memory_total), required(device.memory_free)
     info.used = info.total - info.free
+
+
+@_device_function("nvmlDeviceGetMemoryInfo_v2", mig=True)
+def _memory_v2(library: Library, device: Any, info: Any) -> None:
+    _memory(library, device, info)
+    info = pointed(info)
+    info.reserved = getattr(device, "memory_reserved", 0)
+    info.used -= info.reserved
 
 
 def _processes(device: Any, count: Any, infos: Any, *, graphics: bool) -> None:

@@ -234,9 +234,12 @@ def test_forbidden_events_are_asked_for_once(driver, probe_of):
 def test_each_process_has_its_own_utilization_where_the_driver_tells(driver, probe_of):
     driver.gpus = [gpu(processes=[process(7, "2GiB", sm=60), process(8, "1GiB", sm=None)])]
     probe = probe_of()
-    assert [one.utilization_percent for one in probe.read().processes] == [None, None]
+    sample = probe.read()
+    assert ([one.utilization_percent for one in sample.processes], sample.lists_processes) == ([None, None], True)
     driver.advance(1)
-    assert [(one.pid, one.utilization_percent) for one in probe.read().processes] == [(7, 60), (8, 0)]
+    sample = probe.read()
+    assert [(one.pid, one.utilization_percent) for one in sample.processes] == [(7, 60), (8, 0)]
+    assert not sample.lists_processes  # their memory is that of the read before
     with driver.change():
         driver.gpus[0].processes.append(process(9))
     driver.advance(1)
@@ -285,6 +288,7 @@ def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
     with driver.change():
         driver.missing_functions = [
             "nvmlDeviceGetSamples",
+            "nvmlDeviceGetMemoryInfo_v2",
             "nvmlDeviceGetFieldValues",
             "nvmlGpmQueryDeviceSupport",
         ]
@@ -293,7 +297,7 @@ def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
     driver.advance(1)
     sample = probe.read()
     assert [entry.percent for entry in sample.utilization] == [44]
-    assert sample.energy_joules is None
+    assert sample.energy_joules is sample.driver_memory_bytes is None
     assert sample.processes == ()
     assert sample.problems == ()
 

@@ -1,0 +1,70 @@
+"""The account of GPU memory of a training: what its ranks counted and what the driver said, brought together by GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
+from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
+from lightning_gpu_tools.training.memory_readings import RankMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryShare:
+    """What one rank knows.
+
+    Attributes:
+        gpu: Which GPU it trains on.
+        memory: What it has counted there.
+        drivers: What the driver said of the GPUs of its node, if it is the rank that asks it.
+    """
+
+    gpu: DriverMemory
+    memory: RankMemory
+    drivers: tuple[DriverMemory, ...] = ()
+
+
+def own_share(
+    run: Run, counters: MemoryCounters | None, gpus: GpuWatch | None, own_pids: frozenset[int] | None
+) -> MemoryShare | None:
+    """Return what this rank knows; ``None`` without a GPU, or if nothing could be counted."""
+    memory = None if counters is None else counters.facts()
+    if memory is None or run.gpu is None:
+        return None
+    node = run.place.node
+    ((index, uuid),) = ((gpu.index, str(gpu.uuid)) for gpu in gpu_readings([run.gpu]))
+    drivers = () if gpus is None else tuple(_driver_memory(gpus, node, own_pids))
+    return MemoryShare(gpu=DriverMemory(index=index, uuid=uuid, node=node), memory=memory, drivers=drivers)
+
+
+def _driver_memory(gpus: GpuWatch, node: int, own_pids: frozenset[int] | None) -> Iterable[DriverMemory]:
+    from lightning_gpu_tools.gpus import nvml  # only where there are GPUs: it imports pynvml
+
+    for gpu, sample in gpus.noted_memory():
+        yield DriverMemory(
+            index=gpu.index,
+            uuid=sample.uuid,
+            node=node,
+            total_bytes=sample.memory_total_bytes,
+            used_bytes=sample.memory_used_bytes,
+            driver_bytes=sample.driver_memory_bytes,
+            processes=None if sample.processes is None else tuple(map(nvml.identified, sample.processes)),
+            own_pids=None if own_pids is None else tuple(sorted(own_pids)),
+        )
+
+
+def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
+    """Return what the memory of each GPU was used for, as far as its ranks could be heard."""
+    drivers: dict[tuple[int, str], DriverMemory] = {}
+    ranks: defaultdict[tuple[int, str], list[RankMemory]] = defaultdict(list)
+    for share in shares:
+        gpu = share.gpu
+        drivers.setdefault((gpu.node, gpu.uuid), gpu)
+        drivers |= {(driver.node, driver.uuid): driver for driver in share.drivers}
+        ranks[gpu.node, gpu.uuid].append(share.memory)
+    found = (account_for(drivers[gpu], memories) for gpu, memories in ranks.items())
+    return tuple(sorted(found, key=lambda account: (account.node, account.index)))

@@ -1,0 +1,160 @@
+"""The account of a GPU's memory, on data."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.advice.memory_account import PARTS, DriverMemory, MemoryAccount, account_for
+from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
+
+GIB = 2**30
+
+
+def reading(allocated: float, *, peak: float = 0.0, reserved: float = 24.0, in_pieces: float = 0.0) -> MemoryReading:
+    """Return what torch counts, in GiB."""
+    return MemoryReading(
+        allocated_bytes=int(allocated * GIB),
+        peak_allocated_bytes=int(max(allocated, peak) * GIB),
+        reserved_bytes=int(reserved * GIB),
+        peak_reserved_bytes=int(reserved * GIB),
+        inactive_split_bytes=int(in_pieces * GIB),
+    )
+
+
+# 3 GiB of parameters and as much of gradients, 6 of Adam's states, 1 of a metric, and a peak of 20 in backward.
+RANK = RankMemory(
+    latest=reading(13, peak=20),
+    before_training=reading(3),
+    holdings=MemoryHoldings(
+        parameters_bytes=3 * GIB, gradients_bytes=3 * GIB, gradients_kept_bytes=3 * GIB, optimizer_bytes=6 * GIB
+    ),
+    last_step=StepMemory(
+        step=9,
+        begin=reading(13, peak=20),
+        after_forward=reading(18, peak=20),
+        before_backward=reading(15, peak=20, in_pieces=1.5),
+        after_backward=reading(13, peak=20),
+        end=reading(13, peak=20),
+    ),
+    peaks_bytes={"before_training": 3 * GIB, "forward": 18 * GIB, "backward": 20 * GIB},
+)
+OWN = GpuProcess(pid=1, memory_used_bytes=25 * GIB)
+OTHER = GpuProcess(pid=2, memory_used_bytes=10 * GIB, user="ada", name="python")
+DRIVER = DriverMemory(
+    index=0,
+    uuid="GPU-0",
+    total_bytes=80 * GIB,
+    used_bytes=int(35.5 * GIB),
+    driver_bytes=GIB // 2,
+    processes=(OWN, OTHER),
+    own_pids=(1,),
+)
+
+
+def in_gib(account: MemoryAccount) -> dict[str, float]:
+    return {name: size / GIB for name, size in account.parts_bytes.items()}
+
+
+TENSORS = {"parameters": 3, "gradients": 3, "optimizer_states": 6, "other_tensors": 1, "activations": 7}
+TORCH = {**TENSORS, "cache_reusable": 4}
+
+
+def test_every_part_of_the_memory_is_named() -> None:
+    account = account_for(DRIVER, [RANK])
+    assert in_gib(account) == {**TORCH, "context": 1, "other_processes": 10, "driver": 0.5}
+    assert (account.used_bytes, account.free_bytes) == (35.5 * GIB, 44.5 * GIB)
+    assert account.explained_share == 1
+    assert [(one.user, one.name, one.used_bytes) for one in account.others] == [("ada", "python", 10 * GIB)]
+    assert account.moments_bytes["after_forward"] == 18 * GIB
+
+
+@pytest.mark.parametrize(
+    ("driver", "beyond_torch"),
+    [
+        # A container: the numbers of processes are the host's.
+        ({"own_pids": None}, {"context": 1, "other_processes": 10, "driver": 0.5}),
+        # A container that does not see all processes, or two that may be ours.
+        ({"own_pids": None, "processes": (OWN,)}, {"driver": 0.5, "unexplained": 11}),
+        ({"own_pids": None, "processes": (OWN, replace(OWN, pid=2))}, {"driver": 0.5, "unexplained": 11}),
+        # Windows' WDDM and WSL: no memory of processes. Some containers: their own process, with 0.
+        ({"processes": (replace(OWN, memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
+        ({"own_pids": None, "processes": (replace(OWN, memory_used_bytes=0),)}, {"driver": 0.5, "unexplained": 11}),
+        ({"processes": None, "driver_bytes": None}, {"unexplained": 11.5}),
+        # Sampled before torch took what it has now; nothing said (an integrated GPU).
+        ({"used_bytes": 8 * GIB}, {}),
+        ({"used_bytes": None, "total_bytes": None}, {}),
+    ],
+)
+def test_what_cannot_be_told_apart_stays_unexplained(driver: dict[str, Any], beyond_torch: dict[str, float]) -> None:
+    account = account_for(replace(DRIVER, **driver), [RANK])
+    assert in_gib(account) == {**TORCH, **beyond_torch}
+    assert (account.explained_share is None) == (not beyond_torch)
+
+
+def test_a_peak_in_forward_has_only_the_gradients_that_were_kept() -> None:
+    zeroed = replace(RANK.holdings, gradients_kept_bytes=0)  # type: ignore[type-var]
+    forward = replace(RANK, peaks_bytes={"forward": 20 * GIB}, holdings=zeroed)
+    assert in_gib(account_for(DRIVER, [forward])).get("gradients") is None
+    assert in_gib(account_for(DRIVER, [replace(forward, holdings=RANK.holdings)]))["gradients"] == 3
+
+
+@pytest.mark.parametrize(("peaks", "activations"), [({"backward": 19 * GIB}, 6), ({}, 5)])
+def test_a_peak_before_training_is_not_this_trainings(peaks: dict[str, int], activations: int) -> None:
+    """Without one of its own, the most of its readings is known."""
+    earlier = replace(RANK, peaks_bytes={"before_training": 20 * GIB, **peaks})
+    expected = {**TORCH, "activations": activations, "cache_reusable": 11 - activations}
+    parts = in_gib(account_for(DRIVER, [earlier]))
+    assert {name: parts[name] for name in expected} == expected
+
+
+def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
+    step = replace(RANK.last_step, after_forward=reading(18, in_pieces=1.5))  # type: ignore[type-var]
+    parts = in_gib(account_for(DRIVER, [replace(RANK, last_step=step)]))
+    assert (parts["cache_fragmented"], parts["cache_reusable"]) == (1.5, 2.5)
+
+
+def test_ranks_that_share_a_gpu_add_up() -> None:
+    driver = replace(DRIVER, used_bytes=int(60.5 * GIB), processes=(OWN, OTHER, replace(OWN, pid=3)), own_pids=(1, 3))
+    account = account_for(driver, [RANK, RANK])
+    both = {name: 2 * size for name, size in TORCH.items()}
+    assert in_gib(account) == {**both, "context": 2, "other_processes": 10, "driver": 0.5}
+
+
+sizes = st.integers(0, 2**40)
+readings = st.builds(MemoryReading, **dict.fromkeys(MemoryReading.__dataclass_fields__, sizes))
+holdings = st.builds(MemoryHoldings, **dict.fromkeys(MemoryHoldings.__dataclass_fields__, sizes))
+moments = ("begin", "after_forward", "before_backward", "after_backward", "end")
+steps = st.builds(StepMemory, step=st.just(1), **{name: st.none() | readings for name in moments})
+phases = st.sampled_from(["before_training", "forward", "backward", "validation"])
+ranks = st.builds(
+    RankMemory,
+    latest=readings,
+    holdings=st.none() | holdings,
+    last_step=st.none() | steps,
+    peaks_bytes=st.dictionaries(phases, sizes),
+)
+processes = st.builds(GpuProcess, pid=st.integers(1, 5), memory_used_bytes=st.none() | sizes)
+drivers = st.builds(
+    DriverMemory,
+    index=st.just(0),
+    uuid=st.just("GPU-0"),
+    total_bytes=st.none() | sizes,
+    used_bytes=st.none() | st.integers(0, 2**43),
+    driver_bytes=st.none() | sizes,
+    processes=st.none() | st.lists(processes, max_size=4).map(tuple),
+    own_pids=st.none() | st.lists(st.integers(1, 5), max_size=3).map(tuple),
+)
+
+
+@given(drivers, st.lists(ranks, max_size=3))
+def test_the_parts_add_up_and_none_is_negative(driver: DriverMemory, ranks: list[RankMemory]) -> None:
+    account = account_for(driver, ranks)
+    assert all(size > 0 for size in account.parts_bytes.values())
+    assert account.parts_bytes.keys() <= PARTS.keys()
+    reserved = sum(max(rank.latest.reserved_bytes, rank.latest.allocated_bytes) for rank in ranks)
+    assert sum(account.parts_bytes.values()) == (reserved if account.used_bytes is None else account.used_bytes)
+    assert account.explained_share is None or 0 <= account.explained_share <= 1

@@ -1,0 +1,201 @@
+"""What a training holds on its GPU, and in which steps the counters are read; the CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from simulated_memory import SimulatedMemory
+from torch import nn
+from trainings import HandClock
+
+from lightning_gpu_tools.training import memory_counters
+from lightning_gpu_tools.training.memory_counters import MemoryCounters, count_holdings
+from lightning_gpu_tools.training.step_clock import StepClock
+
+
+def training(module: nn.Module | None, *optimizers: torch.optim.Optimizer, **facts: Any) -> Any:
+    known = {"optimizer_steps": 0, "is_plain_ddp": False, **facts}
+    device, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    return SimpleNamespace(device=device, gpu=gpu, module=module, optimizers=optimizers, **known)
+
+
+def trained(module: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Any:
+    module(batch).sum().backward()
+    optimizer.step()
+    return training(module, optimizer)
+
+
+FLOATS = 4  # bytes
+
+
+def test_shared_weights_count_once() -> None:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    module[2].weight = module[0].weight
+    held = count_holdings(trained(module, torch.optim.Adam(module.parameters()), torch.ones(2, 8)))
+    parameters = FLOATS * (64 + 16)
+    assert (held.parameters_bytes, held.gradients_bytes) == (parameters, parameters)
+    assert held.optimizer_bytes == 2 * parameters + 3 * FLOATS  # each of three tensors counts its steps
+    assert held.buffers_bytes == 2 * FLOATS * 8 + 8
+
+
+def test_a_sparse_gradient_counts_what_it_stores() -> None:
+    module = nn.Embedding(1000, 16, sparse=True)
+    held = count_holdings(trained(module, torch.optim.SGD(module.parameters()), torch.tensor([3, 5])))
+    assert held.gradients_bytes == 2 * (16 * FLOATS + 8)
+
+
+@pytest.mark.parametrize("are_views", [False, True])
+def test_gradients_that_ddp_copies_count_twice(are_views: bool) -> None:
+    module = nn.Linear(8, 8)
+    bucket = torch.zeros(72)
+    module.weight.grad, module.bias.grad = bucket[:64].view(8, 8), bucket[64:]
+    if not are_views:
+        module.weight.grad, module.bias.grad = torch.zeros(8, 8), torch.zeros(8)
+    held = count_holdings(training(module, is_plain_ddp=True))
+    assert (held.gradients_bytes, held.gradient_buckets_bytes) == (72 * FLOATS, 0 if are_views else 72 * FLOATS)
+
+
+def test_deepspeeds_part_counts() -> None:
+    """As ZeRO 3 has it: parameters are empty, their parts and the optimizer's lie in flat tensors."""
+    module = nn.Linear(8, 8, bias=False)
+    module.weight.data = torch.empty(0)
+    module.weight.ds_tensor = torch.empty(16)  # type: ignore[assignment]
+    state = {"exp_avg": torch.empty(16), "exp_avg_sq": torch.empty(16)}
+    parts = {"fp32_partitioned_groups_flat": [torch.empty(16)], "grad_partitions_flat_buffer": torch.empty(16)}
+    held = count_holdings(training(module, SimpleNamespace(state={0: state}, **parts)))
+    assert (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes) == (64, 64, 3 * 64)
+
+
+@pytest.fixture
+def first_of_four() -> Iterator[None]:
+    """This process is rank 0 of four, of which the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("first_of_four")
+def test_a_sharded_model_counts_what_this_rank_holds() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (4,))
+
+    def shard(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(weight.data, mesh, [Shard(0)])))
+
+    module = distribute_module(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), mesh, shard)
+    optimizer = torch.optim.Adam(module.parameters(), foreach=False)
+    for weight in module.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    held = count_holdings(training(module, optimizer))
+    whole = 2 * FLOATS * (64 * 64 + 64)
+    assert (held.parameters_bytes, held.gradients_bytes) == (whole / 4, whole / 4)
+    assert held.optimizer_bytes == pytest.approx(whole / 2, abs=100)
+
+
+# When steps are read
+
+
+class SlowMemory(SimulatedMemory):
+    """Its counters take 100 us to read."""
+
+    def __init__(self, time: HandClock) -> None:
+        super().__init__()
+        self.time = time
+
+    def _stats(self, device: int) -> dict[str, Any]:
+        self.time.spend(100e-6)
+        return super()._stats(device)
+
+
+class Loop:
+    """Steps with the moments of a Trainer's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_optimizer_step: int = 1) -> None:
+        self.time, self.clock = HandClock(), StepClock()
+        self.memory = SlowMemory(self.time)
+        monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self.time))
+        self.memory.install(monkeypatch.setattr)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
+        self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))
+        self.counters = MemoryCounters(self.training, self.clock)
+        self.steps_per_optimizer_step = steps_per_optimizer_step
+        self.read: list[int] = []
+        self.counters.when_read = lambda: self.read.append(self.clock.steps)
+        forward, backward = self.counters.after_forward(list), self.counters.around_backward(list)
+        self.step = self.counters.around_step(lambda batch=None: (forward(), backward(), self._optimize()))
+
+    def _optimize(self) -> None:
+        self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.clock.steps += 1
+            self.step()
+
+
+def test_reading_takes_at_most_ten_microseconds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    began_s = loop.time()
+    loop.run(5000)
+    assert 2e-6 < (loop.time() - began_s) / 5000 < 10e-6
+    assert len({step % 10 for step in loop.read}) > 5  # nothing periodic is always or never hit
+    assert loop.memory.reads == 2 + 5 * len(loop.read)  # of the moments of a step that is read, and of no other
+
+
+def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, steps_per_optimizer_step=4)
+    loop.run(3)
+    facts = loop.counters.facts()
+    assert facts is not None
+    assert (facts.first_step, facts.holdings) == (None, None)
+    loop.run(1)
+    facts = loop.counters.facts()
+    assert facts is not None
+    assert facts.first_step is not None
+    assert (loop.read, facts.first_step.step) == ([1, 2, 3, 4], 4)
+    assert facts.holdings is not None
+
+
+def test_steps_that_a_scaler_skips_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    loop.training.optimizers[0].state.clear()
+    loop.run(2)
+    assert loop.counters.facts().first_step is None  # type: ignore[union-attr]
+    loop.training.optimizers[0].state[0] = {"exp_avg": torch.zeros(4)}
+    loop.run(1)
+    assert loop.counters.facts().first_step.step == 3  # type: ignore[union-attr]
+
+
+def test_a_training_without_an_optimizer_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, steps_per_optimizer_step=10**9)
+    loop.run(1000)
+    assert loop.read[:64] == list(range(1, 65))
+    assert len(loop.read) < 100
+
+
+def test_an_allocator_without_counters_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    loop.run(2)
+    loop.memory.fault = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+    batch = torch.zeros(1)
+    kept = weakref.ref(batch)
+    for _ in range(1000):
+        loop.clock.steps += 1
+        loop.step(batch)
+    del batch
+    assert kept() is None  # an error would keep whatever was in use when it was raised
+    reads = loop.memory.reads
+    loop.run(1000)
+    assert (loop.memory.reads, loop.counters.facts()) == (reads, None)
+    assert "getDeviceStats" in str(loop.counters.failure)
