@@ -245,20 +245,21 @@ def checkpoint_keys() -> str:
 
 def versions() -> str:
     runs = results("versions")["runs"]
-    rows = [
-        (
-            run["machine"]["python"],
-            f"{run['machine']['torch'].partition('+')[0]} for {'CUDA ' + run['cuda'] if run['cuda'] else 'CPUs'}",
-            run["machine"]["lightning"],
-            *(f"{run[kind]:,}" for kind in ("passed", "failed", "skipped")),
-        )
-        for run in runs
-    ]
-    notes = "".join(f" torch {run['machine']['torch'].partition('+')[0]}: {run['note']}" for run in runs if "note" in run)
-    machines = "; ".join(sorted({f"{hardware(run['machine'])}, {run['machine']['date']}" for run in runs}))
+    rows, notes = [], []
+    for run in runs:
+        machine = run["machine"]
+        torch = machine["torch"].partition("+")[0]
+        build = f"CUDA {run['cuda']}" if run["cuda"] else "CPUs"
+        counts = (f"{run[kind]:,}" for kind in ("passed", "failed", "skipped"))
+        rows.append((machine["python"], f"{torch} for {build}", machine["lightning"], *counts))
+        if "note" in run:
+            notes.append(f" torch {torch}: {run['note']}")
+    machines = ", ".join(sorted({hardware(run["machine"]) for run in runs}))
+    dates = ", ".join(sorted({run["machine"]["date"] for run in runs}))
     return block(
         table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
-        f"`python tests/matrix.py` on {machines}: [versions.json](benchmarks/results/versions.json).{notes}",
+        f"`python tests/matrix.py` on {machines}, {dates}: [versions.json](benchmarks/results/versions.json)."
+        + "".join(notes),
     )
 
 
