@@ -50,9 +50,12 @@ def source(command: str, *names: str) -> str:
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
-    where = f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
     busy = f", load average {load:.1f}: to be repeated on a quiet machine" if load > QUIET else ""
-    return f"`python benchmarks/{command}` on {where}, {machine['date']}{busy}: {links}."
+    return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{busy}: {links}."
+
+
+def hardware(machine: Results) -> str:
+    return f"{machine['cores']} CPU cores ({machine['processor']}, {machine['memory_gib']:.0f} GiB)"
 
 
 def table(*rows: Sequence[str]) -> str:
@@ -243,6 +246,26 @@ def checkpoint_keys() -> str:
     )
 
 
+def versions() -> str:
+    runs = results("versions")["runs"]
+    rows, notes = [], []
+    for run in runs:
+        machine = run["machine"]
+        torch = machine["torch"].partition("+")[0]
+        build = f"CUDA {run['cuda']}" if run["cuda"] else "CPUs"
+        counts = (f"{run[kind]:,}" for kind in ("passed", "failed", "skipped"))
+        rows.append((machine["python"], f"{torch} for {build}", machine["lightning"], *counts))
+        if "note" in run:
+            notes.append(f" torch {torch}: {run['note']}")
+    machines = ", ".join(sorted({hardware(run["machine"]) for run in runs}))
+    dates = ", ".join(sorted({run["machine"]["date"] for run in runs}))
+    return block(
+        table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
+        f"`python tests/matrix.py` on {machines}, {dates}: [versions.json](benchmarks/results/versions.json)."
+        + "".join(notes),
+    )
+
+
 def real_projects() -> str:
     """Return what each project showed, for a page in docs/."""
     projects = results("real_projects")["projects"]
@@ -389,6 +412,7 @@ TABLES: dict[str, Callable[[], str]] = {
             loader_settings,
             checkpoint_keys,
             checkpoint_io,
+            versions,
             phases,
             memory_parts,
             real_projects,

@@ -16,7 +16,7 @@ from lightning_gpu_tools.reports.text import render_text
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from tables import PAGES, TABLES, filled
+from tables import PAGES, TABLES, filled, results
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
@@ -57,3 +57,9 @@ def test_every_table_is_what_its_source_gives() -> None:
     for page in pages:
         assert filled(page) == page, "run: python -m benchmarks.tables"
     assert f"**Schema version {SCHEMA_VERSION}.**" in (DOCS / "report_schema.md").read_text()
+
+
+def test_the_classifiers_name_the_pythons_that_were_run() -> None:
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (DOCS.parent / "pyproject.toml").read_text())
+    run = {one["machine"]["python"].rpartition(".")[0] for one in results("versions")["runs"]}
+    assert set(named) == run

@@ -374,4 +374,4 @@ def test_twice_the_keys_take_twice_the_calls(shape: str, tmp_path: Path) -> None
     for name, (once, twice) in counts.items():
         assert twice < 2.3 * once, name
     assert counts["convert"][1] < counts["torch"][1]
-    assert counts["torch file"][1] < 2 * counts["torch"][1]
+    assert counts["torch file"][1] < 1.2 * counts["torch"][1]

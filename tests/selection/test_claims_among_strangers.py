@@ -33,7 +33,7 @@ from lightning_gpu_tools.selection import claim_files, claims
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
-import argparse, ctypes.util, dataclasses, logging, pynvml
+import argparse, ctypes.util, dataclasses, locale, logging, pynvml
 import lightning_gpu_tools.selection.gpu_sets
 from lightning_gpu_tools.gpus.nvml import probe, topology
 from lightning_gpu_tools.cli import gpus, pick, run

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_driver import Driver, gpu, process
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from rank_processes import run_ranks, train_on_two_nodes, train_slow_ranks
 from trainings import Model, Samples, loader, quiet_trainer
 
@@ -51,7 +52,8 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     report = load_report(report_file)
     assert [(one.node, one.index, one.utilization_percent_mean) for one in report.gpus] == [(0, 0, 90), (1, 0, 30)]
     assert report.settings["world_size"] == 2
-    assert report.phase_s["rank_wait/signal check"] > 0
+    is_asked = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")  # since Lightning 2.5.2
+    assert (report.phase_s.get("rank_wait/signal check", 0) > 0) == is_asked
     assert [(one.rank, one.node) for one in report.ranks] == [(0, 0), (1, 1)]
     straggler = next(finding for finding in report.diagnosis.findings if finding.cause == "straggler")
     assert (straggler.evidence["rank"], straggler.evidence["node"]) == (1, 1)
