@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -81,8 +82,8 @@ def test_the_metrics_of_readme_and_docstring_are_the_logged_ones() -> None:
         return kind(**{field.name: 1 for field in dataclasses.fields(kind)})
 
     logged = gpu_metrics(0, filled(GpuWindow), filled(Sharing), energy_joules=1.0)
-    docstring = str(GPUUtilizationMonitor.__doc__).replace("``", "`")
-    for text, cells in ((README, r"^\| (`.*?`) \|"), (docstring, r"^    ((?:`[^`]+`(?:, )?)+) ")):
+    docstring = str(inspect.getdoc(GPUUtilizationMonitor)).replace("``", "`")
+    for text, cells in ((README, r"^\| (`.*?`) \|"), (docstring, r"^((?:`[^`]+`(?:, )?)+) ")):
         listed = set()
         for name in re.findall(r"`(.*?)`", "".join(re.findall(cells, text, re.MULTILINE))):
             before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]

@@ -247,7 +247,7 @@ class _Builder:
         if isinstance(value, TensorInfo):
             if not _is_plain(value) or (value.is_parameter and not self._weights_alone):
                 raise NotPlainError(value.kind or value.dtype)
-            empty: Any = torch.empty(0, dtype=getattr(torch, value.dtype), device="cpu")
+            empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
             built = empty.set_(self._storage(value.storage), value.offset, value.shape, value.strides)
         elif kind in (dict, OrderedDict, Counter):
             built = kind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
@@ -60,10 +61,11 @@ class Request:
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them, for ``help()`` and for LightningCLI's ``--help``."""
-    options = "    Args:\n" + "".join(f"        {name}: {text}\n" for name, text in OPTIONS.items())
-    head, section, rest = (cls.__doc__ or "").partition("    Args:\n")
+    options = "Args:\n" + "".join(f"    {name}: {text}\n" for name, text in OPTIONS.items())
+    # Python 3.13 takes the indentation off docstrings, older ones leave it.
+    head, section, rest = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
     if not section:
-        head, section, rest = head.partition("    Raises:\n")
+        head, section, rest = head.partition("Raises:\n")
         options, rest = f"{options}\n", section + rest
     cls.__doc__ = f"{head}{options}{rest}"
     return cls

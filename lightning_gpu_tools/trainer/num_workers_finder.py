@@ -142,6 +142,7 @@ class NumWorkersFinder(GuardedCallback):
     @override
     def _give_up(self) -> None:
         if self._fit is not None:
+            self._fit.release()  # what failed may have been the end of the fit
             self._fit.give_up()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,6 +171,7 @@ class _Fit:
     def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
         self._session = session
+        self._released = False
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
         self._place: int | None = None  # of the next training loader, while these are made
@@ -416,8 +418,10 @@ class _Fit:
         self._take_back("An error ended their use, so the original settings are back.")
 
     def release(self) -> None:
-        """Give the session back."""
-        self._session.release()
+        """Give the session back, if it was not yet."""
+        if not self._released:
+            self._released = True
+            self._session.release()
 
     def end(self) -> None:
         """Say, before the report is made, how it went to the end."""

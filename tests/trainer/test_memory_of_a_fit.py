@@ -95,6 +95,9 @@ class Facts(Callback):
         assert facts is not None
         self.memory = facts
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.session.release()
+
 
 @pytest.fixture
 def memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> SimulatedMemory:
