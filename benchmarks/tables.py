@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
-QUIET = 1.2  # load average below which timings are worth quoting
+QUIET = 1.2  # load average from which a reader should know of it
 
 Results = dict[str, Any]
 
@@ -50,8 +50,9 @@ def source(command: str, *names: str) -> str:
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
-    busy = f", load average {load:.1f}: to be repeated on a quiet machine" if load > QUIET else ""
-    return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{busy}: {links}."
+    before = f", load average {load:.1f} before" if load > QUIET else ""
+    repeat = ", to be repeated on a quiet machine" if load > machine["cores"] else ""
+    return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{before}{repeat}: {links}."
 
 
 def hardware(machine: Results) -> str:
