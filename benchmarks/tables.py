@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
-QUIET = 1.2  # load average below which timings are worth quoting
+QUIET = 1.2  # load average from which a reader should know of it
 
 Results = dict[str, Any]
 
@@ -51,8 +51,9 @@ def source(command: str, *names: str) -> str:
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
-    busy = f", load average {load:.1f}: to be repeated on a quiet machine" if load > QUIET else ""
-    return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{busy}: {links}."
+    before = f", load average {load:.1f} before" if load > QUIET else ""
+    repeat = ", to be repeated on a quiet machine" if load > machine["cores"] else ""
+    return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{before}{repeat}: {links}."
 
 
 def hardware(machine: Results) -> str:
@@ -89,6 +90,16 @@ def pick_speed() -> str:
     )
 
 
+def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
+    """Return how far predictions from a training with small batches are from what trains, in words."""
+    shares = [1 + row["error"][str(measured_at)] for row in sizes]
+    error = sum(abs(share - 1) for share in shares) / len(shares)
+    return (
+        f"from batches of {measured_at}, {min(shares):.2f} to {max(shares):.2f} times what trains (mean error "
+        f"{100 * error:.0f} %)"
+    )
+
+
 def diagnosis() -> str:
     suite, peers, memory = results("diagnosis_suite"), results("diagnosis_peers"), results("out_of_memory")
     kinds = {
@@ -107,6 +118,7 @@ def diagnosis() -> str:
         "no verdict": "no verdict",
         "false alarm": "false alarm",
     }
+    predicted = "; ".join(_prediction(memory["sizes"], size) for size in (8, 32))
     other = peers["machine"]["traceml-ai"]
     of_both = [
         (who, *(str(peers[key].get(outcome, 0)) for outcome in outcomes))
@@ -120,9 +132,8 @@ def diagnosis() -> str:
     return block(
         table(("cases with a known cause", "diagnosed right"), *rows),
         source("diagnosis_suite.py", "diagnosis_suite"),
-        f"Out of memory: {source('out_of_memory.py', 'out_of_memory')} The largest batch size that fits, predicted "
-        f"from a training with batches of 32, was wrong by {100 * memory['mean_error']:.0f} % on average over "
-        f"{len(memory['sizes'])} models there; from batches of 8 it is too small or right.",
+        f"Out of memory: {source('out_of_memory.py', 'out_of_memory')} There the largest batch size that fits was "
+        f"predicted for {len(memory['sizes'])} models: {predicted}.",
         f"TraceML {other} (the newest) under `traceml run`, on the {peers['both']} of these trainings on the CPU that "
         "it attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
         "epoch starts and transfers, its COMPUTE-BOUND at backward and the optimizer. Which kind of slow loading it "

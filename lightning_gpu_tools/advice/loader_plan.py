@@ -24,10 +24,12 @@ _MEMORY_SHARE = 0.5
 # log-normal distribution does whose 95th percentile is 1.5 or 3 medians.
 _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 # A step whose threads wait for each other after each operation loses time whenever a worker takes the core of one: this
-# much of the time that workers take from it, and of its own time, whichever is less. Fitted to five trainings of
-# benchmarks/ceilings.py on two cores, whose speedups it predicts within 15 %; two runs of one of them differ by 8 %.
+# much of the time that workers take from it, and of its own time, whichever is less. A worker that has a core keeps it
+# for some milliseconds, so beside many a short step loses at least the time below. Fitted to five trainings of
+# benchmarks/ceilings.py on two cores; the same training gains 8 to 15 % more on one day than on another.
 _LOST_BESIDE_ONE = 0.35, 0.35
 _LOST_BESIDE_MANY = 0.9, 1.15
+_LEAST_LOST_BESIDE_MANY_S = 0.018
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
@@ -140,7 +142,9 @@ def _step_beside_workers(
         return step_s + excess_s / cores
     lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 else 0.0
     of_excess, of_step = _LOST_BESIDE_ONE if workers == 1 else _LOST_BESIDE_MANY
-    return step_s + excess_s / min(workers, cores) + lockstep * min(of_excess * excess_s, of_step * step_s)
+    least_s = 0.0 if workers == 1 else _LEAST_LOST_BESIDE_MANY_S
+    lost_s = lockstep * min(of_excess * excess_s, max(of_step * step_s, least_s))
+    return step_s + excess_s / min(workers, cores) + lost_s
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:

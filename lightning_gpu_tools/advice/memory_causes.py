@@ -276,7 +276,8 @@ def _fragmentation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     if unused < max(oom.requested_bytes, _MIN_SHARE * reserved):
         return None
     retries = None if oom.reading is None else oom.reading.retries
-    again = f", and has emptied its cache {retries} times to go on" if retries else ""
+    times = "once" if retries == 1 else f"{retries} times"
+    again = f", and has emptied its cache {times} to go on" if retries else ""
     return _ruling(
         oom,
         "fragmentation",

@@ -353,6 +353,9 @@ def _explain(structure: Structure, error: Exception, weights_only: bool, map_loc
             raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
         unknown = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
         if unknown and not foreign:
+            module, _, name = unknown[1].rpartition(".")
+            if hasattr(sys.modules.get(module), name):  # as torch 2.15 has nested tensors, and takes them no more
+                raise UnsafeCheckpointError(explain_blocked(structure.path, [unknown[1]])) from None
             raise broken(structure.path, needs_newer_torch(unknown[1])) from None
         if "Unsupported operand" in str(error):
             raise UnsafeCheckpointError(

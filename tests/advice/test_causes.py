@@ -180,10 +180,10 @@ def test_a_wait_for_data_has_share_ceiling_and_settings() -> None:
     [
         (8, 1, 10),
         (2, 1, 20),  # 40 ms of CPU time on two cores
-        (2, 1.8, 33.2),  # 48 ms on two cores, and a step more, because two threads compute in lockstep
+        (2, 1.8, None),  # 48 ms on two cores, and 14 more, because two threads compute in lockstep
         (1.5, 1, 40 / 1.5),
         (1, 1, None),  # each second of loading is one that the step does not have
-        (4, 4, 29),
+        (4, 4, 35.5),
     ],
 )
 def test_a_ceiling_is_what_the_cores_allow(cores: float, step_cores: float, after_ms: float | None) -> None:

@@ -343,8 +343,11 @@ def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Pat
     assert run("convert", path, target)[0] == 0
     assert {key: value.tolist() for key, value in read_checkpoint(target).items()} == {"a": [1 - 2j], "b": [1 + 2j]}
     torch.save({"nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, path)
-    assert run("diff", path, path)[0] == 0
-    assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
+    code, _, errors = run("diff", path, path)
+    assert code == 0 or "add_safe_globals([torch._utils._rebuild_nested_tensor])" in errors  # from torch 2.15 on
+    with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor]):
+        assert run("diff", path, path)[0] == 0
+        assert "holds plain tensors only, not nested" in run("convert", path, target, "--force")[2]
 
 
 @given(data=st.data())

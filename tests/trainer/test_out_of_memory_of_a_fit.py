@@ -171,6 +171,29 @@ def test_a_snapshot_of_what_is_allocated_is_written_on_request(
     assert str(snapshot) in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.mark.parametrize(
+    ("module", "gone"),
+    [
+        (torch._C, "_cuda_attach_out_of_memory_observer"),
+        (torch.cuda.memory, "_record_memory_history"),
+        (torch.cuda.memory, "_dump_snapshot"),
+    ],
+)
+def test_a_torch_without_a_private_name_still_says_what_the_error_says(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, gone: str
+) -> None:
+    with LimitedMemory().gpu(driver, monkeypatch.setattr):
+        for name in ("_record_memory_history", "_dump_snapshot"):  # which need a build for CUDA
+            monkeypatch.setattr(torch.cuda.memory, name, lambda *args, **options: None)
+        monkeypatch.delattr(module, gone)
+        trainer = quiet_trainer(tmp_path, accelerator="cuda", callbacks=[GPUUtilizationMonitor(memory_history=True)])
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.fit(FailsAt(), batches())
+    report = load_report(tmp_path)
+    assert report.outcome == "out of memory in forward at step 3"
+    assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * MIB
+
+
 def test_what_fails_while_it_is_noted_never_takes_the_errors_place(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
