@@ -88,7 +88,8 @@ def run(name: str, case: Case, stall_after: str) -> dict[str, Any]:
     first = stalls[0]
     late_s = first.lasted_s - float(stall_after)
     is_right = first.cause == case.cause and first.rank == case.rank and case.words in first.why
-    said = {"said": first.cause, "rank": first.rank, "why": first.why, "next": first.next_step}
+    why = first.why.replace(f"{Path(__file__).parents[1]}/", "")
+    said = {"said": first.cause, "rank": first.rank, "why": why, "next": first.next_step}
     return row | said | {"late_s": round(late_s, 2), "right": is_right and late_s <= MAX_LATE_S}
 
 

@@ -390,7 +390,7 @@ def stalls() -> str:
         f"Of {quiet} of {len(healthy)} healthy trainings nothing was said: "
         + ", ".join(one["training"] for one in healthy)
         + ". "
-        + source("stall_suite.py", "stall_suite"),
+        + source("stall_suite.py", "stall_suite").replace("](", "](../"),
     )
 
 
