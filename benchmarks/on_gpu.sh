@@ -13,5 +13,6 @@ python3 -m pytest -m gpu -v --junitxml="$folder/gpu_tests.xml" 2>&1 | tee "$fold
 tests=$?
 python3 benchmarks/step_overhead.py --output "$folder/gpu_step_overhead.json"
 python3 benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json"
+python3 benchmarks/out_of_memory_on_gpu.py --output "$folder/gpu_out_of_memory.json"
 python3 benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json"
 exit $tests

@@ -27,7 +27,6 @@ from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import RankStep
 
@@ -90,8 +89,18 @@ def pick_speed() -> str:
     )
 
 
+def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
+    """Return how far predictions from a training with small batches are from what trains, in words."""
+    shares = [1 + row["error"][str(measured_at)] for row in sizes]
+    error = sum(abs(share - 1) for share in shares) / len(shares)
+    return (
+        f"from batches of {measured_at}, {min(shares):.2f} to {max(shares):.2f} times what trains (mean error "
+        f"{100 * error:.0f} %)"
+    )
+
+
 def diagnosis() -> str:
-    suite, peers = results("diagnosis_suite"), results("diagnosis_peers")
+    suite, peers, memory = results("diagnosis_suite"), results("diagnosis_peers"), results("out_of_memory")
     kinds = {
         "on the CPU": "real trainings on the CPU",
         "on a simulated GPU": "real trainings on a simulated GPU",
@@ -99,6 +108,7 @@ def diagnosis() -> str:
     }
     count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
     rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items()]
+    rows.append(("out of memory, or not, on a simulated GPU", f"{memory['right']} of {memory['of']}"))
 
     outcomes = {
         "names": "right",
@@ -107,6 +117,7 @@ def diagnosis() -> str:
         "no verdict": "no verdict",
         "false alarm": "false alarm",
     }
+    predicted = "; ".join(_prediction(memory["sizes"], size) for size in (8, 32))
     other = peers["machine"]["traceml-ai"]
     of_both = [
         (who, *(str(peers[key].get(outcome, 0)) for outcome in outcomes))
@@ -120,6 +131,8 @@ def diagnosis() -> str:
     return block(
         table(("cases with a known cause", "diagnosed right"), *rows),
         source("diagnosis_suite.py", "diagnosis_suite"),
+        f"Out of memory: {source('out_of_memory.py', 'out_of_memory')} There the largest batch size that fits was "
+        f"predicted for {len(memory['sizes'])} models: {predicted}.",
         f"TraceML {other} (the newest) under `traceml run`, on the {peers['both']} of these trainings on the CPU that "
         "it attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
         "epoch starts and transfers, its COMPUTE-BOUND at backward and the optimizer. Which kind of slow loading it "
@@ -421,7 +434,7 @@ TABLES: dict[str, Callable[[], str]] = {
         kind.__name__: functools.partial(fields, kind)
         for kind in (
             *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
-            *(MemoryGrowth, LoaderSummary, ProcessId),
+            *(LoaderSummary, ProcessId),
         )
     },
 }

@@ -116,14 +116,13 @@ def resident_memory_bytes() -> int:
     return rss
 
 
-def private_memory_bytes(pids: list[int]) -> int | None:
-    """Return the largest private memory of one of the processes; ``None`` if the kernel does not report it.
+def private_memory_bytes(pids: list[int]) -> list[int]:
+    """Return the private memory of each of the processes, of which the kernel reports it.
 
     One more of them costs this much: forked workers share the rest with their parent.
     """
     private = [_private_memory_bytes(pid) for pid in pids]
-    known = [size for size in private if size is not None]
-    return max(known) if known else None
+    return [size for size in private if size is not None]
 
 
 def _private_memory_bytes(pid: int) -> int | None:
@@ -133,6 +132,26 @@ def _private_memory_bytes(pid: int) -> int | None:
         return None
     kilobytes = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     return 1024 * (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"])
+
+
+def oom_kills(
+    *,
+    cgroup_mount: Path = Path("/sys/fs/cgroup"),
+    cgroup_membership: Path = Path("/proc/self/cgroup"),
+    vmstat: Path = Path("/proc/vmstat"),
+) -> int:
+    """Return how many processes of this job the kernel has killed so far because memory ran out; take differences.
+
+    Where no cgroup counts them, as outside of containers and batch systems, those of the whole machine count.
+    """
+    groups = _cgroup_folders("memory", cgroup_mount, cgroup_membership)
+    events = [_words(folder / "memory.events") or _words(folder / "memory.oom_control") for folder in groups]
+    # The innermost group has this process's siblings.
+    for words in [*reversed(events), _words(vmstat)]:
+        counts = dict(zip(words[::2], words[1::2], strict=False))
+        if "oom_kill" in counts:
+            return int(counts["oom_kill"])
+    return 0
 
 
 def cores_in_reach(cores: float, used_or_idle: float) -> float:

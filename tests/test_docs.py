@@ -20,11 +20,12 @@ from tables import PAGES, TABLES, filled, results
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
+FULL = (DOCS / "out_of_memory.md").read_text()
 READ = (DOCS / "how_to_read_the_report.md").read_text()
 
 
 def test_every_cause_is_explained() -> None:
-    first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW, re.MULTILINE))
+    first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL, re.MULTILINE))
     for cause in get_args(Cause):
         assert f"`{cause}`" in first_column, cause
     kinds = set(re.findall(r'return "(\w+)"$', Path(data_loading.__file__).read_text(), re.MULTILINE))

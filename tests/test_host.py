@@ -13,6 +13,7 @@ from lightning_gpu_tools.host import (
     children_cpu_s,
     cores_in_reach,
     idle_cpu_s,
+    oom_kills,
     private_memory_bytes,
     read_host_budget,
 )
@@ -147,10 +148,25 @@ def test_only_private_memory_of_a_worker_counts() -> None:
         os._exit(len(own) % 2)
     os.waitid(os.P_PID, child, os.WSTOPPED)
     try:
-        memory = private_memory_bytes([child, 2**22 + 1])  # the second one is no process
-        assert memory is not None
+        (memory,) = private_memory_bytes([child, 2**22 + 1])  # the second one is no process
         assert 64 * 2**20 <= memory < 64 * 2**20 + len(taken)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert private_memory_bytes([2**22 + 1]) is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "killed"),
+    [
+        ("0::/pod/job\n", {"pod/memory.events": "oom 9\noom_kill 5\n", "pod/job/memory.events": "oom_kill 2\n"}, 2),
+        ("5:memory:/job\n", {"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}, 1),
+        ("0::/\n", {"cgroup.procs": ""}, 7),  # not in a group: the whole machine
+    ],
+)
+def test_killed_processes_are_counted_where_the_job_is(
+    cgroup, tmp_path: Path, membership: str, files: dict[str, str], killed: int
+) -> None:
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 1\noom_kill 7\nnuma_hit 3\n")
+    assert oom_kills(**cgroup(membership, files), vmstat=vmstat) == killed
+    assert oom_kills(**cgroup("", {}), vmstat=tmp_path / "no Linux") == 0

@@ -167,7 +167,6 @@ def hostile_report() -> str:
     report |= dict.fromkeys(("outcome", "started_at", "gpu_note", "confirmation"), EVIL)
     report |= {"phase_s": {**report["phase_s"], **phases}, "unseen": [EVIL], "spans": [[0.0, 1.0, phases, 20]]}
     report["settings"] = {EVIL: [EVIL], "gpu": [EVIL], "batch_size": EVIL, "model": EVIL}
-    report["memory_growth"] = [{"what": EVIL, "bytes_per_s": 1.0, "grown_bytes": 1.0}]
     report["gpus"][0] |= {"uuid": EVIL, "name": EVIL, "errors": [EVIL], "timelines": {EVIL: [[0.0, 1.0]]}}
     report["diagnosis"] |= {"why": EVIL, "next_step": EVIL, "gpu_idle_percent": phases}
     report["diagnosis"]["findings"][0] |= {"advice": EVIL, "evidence": {EVIL: EVIL, "name": EVIL}}

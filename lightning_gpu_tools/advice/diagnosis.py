@@ -16,6 +16,7 @@ from lightning_gpu_tools.advice.findings import (
     is_worth_reporting,
 )
 from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
+from lightning_gpu_tools.advice.growth import growing_memory
 from lightning_gpu_tools.advice.host_work import host_work, unnamed
 from lightning_gpu_tools.advice.inside_step import (
     has_few_active_sms,
@@ -26,8 +27,11 @@ from lightning_gpu_tools.advice.inside_step import (
     unexplained_in_step,
 )
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
+from lightning_gpu_tools.advice.memory_causes import judge
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -43,6 +47,8 @@ def diagnose(
     run: RunMeasurements,
     *,
     searched: LoaderResult | None = None,
+    growth: Sequence[MemoryGrowth] = (),
+    out_of_memory: OutOfMemory | None = None,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
 ) -> Diagnosis:
@@ -51,6 +57,8 @@ def diagnose(
     Args:
         run: The measurements.
         searched: What a search for the loader's settings has found in this run.
+        growth: Memory that has grown steadily.
+        out_of_memory: The out-of-memory error that has ended the run.
         min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
         min_steps: Steady steps needed to judge; 50 by default.
     """
@@ -69,6 +77,14 @@ def diagnose(
             "epoch do not count."
         )
         next_step = f"Train longer, or lower min_steps of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+    if out_of_memory is not None:
+        of_memory, why, next_step = judge(run, out_of_memory)
+        verdict, findings = "out_of_memory", (*of_memory, *findings)[:_MAX_FINDINGS]
+    elif growth:
+        growing = tuple(map(growing_memory, growth))
+        if not findings:
+            next_step = growing[0].advice
+        findings = (*findings, *growing)
     return Diagnosis(
         verdict=verdict,
         findings=findings,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown"]
+Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Cause = Literal[
     "data_loading",
     "host_to_device_copy",
@@ -29,6 +29,17 @@ Cause = Literal[
     "thermal_throttling",
     "power_cap",
     "shared_gpu",
+    "memory_growth",
+    # Of out-of-memory errors alone
+    "batch_too_large",
+    "model_too_large",
+    "optimizer_too_large",
+    "fragmentation",
+    "other_processes",
+    "evaluation_graph",
+    "spike",
+    "leftover_process",
+    "loading_checkpoint",
     "unexplained",
 ]
 
@@ -62,7 +73,7 @@ class Finding:
 
     Attributes:
         cause: What it is.
-        share: Fraction of the wall time lost to it, 0 to 1; on a GPU never more than the GPU's idle time.
+        share: Fraction of the wall time lost to it, 0 to 1; on a GPU never more than the GPU's idle time. 0 for memory.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
         evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``
@@ -86,8 +97,9 @@ class Diagnosis:
 
     Attributes:
         verdict: ``healthy``, ``low`` (the GPU, or without one the training step, is often idle), ``too_short`` to
-            judge, ``shared_gpu``, or ``unknown`` (nothing reports the GPU's utilization).
-        findings: Ordered by ceiling, highest first.
+            judge, ``shared_gpu``, ``unknown`` (nothing reports the GPU's utilization), or ``out_of_memory`` (an error
+            of that kind has ended the run).
+        findings: Ordered by ceiling, highest first; those of memory come first after such an error, and last otherwise.
         why: The reason for the verdict, with numbers.
         next_step: What to do now, with numbers.
         utilization_percent: Mean utilization of the trainer's GPUs; ``None`` if nothing reports it.
@@ -130,6 +142,11 @@ class Diagnosis:
 def ceiling(share: float) -> float:
     """Return the greatest possible speedup from removing what takes this share of the wall time."""
     return math.inf if share >= 1 else 1 / (1 - max(0.0, share))
+
+
+def of_memory(cause: Cause, evidence: Mapping[str, float | str], advice: str) -> Finding:
+    """Return a finding about memory, which costs no time until it runs out."""
+    return Finding(cause=cause, share=0.0, ceiling=1.0, ceiling_lower=1.0, evidence=evidence, advice=advice)
 
 
 def counted(

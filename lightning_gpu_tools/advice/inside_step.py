@@ -10,7 +10,7 @@ from statistics import median
 
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, FIND_FUNCTION, MIN_COMMUNICATION, Finding, counted
 from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
-from lightning_gpu_tools.training.run_measurements import COPY, GpuFacts, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import printable
 
 # torch's TensorBoard plugin reports the DataLoader from 5 % of the step on; the same for copies and syncs.
@@ -41,8 +41,6 @@ _MAX_BACKWARD = 8.0
 # With fused=True it took 13 to 25 % of its time, so at least 70 % goes.
 _MAX_OPTIMIZER = 2.0
 _FUSED_SAVES = 0.7
-# loadtune's target: fill 80 % of the memory. The rest is for fragmentation, the CUDA context and the largest sample.
-_MAX_FILL = 0.80
 _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
 _CAVEAT = " With a larger batch, scale the learning rate and compare the validation metric."
 
@@ -101,25 +99,11 @@ def has_few_active_sms(run: RunMeasurements) -> bool:
     )
 
 
-def batch_size_that_fits(gpu: GpuFacts, batch_size: int) -> int | None:
-    """Return the largest batch size that leaves a fifth of the GPU's memory free; ``None`` if it is not known.
-
-    Beyond weights and optimizer state, memory grows in proportion to the batch. So two points define the line: no
-    batch, and the current one.
-    """
-    total, peak, kept = gpu.memory_total_bytes, gpu.step_memory_bytes, gpu.kept_memory_bytes
-    if total is None or peak is None or kept is None:
-        return None
-    per_sample = (peak - kept) / batch_size
-    room = _MAX_FILL * total - kept - (gpu.others_memory_bytes or 0)
-    return int(room / per_sample) if per_sample > 0 and room > 0 else None
-
-
 def _larger_batch(run: RunMeasurements) -> str:
     """Return which batch size to set, with the limit by measured memory where it is known; empty if none is larger."""
     batch_size = run.loader.batch_size if run.loader is not None else None
-    fits = batch_size_that_fits(run.gpu, batch_size) if run.gpu is not None and batch_size else None
-    if fits is None or batch_size is None:
+    fits = run.largest_batch_size
+    if fits is None or not batch_size:
         return "a larger batch_size"
     if fits < 2 * batch_size:
         return ""  # no room for a batch twice as large
@@ -235,9 +219,8 @@ def _small_batch(run: RunMeasurements) -> Finding | None:
     busy = (run.utilization_percent or 0.0) / 100
     share = (busy - run.gpu.sm_active_percent / 100) * (1 - run.phase_s.get("validation", 0.0) / run.wall_s)
     evidence: dict[str, float | str] = {"sm_active_percent": run.gpu.sm_active_percent}
-    for name in ("step_memory_bytes", "memory_total_bytes"):
-        if (value := getattr(run.gpu, name)) is not None:
-            evidence[name] = value
+    if run.largest_batch_size is not None:
+        evidence["largest_batch_size"] = run.largest_batch_size
     if run.loader is not None and run.loader.batch_size is not None:
         evidence["batch_size"] = run.loader.batch_size
     return counted(

@@ -98,7 +98,7 @@ class Trials:
             ready, began_probe_s = [next(batches)], time.perf_counter()
             while self._probes_on(len(ready) - 1, time.perf_counter() - began_probe_s):
                 ready.append(next(batches))
-            worker_bytes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
+            worker_sizes = private_memory_bytes([worker.pid for worker in batches.workers if worker.pid])
             grace_s = _GRACE_S
         finally:  # also after Ctrl-C: the worker must not outlive the search
             batches.close(grace_s)
@@ -109,7 +109,7 @@ class Trials:
             cpu_s=(ready[-1][1] - ready[0][1]) / len(wall_s),
             batch_bytes=max(size for _, _, size in ready) or None,
             spread=mean_s / typical_s if typical_s > 0 else None,
-            worker_bytes=worker_bytes,
+            worker_bytes=max(worker_sizes, default=None),
         )
         return cost, max(0.0, start_s - cost.wall_s)
 

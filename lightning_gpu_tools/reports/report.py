@@ -23,7 +23,6 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.typed_json import read
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
@@ -117,7 +116,8 @@ class Report:
         gpu_step_s: Mean time of a training step by the GPU's own clock, by part; empty without a GPU.
         ranks: The steps of each rank that reported; empty with one rank.
         memory: What the memory of each GPU that was trained on was used for; empty without a GPU.
-        memory_growth: Memory that grew steadily.
+        allocator_failures: How often torch's allocator had no memory to give on rank 0, and the run went on: the
+            program or cuDNN caught the error, or a search for the largest batch size provoked it.
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
             and dataset show whether they are runs of the same program.
@@ -145,7 +145,7 @@ class Report:
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
-    memory_growth: tuple[MemoryGrowth, ...] = ()
+    allocator_failures: int = 0
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     process: ProcessId | None = None

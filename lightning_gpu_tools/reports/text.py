@@ -45,7 +45,7 @@ def render_text(report: Report) -> str:
         *map(_gpu_line, gpus[:_MAX_GPUS]),
         *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
         *([report.gpu_note] if report.gpu_note else []),
-        *map(str, report.memory_growth),
+        *_memory_lines(report),
         *_rank_lines(report),
         *_idle_lines(report),
         *_gpu_step_lines(report),
@@ -97,6 +97,7 @@ _VERDICT = {
     "too_short": "TOO SHORT TO JUDGE",
     "shared_gpu": "SHARED GPU",
     "unknown": "UNKNOWN",
+    "out_of_memory": "OUT OF MEMORY",
 }
 
 
@@ -138,6 +139,16 @@ def _unfinished_lines(report: Report) -> list[str]:
     if report.outcome.startswith(RUNNING):
         return [f"The run is still going. {known}"]
     return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
+
+
+def _memory_lines(report: Report) -> list[str]:
+    """Return what is growing, and how often memory has run out without ending the run."""
+    diagnosis, times = report.diagnosis, report.allocator_failures
+    growing = [one for one in diagnosis.findings if one.cause == "memory_growth"]
+    if diagnosis.verdict == "out_of_memory":  # which says so already
+        growing = []
+    failures = f"torch's allocator failed {times} time{'s' * (times > 1)}, and the run went on."
+    return [*(one.advice for one in growing), *([failures] if times else [])]
 
 
 def _rank_lines(report: Report) -> list[str]:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
 from lightning_gpu_tools.gpus.metrics import GpuWindow
-from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
@@ -42,6 +42,8 @@ from lightning_gpu_tools.training.run_measurements import (
 )
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
+
+_Number = TypeVar("_Number", int, float)
 
 _POLL_EVERY_STEPS = 10
 _NOT_IN_EVERY_STEP = (CALLBACK, LOGGING, CHECKPOINT, VALIDATION, EPOCH_START)
@@ -249,11 +251,28 @@ class RunRecorder:
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=run.epoch_steps,
             left_on_cpu=left_on_cpu(run.module) if self._on_gpu and run.module is not None else (),
+            largest_batch_size=self._smallest_largest_batch() if self._on_gpu else None,
             has_trainer=run.has_trainer,
         )
 
+    def largest_batch_size(self) -> int | None:
+        """Return the largest batch that fits this rank's GPU, in samples; ``None`` if that cannot be told."""
+        memory = None if self._memory is None else self._memory.facts()
+        peak, gpu = None if memory is None else step_peak(memory, self._batch_bytes or 0), self._gpu_facts()
+        if memory is None or peak is None or gpu.memory_total_bytes is None:
+            return None
+        if self._loader is None or self._loader.batch_size != peak.batch_size:  # samples do not come first in a batch
+            return None
+        beside = max(0, (gpu.own_memory_bytes or 0) - memory.latest.reserved_bytes) + (gpu.others_memory_bytes or 0)
+        return largest_batch([peak], gpu.memory_total_bytes - beside, gpu.memory_total_bytes).size
+
+    def _smallest_largest_batch(self) -> int | None:
+        """Return the same for all ranks: each can fail."""
+        sizes = [self.largest_batch_size(), *(facts.get("largest_batch_size") for facts in self._exchange.read(0))]
+        return min((size for size in sizes if size is not None), default=None)
+
     def _gpu_facts(self) -> GpuFacts:
-        facts = device_facts(self._run.device, self._run.module, self._run.optimizers)
+        facts = device_facts(self._run.device)
         windows = self._gpus.trained_on() if self._gpus else []
         if self._gpus is None or not windows:
             return facts
@@ -262,8 +281,10 @@ class RunRecorder:
         return replace(
             facts,
             **means,
-            others_memory_bytes=_most(sharing, "others_memory_bytes"),
-            others_utilization_percent=_most(sharing, "others_utilization_percent"),
+            memory_total_bytes=facts.memory_total_bytes or _largest(window.memory_total_bytes for window in windows),
+            own_memory_bytes=_largest(one.own_memory_bytes for one in sharing),
+            others_memory_bytes=_largest(one.others_memory_bytes for one in sharing),
+            others_utilization_percent=_largest(one.others_utilization_percent for one in sharing),
         )
 
 
@@ -283,6 +304,5 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _most(sharing: Sequence[Sharing], field: str) -> Any:
-    known = [value for one in sharing if (value := getattr(one, field)) is not None]
-    return max(known, default=None)
+def _largest(values: Iterable[_Number | None]) -> _Number | None:
+    return max((value for value in values if value is not None), default=None)

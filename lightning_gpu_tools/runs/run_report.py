@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
@@ -50,8 +51,8 @@ _MAX_WAIT_S = 5.0
 def describe(session: Session, outcome: str, host: HostReading | None = None) -> Report:
     """Return the report of a training, with what the other ranks published last. For the training thread.
 
-    Of one that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, the
-    growth of memory, and the cost of measuring.
+    Of one that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, and the
+    cost of measuring.
 
     Args:
         session: Of the training.
@@ -94,7 +95,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
         memory=session.memory_accounts(all_ranks=ended),
-        memory_growth=session.memory.growth() if ended else (),
+        allocator_failures=session.allocator_failures,
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
         process=ProcessId.of(os.getpid()),
@@ -168,7 +169,6 @@ class RunningReport:
             steps=session.clock.steps,
             wall_s=sum(phase_s.values()),
             phase_s=phase_s,
-            memory_growth=session.memory.growth(),
         )
         gpus = (dataclasses.replace(gpu, timelines={}) for gpu in session.gpu_summaries())
         self.file.save(_with_gpus(report, gpus))
@@ -183,13 +183,14 @@ class RunningReport:
             self.file.save(dataclasses.replace(self._measured, outcome=outcome))
 
 
-def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
+def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
     """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
 
     Args:
         report: Of a training that has ended.
         file: Where it is written, and the plot beside it.
         run: Whose loggers get the summary.
+        snapshot: What torch has written when memory ran out, if it did.
     """
     folder = file.path.parent
     paths: list[Path] = []
@@ -214,6 +215,8 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
                 log_summary(report, text, logger, run.logged_step - 1)
+    if snapshot is not None and snapshot.exists():
+        paths.append(snapshot)
     if paths:
         lines.append("Report: " + " ".join(map(printable_path, paths)))
         if report.diagnosis.verdict == "low":
@@ -292,6 +295,11 @@ def say(text: str) -> None:
         sys.stdout.flush()
     except Exception:  # a closed terminal, a notebook's own stream: what is said here must not end the training
         logging.getLogger(__name__).warning("The end of the training's report could not be printed.", exc_info=True)
+
+
+def say_verdict(diagnosis: Diagnosis) -> None:
+    """Print why memory has run out on a rank that has no report of its own."""
+    say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
 
 
 def warn_if_not_writable(folder: str) -> None:

@@ -13,20 +13,28 @@ from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.growth import pace
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.host import oom_kills
+from lightning_gpu_tools.loaders.settings import first_tensor
 from lightning_gpu_tools.reports.typed_json import read
+from lightning_gpu_tools.runs.out_of_memory import explain
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_memory import MemoryShare, accounts, own_share
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
+from lightning_gpu_tools.training.memory_failures import MemoryFailures
 from lightning_gpu_tools.training.memory_history import MemoryHistory
+from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -88,6 +96,9 @@ class Session:
         started_s: When training began, seconds since the epoch.
         thresholds: Those of the diagnosis that are not its defaults; whoever advises sets them.
         loader_result: What ``NumWorkersFinder`` has found, as soon as it sets it.
+        failures: Counts the failures of torch's allocator; ``None`` without a GPU.
+        out_of_memory: The out-of-memory error that has ended the training; ``None`` if none has.
+        oom_kills_before: How many processes the kernel had killed for want of memory when the session began.
     """
 
     def __init__(self, run: Run, timer: Callable[[StepClock, Callable[[sampler.Phase], None]], Timer]) -> None:
@@ -101,12 +112,18 @@ class Session:
         self.started_s = 0.0
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
+        self.out_of_memory: OutOfMemory | None = None
+        self.oom_kills_before = oom_kills()
+        self.failures = None if run.gpu is None else MemoryFailures(run.gpu, lambda: self.clock.current.phase)
+        if self.failures is not None:
+            self.failures.listen()
         self._monitored: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
         self._turn = self._epochs_published = 0
         self._own_pids: frozenset[int] | None = None
         self._pids_are_ours = False
-        self._last_step = -1
+        self._last_step = self._begun_step = -1
+        self._begun_validation = (-1, -1)
         self._logs: int | None = None
         self._warned: set[str] = set()
         self._finished = False
@@ -120,6 +137,8 @@ class Session:
         self.timer.stop()
         if self.gpus is not None:
             self.gpus.close()
+        if self.failures is not None:
+            self.failures.close()
 
     def monitor(self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool) -> None:
         """Ask, before training begins, for the GPUs to be logged and reported; see ``GPUUtilizationMonitor``."""
@@ -132,7 +151,13 @@ class Session:
         if self.recorder is None:
             place = self.run.place
             self.started_s = time.time()
-            self.memory = MemoryHistory(self.timer.memory)
+            if self.failures is not None:
+                self.failures.listen()
+            self.memory = MemoryHistory(
+                self.timer.memory,
+                worker_pids=lambda: compat.worker_pids(self.run.iterator) or [],
+                is_validating=lambda: base_phase(self.clock.current.phase) == VALIDATION,
+            )
             if self._monitored is not None and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)
             self._exchange = self.board("measured")
@@ -193,6 +218,18 @@ class Session:
         if self.timer.memory is not None:
             self.timer.memory.enter(phase)
 
+    def begin_step(self, batch: Any) -> None:
+        """Note, for the case that memory runs out, the batch of a step that begins."""
+        if self.failures is not None and self.clock.steps != self._begun_step:
+            self._begun_step = self.clock.steps
+            self.failures.begin_step(self.clock.steps, _shape(batch))
+
+    def begin_validation_batch(self, batch: Any, number: int) -> None:
+        """Note the same of a batch of validation, and of the first one that another validation begins."""
+        if self.failures is not None and (number, self.clock.steps) != self._begun_validation:
+            self._begun_validation = number, self.clock.steps
+            self.failures.begin_validation_batch(number, _shape(batch))
+
     def after_step(self, batch: Any) -> None:
         """Sample what has to be sampled after a step; nearly always this does nothing."""
         if self.clock.steps != self._last_step and self.recorder is not None:
@@ -219,7 +256,7 @@ class Session:
         return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
 
     def _log(self, step: int) -> None:
-        self._warn_once([*map(str, self.memory.alarms), *self.background.faults])
+        self._warn_once([*map(pace, self.memory.alarms), *self.background.faults])
         if self.gpus is not None and self.run.place.rank == 0:
             self._find_own_pids()
             metrics, troubles = self.gpus.take()
@@ -276,6 +313,7 @@ class Session:
         self._turn += next_turn
         facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
         if self.run.place.world_size > 1:
+            facts["largest_batch_size"] = self.recorder.largest_batch_size()
             share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
             if share is not None:  # without what would be a long message
                 share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
@@ -298,6 +336,32 @@ class Session:
             self.publish(next_turn=True, at_end=True)
             if self.run.place.rank == 0:
                 self._wait_for_ranks(self._exchange, timeout_s)
+
+    def ended_by(self, error: BaseException, step: int) -> str:
+        """Return the outcome of a training that an error has ended, and keep what explains it if memory ran out.
+
+        Args:
+            error: The error, with its traceback.
+            step: Where it came, as the training counts its steps.
+        """
+        if self.out_of_memory is None:
+            self.out_of_memory = explain(self, error, step)
+        if self.out_of_memory is None:
+            return f"stopped by {type(error).__name__} at step {step}"
+        return f"out of memory in {self.out_of_memory.place} at step {step}"
+
+    @property
+    def own_pids(self) -> frozenset[int] | None:
+        """This job's processes on the node by the driver's numbers; ``None`` if they are not known."""
+        self._find_own_pids()
+        return self._own_pids
+
+    @property
+    def allocator_failures(self) -> int:
+        """How often torch's allocator has failed on this rank, and the training went on."""
+        count = 0 if self.failures is None else self.failures.count
+        has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
+        return max(0, count - has_ended)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
         """Return each GPU of this node over the whole run so far; at its end they are polled once more."""
@@ -338,7 +402,13 @@ class Session:
         if self._diagnosis is not None:
             return self._diagnosis
         measured = measured or self.recorder.measurements()
-        diagnosis = diagnose(measured, searched=self.loader_result, **self.thresholds)
+        diagnosis = diagnose(
+            measured,
+            searched=self.loader_result,
+            growth=self.memory.growth() if self._finished else self.memory.alarms,
+            out_of_memory=self.out_of_memory,
+            **self.thresholds,
+        )
         if self._finished:
             self._diagnosis = diagnosis
         return diagnosis
@@ -355,3 +425,8 @@ class Session:
             *(["torch.distributed's store"] if deaf else ()),
             *([f"torch's counters of memory ({uncounted!r})"] if uncounted is not None else ()),
         ]
+
+
+def _shape(batch: Any) -> tuple[int, ...] | None:
+    first = first_tensor(batch)
+    return None if first is None else tuple(first.shape)

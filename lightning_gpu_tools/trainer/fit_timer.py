@@ -325,7 +325,7 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
             if not is_ours(callback):
                 return f"{CALLBACK}/{type(callback).__name__}"
             # Ours does nearly always nothing there; what it does now and then is booked by `StepClock.as_own_work`.
-            return None if hook == "on_train_batch_end" else MONITORING
+            return None if hook in ("on_train_batch_start", "on_train_batch_end") else MONITORING
     return None
 
 

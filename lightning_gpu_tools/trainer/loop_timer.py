@@ -52,11 +52,13 @@ class Loop:
         around: What the time was booked on before its iterator was made, or before it asked for a batch of a step that
             another loop has begun.
         is_validation: Whether it is validation.
+        batches: How many batches of it have come, if it is validation.
     """
 
     def __init__(self) -> None:
         self.around: Account | None = None
         self.is_validation = False
+        self.batches = 0
 
 
 class LoopTimer:

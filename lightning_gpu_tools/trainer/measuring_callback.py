@@ -65,6 +65,18 @@ class MeasuringCallback(GuardedCallback):
             self._began(trainer, self._session)
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._session is not None:
+            self._session.begin_step(batch)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._session is not None:
+            self._session.begin_validation_batch(batch, batch_idx)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -81,7 +93,8 @@ class MeasuringCallback(GuardedCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end(trainer, f"stopped by {type(exception).__name__} at step {trainer.global_step}", timeout_s=0.0)
+        if self._session is not None:
+            self._end(trainer, self._session.ended_by(exception, trainer.global_step), timeout_s=0.0)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

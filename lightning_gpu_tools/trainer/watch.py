@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTIL
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
-from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, warn_if_not_writable
+from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import Session, check_interval
 from lightning_gpu_tools.trainer.loop_run import FabricRun, LoopRun
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
@@ -99,7 +99,7 @@ class TrainingWatch:
     ) -> None:
         try:
             if self._session is not None:
-                self._safely(self._finish, kind)
+                self._safely(self._finish, error)
             elif self._is_on and kind is None:
                 self._safely(warnings.warn, "watch() has no report: no batch went through run.batches(loader).")
         finally:  # also if Ctrl-C comes meanwhile
@@ -178,28 +178,35 @@ class TrainingWatch:
         timer.open(loop, loader)
 
     def _end_fetch(self, timer: LoopTimer, loop: Loop, batch: object) -> None:
-        if timer.end_fetch(loop) and self._session is not None:
-            self._session.begin().note_batch(batch)
+        session = self._session
+        if timer.end_fetch(loop) and session is not None:
+            session.begin_step(batch)
+            session.begin().note_batch(batch)
+        elif loop.is_validation and session is not None:
+            session.begin_validation_batch(batch, loop.batches)
+            loop.batches += 1
 
     def _close_loop(self, timer: LoopTimer, loop: Loop) -> None:
         session = self._session
         if timer.close(loop) and session is not None:
             session.clock.as_own_work(session.end_epoch)
 
-    def _finish(self, kind: type[BaseException] | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         session, timer = self._session, self._timer
         assert session is not None
         assert timer is not None
-        if kind is None:
+        if error is None:
             timer.end_step()
             outcome = "completed"
         else:
-            outcome = f"stopped by {kind.__name__} at step {session.run.logged_step}"
-        session.finish(TIMEOUT_S if kind is None else 0.0)
+            outcome = session.ended_by(error, session.run.logged_step)
+        session.finish(TIMEOUT_S if error is None else 0.0)
         self._diagnosis = session.diagnosis()
         running, self._running = self._running, None
         if running is not None:
             publish(describe(session, outcome), running.file, session.run)
+        elif session.out_of_memory is not None and self._diagnosis is not None:
+            say_verdict(self._diagnosis)
 
     def _close(self) -> None:
         """End the measuring; nothing happens the second time."""

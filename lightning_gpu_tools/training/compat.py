@@ -87,3 +87,21 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def queue_in_backward() -> Any:
     """Return what has autograd call a function when it has computed a graph. Without it backward is not told apart."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+
+
+def out_of_memory_observer() -> Any:
+    """Return what attaches a function to be called when torch's allocator fails.
+
+    Without it, as in a build for the CPU, an error's message alone says what was allocated. It starts CUDA.
+    """
+    return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+
+
+def memory_recorder() -> Any:
+    """Return what starts and stops the recording of allocations. Without it a snapshot has no history."""
+    return getattr(torch.cuda.memory, "_record_memory_history", None)
+
+
+def memory_dumper() -> Any:
+    """Return what writes a snapshot of all that is allocated. Without it there is none."""
+    return getattr(torch.cuda.memory, "_dump_snapshot", None)

@@ -1,8 +1,8 @@
-"""What is known of the model and its GPU without asking the driver: memory by the allocator, tensors left behind."""
+"""What is known of the model and its GPU without asking the driver: the kind of GPU, tensors left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,9 +15,7 @@ _MAX_NAMES = 5
 _MAX_DEPTH = 3
 
 
-def device_facts(
-    device: torch.device, module: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]
-) -> GpuFacts:
+def device_facts(device: torch.device) -> GpuFacts:
     """Return what torch knows of the GPU that a model trains on; all of it is ``None`` on another device."""
     if device.type != "cuda":
         return GpuFacts()
@@ -26,26 +24,7 @@ def device_facts(
         name=properties.name,
         compute_capability=(properties.major, properties.minor),
         memory_total_bytes=properties.total_memory,
-        step_memory_bytes=torch.cuda.max_memory_allocated(device),
-        kept_memory_bytes=kept_memory_bytes(module, optimizers),
     )
-
-
-def kept_memory_bytes(module: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the size of a model's weights and of its optimizers' state, wherever they are.
-
-    At the end of a fit Lightning has moved them to the CPU before it calls ``teardown``. Of a model that is not known,
-    it is the weights that are optimized.
-    """
-    if module is None:
-        tensors = [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
-    else:
-        tensors = [*module.parameters(), *module.buffers()]
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            if isinstance(state, dict):
-                tensors += (value for value in state.values() if isinstance(value, torch.Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def optimizers_on_cpu(
@@ -58,9 +37,12 @@ def optimizers_on_cpu(
 def _kind(optimizer: torch.optim.Optimizer) -> Literal["torch", "fusible", "own"]:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return "own"
-    # The others gain little: torch's SGD is as fast without.
-    can_gain = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
-    return "fusible" if can_gain else "torch"
+    return "fusible" if is_fusible(optimizer) else "torch"
+
+
+def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer gains much from its fused kernel, and does not use it; torch's SGD gains little."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
 def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:

@@ -172,10 +172,11 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 class MemoryCounters:
     """Reads the counters at the moments of a step, in some steps.
 
-    Every step is read until the optimizer has made its first one; from then on as many as the time for it allows, at
-    random, so that nothing periodic is always or never hit. Wrap what runs a step with :meth:`around_step`, what runs
-    its forward with :meth:`after_forward` and its backward with :meth:`around_backward`; where no function does so,
-    call :meth:`begin_step`, :meth:`note` and :meth:`end_step`. In a step that is not read each of them is a comparison.
+    Every step is read until the optimizer has made its first one, and the one after it; from then on as many as the
+    time for it allows, at random, so that nothing periodic is always or never hit. Wrap what runs a step with
+    :meth:`around_step`, what runs its forward with :meth:`after_forward` and its backward with :meth:`around_backward`;
+    where no function does so, call :meth:`begin_step`, :meth:`note` and :meth:`end_step`. In a step that is not read
+    each of them is a comparison.
 
     Args:
         training: Whose memory; CUDA has begun.
@@ -350,7 +351,9 @@ class MemoryCounters:
 
     def _plan_next(self) -> None:
         interval = 1
-        if self._holdings is not None or self._clock.steps >= _MAX_EARLY_STEPS:
+        steps = self._clock.steps
+        has_next = self._first is not None and steps > self._first.step  # one that begins with the optimizer's states
+        if has_next or steps >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self._next_step = self._clock.steps + self._random.randint(1, 2 * interval - 1)
         self.when_read()

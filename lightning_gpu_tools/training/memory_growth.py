@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-
-from lightning_gpu_tools.units import format_bytes, format_duration
+from typing import Literal
 
 # Our default: growth is judged by the medians of this many equal parts of the run. If it were chance, all of them would
 # rise in 1 of 8! = 40320 runs.
@@ -26,29 +25,28 @@ class MemoryGrowth:
     """Memory that grew steadily over a run.
 
     Attributes:
-        what: Whose memory, as text.
+        whose: What torch has in tensors on the ``gpu`` when steps begin, the training ``process`` on the host, or the
+            loader's ``workers`` together, beyond what they share.
         bytes_per_s: Rate of growth: the median slope.
         grown_bytes: Total growth after the first fifth of the run.
         left_s: Time until the memory is full at this rate; ``None`` if the limit is unknown.
+        phase: Where most of it grew: ``training`` or ``validation``; ``None`` if unknown.
     """
 
-    what: str
+    whose: Literal["gpu", "process", "workers"]
     bytes_per_s: float
     grown_bytes: float
     left_s: float | None = None
-
-    def __str__(self) -> str:
-        pace = f"{self.what} grows steadily, by {format_bytes(self.bytes_per_s * 60)} a minute"
-        end = "" if self.left_s is None else f"; at this pace it is full in {format_duration(self.left_s)}"
-        keeps = "often a tensor with its graph (.detach() it), or what a dataset caches"
-        return f"{pace}{end}. Something is kept from step to step: {keeps}."
+    phase: Literal["training", "validation"] | None = None
 
 
-def steady_growth(what: str, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:
+def steady_growth(
+    whose: Literal["gpu", "process", "workers"], points: Sequence[tuple[float, float]], room_bytes: float | None
+) -> MemoryGrowth | None:
     """Return how memory grew, ``None`` if it did not grow steadily to the end or too little was seen.
 
     Args:
-        what: Whose memory, in words.
+        whose: Whose memory.
         points: (seconds, bytes), oldest first.
         room_bytes: How much more would fit; ``None`` if unknown.
     """
@@ -74,4 +72,4 @@ def steady_growth(what: str, points: Sequence[tuple[float, float]], room_bytes: 
         return None
     slope = median((sizes[j] - sizes[i]) / (times[j] - times[i]) for i in range(_PARTS) for j in range(i + 1, _PARTS))
     left_s = None if room_bytes is None else max(0.0, room_bytes) / slope
-    return MemoryGrowth(what=what, bytes_per_s=slope, grown_bytes=sizes[-1] - sizes[0], left_s=left_s)
+    return MemoryGrowth(whose=whose, bytes_per_s=slope, grown_bytes=sizes[-1] - sizes[0], left_s=left_s)

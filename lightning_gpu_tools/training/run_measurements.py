@@ -123,6 +123,7 @@ class GpuFacts:
         name: Product name.
         compute_capability: For example (9, 0).
         memory_total_bytes: All memory of the GPU.
+        own_memory_bytes: Memory of this job, with what torch's allocator does not know of.
         others_memory_bytes: Memory of other jobs.
         others_utilization_percent: How busy they kept the GPU.
         sm_active_percent: Share of the streaming multiprocessors that had work; Hopper and later.
@@ -131,13 +132,12 @@ class GpuFacts:
         power_capped_percent: Share of the time in which the power limit did.
         held_clock_percent: Mean clock of the multiprocessors against the highest they have, while power or heat held it
             down.
-        step_memory_bytes: Most that torch had allocated at once during a step.
-        kept_memory_bytes: Part of it that does not depend on the batch: weights and optimizer state.
     """
 
     name: str | None = None
     compute_capability: tuple[int, int] | None = None
     memory_total_bytes: int | None = None
+    own_memory_bytes: int | None = None
     others_memory_bytes: int | None = None
     others_utilization_percent: float | None = None
     sm_active_percent: float | None = None
@@ -145,8 +145,6 @@ class GpuFacts:
     thermal_throttled_percent: float | None = None
     power_capped_percent: float | None = None
     held_clock_percent: float | None = None
-    step_memory_bytes: int | None = None
-    kept_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,6 +308,7 @@ class RunMeasurements:
         epoch_steps: Steps of a whole epoch; ``None`` if unknown.
         left_on_cpu: What the model has on the CPU where nobody moves it: ``"LitModel.class_weights (a list of 3
             tensors)"``.
+        largest_batch_size: The largest batch that fits the GPU of each rank, in samples; ``None`` if it is unknown.
         has_trainer: Whether a Trainer drives it, whose options can be advised.
     """
 
@@ -340,6 +339,7 @@ class RunMeasurements:
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None
     left_on_cpu: tuple[str, ...] = ()
+    largest_batch_size: int | None = None
     has_trainer: bool = True
 
     @property

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from measured_runs import COPIES, LOADER, cpu_run, gpu_run, run_of, waiting_ranks
+from measured_runs import COPIES, GIB, LOADER, cpu_run, gpu_run, run_of, waiting_ranks
+from out_of_memory_texts import an_error, counted
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -17,11 +18,12 @@ from gpu_cases import MEASURED, PROFILE, STEP, WAITS, on_hopper, ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Cause, Diagnosis
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 OF_A_TRAINER = (
-    r"Trainer|NumWorkersFinder|GPUUtilizationAdvisor|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
+    r"Trainer|NumWorkersFinder|GPUUtilization|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
     r"prog_bar|transfer_batch|batch_transfer|Lightning|"
     r"[Tt]he callback |The logger  |every_n_|accumulate_grad|val_check|limit_val|interval"
 )
@@ -67,12 +69,39 @@ RUNS = [
 ]
 
 
+FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
+GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
+OTHERS: dict[str, Any] = {"others": {9: 6 * GIB}, "own_pids": frozenset({1})}
+OUT_OF_MEMORY = [
+    an_error(begins=FLAT, batch_shape=(32, 8), memory=counted(16, 8 * GIB, 18 * GIB)),
+    an_error(begins=FLAT, batch_shape=(32, 8), memory=counted(16, 8 * GIB, 18 * GIB), usual_items=16.0),
+    an_error(begins=GROWING),
+    *(an_error(validation_begins=GROWING, phase="validation", grad_enabled=enabled) for enabled in (True, False)),
+    an_error(allocated=18 * GIB, cached=5 * GIB),
+    an_error(phase="training_step/optimizer"),
+    an_error(phase="setup"),
+    an_error(phase="loading_checkpoint"),
+    an_error(phase="callback/A"),
+    an_error(**OTHERS),
+    an_error(**OTHERS, orphans=(9,)),
+]
+DIAGNOSES = [
+    *((run, {}) for run in RUNS),
+    *((gpu_run(STEP), {"out_of_memory": error}) for error in OUT_OF_MEMORY),
+    *(
+        (gpu_run(STEP, 97.0), {"growth": [MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]})
+        for whose in ("gpu", "process", "workers")
+    ),
+]
+
+
 def texts(diagnosis: Diagnosis) -> list[str]:
     return [diagnosis.why, diagnosis.next_step, *(finding.advice for finding in diagnosis.findings)]
 
 
 def test_every_cause_is_among_the_runs() -> None:
-    assert {finding.cause for run in RUNS for finding in diagnose(run).findings} == {*get_args(Cause)}
+    found = {finding.cause for run, more in DIAGNOSES for finding in diagnose(run, **more).findings}
+    assert found == {*get_args(Cause)}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +112,9 @@ def test_every_cause_is_among_the_runs() -> None:
     ],
 )
 def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str, impossible: set[str]) -> None:
-    for run in RUNS:
+    for run, more in DIAGNOSES:
         if impossible.isdisjoint(run.phase_s):
-            for text in texts(diagnose(dataclasses.replace(run, has_trainer=has_trainer))):
+            for text in texts(diagnose(dataclasses.replace(run, has_trainer=has_trainer), **more)):
                 assert not re.search(foreign, text), text
 
 

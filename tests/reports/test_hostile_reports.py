@@ -23,7 +23,6 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.confirmation import earlier_report
 from lightning_gpu_tools.reports.report import LoaderSummary, ReportFile, from_json, load_report, to_json
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
@@ -33,7 +32,6 @@ FULL = replace(
     REPORT,
     spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}, 20),),
     ranks=(RankStep(rank=0, node=0, own_step_s=0.01), RankStep(rank=1, node=0, own_step_s=0.02)),
-    memory_growth=(MemoryGrowth(what="Memory", bytes_per_s=1e6, grown_bytes=1e9, left_s=100.0),),
     step_s_blocks=tuple(0.05 + i / 1e4 for i in range(8)),
     loader=LoaderSummary(
         users=SETTINGS,

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import FINDING, GIB, REPORT
 
+from lightning_gpu_tools.advice.growth import growing_memory
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
 from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, summarize, to_json
@@ -101,9 +102,12 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         power_watts_mean=300.0,
         throttled_percent=12.0,
     )
-    growth = MemoryGrowth(what="The memory of the process", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
+    growth = growing_memory(MemoryGrowth(whose="process", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200))
+    diagnosis = replace(REPORT.diagnosis, findings=(*REPORT.diagnosis.findings, growth))
     text = " ".join(
-        render_text(replace(REPORT, gpus=(gpu,), memory_growth=(growth,), monitor_us_per_step=14.2)).split()
+        render_text(
+            replace(REPORT, gpus=(gpu,), diagnosis=diagnosis, allocator_failures=2, monitor_us_per_step=14.2)
+        ).split()
     )
     for words in (
         "node 1 GPU 3 NVIDIA H200: 34 % busy",
@@ -112,6 +116,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         "throttled 12 % of the time",
         "ERRORS: Xid 31 (memory page fault)",
         "process grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
+        "torch's allocator failed 2 times, and the run went on.",
         "Measuring added at least 14 us per step.",
     ):
         assert words in text

@@ -11,13 +11,13 @@ GIB, MIB = 2**30, 2**20
 
 
 def grown(sizes: list[float], room_bytes: float | None = None) -> object:
-    return steady_growth("Memory", [(10.0 * i, size) for i, size in enumerate(sizes)], room_bytes)
+    return steady_growth("process", [(10.0 * i, size) for i, size in enumerate(sizes)], room_bytes)
 
 
 def test_a_leak_has_its_slope_and_the_time_left() -> None:
     noise = random.Random(1)
     growth = steady_growth(
-        "Memory", [(10.0 * i, GIB + 2 * MIB * i + noise.gauss(0, MIB)) for i in range(200)], room_bytes=720 * MIB
+        "process", [(10.0 * i, GIB + 2 * MIB * i + noise.gauss(0, MIB)) for i in range(200)], room_bytes=720 * MIB
     )
     assert growth is not None
     assert growth.bytes_per_s == pytest.approx(0.2 * MIB, rel=0.02)

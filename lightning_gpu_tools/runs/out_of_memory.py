@@ -1,0 +1,152 @@
+"""Collects what explains an out-of-memory error that has ended a training: from torch, the GPUs and the host."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_gpu_tools.advice.memory_errors import out_of_memory
+from lightning_gpu_tools.advice.out_of_memory import (
+    LOADING_CHECKPOINT,
+    SETUP,
+    ModelSize,
+    OutOfMemory,
+    is_out_of_memory,
+)
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.host import oom_kills
+from lightning_gpu_tools.processes import process_stat
+from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.training.device_facts import is_fusible
+from lightning_gpu_tools.training.memory_counters import count_holdings
+from lightning_gpu_tools.training.memory_readings import RankMemory
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.runs.session import Session
+
+# What the training thread was doing, by the innermost function of this name in the traceback; behind a colon, a part of
+# its file's path.
+_FUNCTIONS = {
+    "training_step": FORWARD,
+    "backward": BACKWARD,
+    "step:torch/optim": OPTIMIZER,
+    "validation_step": VALIDATION,
+    "test_step": VALIDATION,
+    "load_state_dict": LOADING_CHECKPOINT,
+    "load_checkpoint": LOADING_CHECKPOINT,
+    "load:torch/serialization": LOADING_CHECKPOINT,
+}
+# The number of the process that gets every other one whose parent has ended.
+_INIT = 1
+
+
+def explain(session: Session, error: BaseException, step: int) -> OutOfMemory | None:
+    """Return what is known of an out-of-memory error; ``None`` if the error is another one.
+
+    Args:
+        session: Of the training that it has ended.
+        error: The error, with its traceback.
+        step: Where it came, as the outcome has it.
+    """
+    message = out_of_memory(error)
+    if message is None:
+        return None
+    if message.is_certain:
+        session.begin()  # it may have come before training did
+    run, clock, failures = session.run, session.clock, session.failures
+    memory = None if session.timer.memory is None else session.timer.memory.facts()
+    failure = failures.last if failures is not None and message.source == "allocator" else None
+    phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+    if phase == UNEXPLAINED:
+        phase = phase_of(error) or (clock.current.phase if clock.ran else SETUP)
+    found = OutOfMemory(
+        message=message,
+        phase=phase,
+        step=step,
+        rank=run.place.rank,
+        reading=failure.reading if failure is not None else failures.counted() if failures is not None else None,
+        grad_enabled=None if failure is None else failure.grad_enabled,
+        batch_shape=None if failures is None else failures.batch_shape,
+        usual_items=None if failures is None else failures.usual_items,
+        memory=memory,
+        begins=() if failures is None else failures.begins,
+        validation_begins=() if failures is None else failures.validation_begins,
+        is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
+        growth=session.memory.growth() if session.recorder is not None else (),
+        oom_kills=oom_kills() - session.oom_kills_before,
+    )
+    if message.source != "host" and run.gpu is not None:
+        found = _with_gpus(found, session, run)
+        found = replace(found, model=_model_size(run, memory, found.is_sharded))
+    return found if is_out_of_memory(found) else None
+
+
+def phase_of(error: BaseException) -> str | None:
+    """Return what the training thread was doing by the functions in an error's traceback; ``None`` if none is known."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        for name, phase in _FUNCTIONS.items():
+            function, _, path = name.partition(":")
+            if code.co_name == function and path in code.co_filename.replace(os.sep, "/"):
+                found = phase
+    return found
+
+
+def _with_gpus(found: OutOfMemory, session: Session, run: Run) -> OutOfMemory:
+    """Return the same with the GPUs of this machine, as they are now, and who uses them."""
+    assert run.gpu is not None
+    (own,) = gpu_readings([run.gpu])
+    try:
+        gpus = sampler.read_gpus()
+    except NvmlUnavailableError:  # the message has what it has
+        return replace(found, uuid=own.uuid)
+    pids = session.own_pids
+    busy = {} if session.gpus is None else _busy_percent(session.gpus.trained_on())
+    gpu = next((gpu for gpu in gpus if gpu.uuid == own.uuid), None)
+    # In a container a number may be that of another process here.
+    orphans = () if gpu is None or pids is None else _orphans(gpu.processes or (), pids, busy)
+    return replace(found, uuid=own.uuid, gpus=tuple(gpus), own_pids=pids, orphans=orphans)
+
+
+def _busy_percent(windows: Sequence[GpuWindow]) -> dict[int, float]:
+    return {one.pid: one.utilization_percent or 0.0 for window in windows for one in window.processes or ()}
+
+
+def _orphans(processes: Sequence[GpuProcess], own: frozenset[int], busy: dict[int, float]) -> tuple[int, ...]:
+    """Return the processes whose parent has ended and that the GPU has done nothing for during this run."""
+    found = []
+    for one in processes:
+        stat = process_stat(one.pid) if one.pid not in own else None
+        if stat is not None and stat.parent == _INIT and not busy.get(one.pid):
+            found.append(one.pid)
+    return tuple(found)
+
+
+def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
+    """Return what a model needs beside its batch, also what backward and the optimizer have not made yet."""
+    held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
+    trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
+    here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
+    trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded one gives the size of the whole
+    copies = max((_copies(one) for one in run.optimizers), default=0)
+    return ModelSize(
+        parameters_bytes=held.parameters_bytes + held.buffers_bytes,
+        gradients_bytes=max(held.gradients_bytes, trained_bytes),
+        optimizer_bytes=max(held.optimizer_bytes, copies * trained_bytes),
+        fusible=tuple(type(one).__name__ for one in run.optimizers if is_fusible(one)),
+    )
+
+
+def _copies(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many numbers an optimizer keeps for each weight: two in Adam and its kind, one with momentum."""
+    return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0

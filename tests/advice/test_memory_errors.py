@@ -1,0 +1,201 @@
+"""What out-of-memory errors of torch, its libraries and the host say, and which errors are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from out_of_memory_texts import GIB, MIB, torch_text
+
+from lightning_gpu_tools.advice.memory_errors import OutOfMemoryMessage, out_of_memory, parse
+
+HINT = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+# The Tesla T4 of many bug reports.
+WHOLE = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.75 GiB of which 11.06 MiB is "
+    "free. Process 2054 has 1.50 GiB memory in use. Including non-PyTorch memory, this process has 13.22 GiB memory in "
+    "use. 13.00 GiB allowed; Of the allocated memory 12.50 GiB is allocated by PyTorch, with 1.00 GiB allocated in "
+    f"private pools (e.g., CUDA Graphs), and 256.00 MiB is reserved by PyTorch but unallocated.{HINT}"
+)
+
+
+def test_every_field_of_torchs_message_is_read() -> None:
+    assert parse(WHOLE) == OutOfMemoryMessage(
+        source="allocator",
+        name="torch",
+        requested_bytes=20 * MIB,
+        gpu=0,
+        total_bytes=int(14.75 * GIB),
+        free_bytes=int(11.06 * MIB),
+        process_bytes=int(13.22 * GIB),
+        others_bytes={2054: int(1.5 * GIB)},
+        allowed_bytes=13 * GIB,
+        allocated_bytes=int(12.5 * GIB),
+        graph_pool_bytes=GIB,
+        cached_bytes=256 * MIB,
+    )
+
+
+sizes = st.integers(0, 200 * GIB)
+
+
+@given(st.lists(sizes, min_size=4, max_size=4), st.none() | sizes, st.dictionaries(st.integers(1, 2**22), sizes))
+def test_what_torch_writes_is_what_is_read(four: list[int], process_bytes: int | None, others: dict[int, int]) -> None:
+    requested, free, allocated, cached = four
+    # Without a number of its own in the message, a process as large as torch's memory is this one.
+    own = 2 * (allocated + cached) if process_bytes is None else process_bytes
+    others = {pid: min(size, (allocated + cached) // 2) for pid, size in others.items()}
+    listed = {**others, 2**23: own} if process_bytes is None else others
+    found = parse(torch_text(requested, 200 * GIB, free, allocated, cached, process_bytes, listed))
+    assert found is not None
+    read = (found.requested_bytes, found.free_bytes, found.allocated_bytes, found.cached_bytes, found.process_bytes)
+    for value, true in zip(read, (*four, own), strict=True):
+        assert value == pytest.approx(true, rel=0.006, abs=1024)  # two decimals
+    assert set(found.others_bytes) == set(others) or allocated + cached < 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        pytest.param(
+            "CUDA out of memory. Tried to allocate 2.00 MiB. GPU \x00", {"requested_bytes": 2 * MIB}, id="2.3, a NUL"
+        ),
+        pytest.param(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
+            "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
+            "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
+            {"process_bytes": None, "free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "gpu": 1},
+            id="WSL: 2^64 is no size, and more is allocated than there is",
+        ),
+        pytest.param(
+            "HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 64.00 GiB of which 0 bytes "
+            "is free. Of the allocated memory 60.00 GiB is allocated by PyTorch",
+            {"requested_bytes": GIB, "total_bytes": 64 * GIB},
+            id="ROCm",
+        ),
+        pytest.param(
+            "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+            "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
+            "Device limit            : 12.00 GiB\nFree (according to CUDA): 7.00 MiB\n"
+            "PyTorch limit (set by user-supplied memory fraction)\n                        : 6.00 GiB",
+            {
+                "requested_bytes": 640 * MIB,
+                "total_bytes": 12 * GIB,
+                "free_bytes": 7 * MIB,
+                "allocated_bytes": int(9.5 * GIB),
+                "allowed_bytes": 6 * GIB,
+                "gpu": 0,
+            },
+            id="cudaMallocAsync",
+        ),
+        pytest.param(
+            "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by "
+            "per_process_memory_fraction",
+            {"requested_bytes": 3 * GIB, "gpu": 0},
+            id="2.15",
+        ),
+        pytest.param(
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            {"name": "cuBLAS"},
+            id="cuBLAS",
+        ),
+        pytest.param("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}, id="cuDNN"),
+        pytest.param(
+            "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", {"name": "cuDNN", "is_certain": False}, id="or another fault"
+        ),
+        pytest.param(
+            "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
+            "function failed.\nLast error:\nCuda failure 2 'out of memory'",
+            {"source": "library", "name": "NCCL"},
+            id="NCCL",
+        ),
+        pytest.param("CUDA error: out of memory\nCUDA kernel errors might be", {"source": "driver"}, id="driver"),
+        pytest.param("Triton Error [CUDA]: out of memory", {"source": "driver"}, id="Triton"),
+        pytest.param(
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+            {"source": "host", "requested_bytes": 4_000_000_000_000},
+            id="host",
+        ),
+        pytest.param(
+            "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
+            {"source": "host", "is_certain": False, "workers": (17, 18)},
+            id="workers that ended",
+        ),
+        pytest.param(
+            "DataLoader worker (pid 17) is killed by signal: Killed. ",
+            {"workers": (17,)},
+            id="a worker that was killed",
+        ),
+    ],
+)
+def test_every_kind_of_message_is_read(text: str, fields: dict[str, object]) -> None:
+    found = out_of_memory(RuntimeError(text))
+    assert found is not None
+    assert {name: getattr(found, name) for name in fields} == fields
+
+
+def from_another() -> None:
+    try:
+        raise torch.OutOfMemoryError(WHOLE)
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
+
+
+def while_cleaning_up() -> None:
+    try:
+        raise torch.OutOfMemoryError(WHOLE)
+    finally:
+        raise KeyError("what was to be freed")
+
+
+def instead() -> None:
+    try:
+        raise torch.OutOfMemoryError(WHOLE)
+    except RuntimeError:
+        raise ValueError("the batch is too large for this model") from None
+
+
+def in_a_circle() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+@pytest.mark.parametrize(
+    ("fail", "requested_bytes"),
+    [(from_another, 20 * MIB), (while_cleaning_up, 20 * MIB), (instead, None), (in_a_circle, None)],
+)
+def test_an_error_is_followed_to_what_it_was_raised_from(fail: Callable[[], None], requested_bytes: int | None) -> None:
+    with pytest.raises((ValueError, KeyError)) as caught:
+        fail()
+    found = out_of_memory(caught.value)
+    assert (None if found is None else found.requested_bytes) == requested_bytes
+
+
+@pytest.mark.parametrize(
+    ("error", "source"),
+    [
+        (MemoryError("Unable to allocate 7.45 GiB for an array with shape (1000000000,)"), "host"),
+        (MemoryError(), "host"),
+        (OSError(12, "Cannot allocate memory"), "host"),
+        (ConnectionResetError(104, "Connection reset by peer"), "host"),
+        (torch.OutOfMemoryError("words of a later version"), "allocator"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (RuntimeError("CUDA error: device-side assert triggered"), None),
+        (ValueError(f"the log says: {WHOLE}"), None),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_only_errors_of_memory_are_taken_for_one(error: BaseException, source: str | None) -> None:
+    found = out_of_memory(error)
+    assert (None if found is None else found.source) == source
+
+
+@given(st.text())
+def test_no_text_is_too_strange_to_be_read(text: str) -> None:
+    parse(text)
+    parse(f"CUDA out of memory. {text}")

@@ -1,0 +1,276 @@
+"""What is said of an out-of-memory error, by data: causes that look alike, and the numbers in the advice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import measured_runs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measured_runs import cpu_run, gpu_run
+from out_of_memory_texts import GIB, MIB, an_error, counted, torch_text
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.memory_errors import parse
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory
+from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
+from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+LOADER = dataclasses.replace(measured_runs.LOADER, batch_size=64)
+RUN = gpu_run({"training_step": 50.0}, 95.0, loader=LOADER)
+FREE_GPU = GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB)
+
+
+def this_gpu(*processes: GpuProcess) -> GpuReading:
+    return GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0, processes=processes)
+
+
+def said(oom: OutOfMemory, run: RunMeasurements = RUN) -> tuple[str, str]:
+    diagnosis = diagnose(run, out_of_memory=oom)
+    assert diagnosis.verdict == "out_of_memory"
+    return diagnosis.findings[0].cause, f"{diagnosis.why} {diagnosis.next_step}"
+
+
+GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
+USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
+FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "words"),
+    [
+        pytest.param(
+            {"begins": FLAT, "memory": counted(64, 8 * GIB, 18 * GIB), "batch_shape": (64, 512)},
+            "batch_too_large",
+            "batch_size=",
+            id="a batch",
+        ),
+        pytest.param(
+            {"begins": [(1, 2 * GIB)], "batch_shape": (64, 512)}, "batch_too_large", "At most 32 fit", id="first step"
+        ),
+        pytest.param({"begins": FLAT}, "batch_too_large", "Lower the batch size (now 64)", id="of unknown size"),
+        pytest.param(
+            {"begins": FLAT, "gpus": (this_gpu(), FREE_GPU)},
+            "batch_too_large",
+            "GPU 3 has 79.0 GiB free: CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick --min-free 30GiB)",
+            id="another GPU is free",
+        ),
+        pytest.param({"begins": GROWING}, "memory_growth", "grown by 102 MiB a step since step 6", id="growth"),
+        pytest.param(
+            {"begins": [*FLAT[:50], *((step, 20 * GIB) for step in range(51, 100))]},
+            "unexplained",
+            "13.0 GiB were in tensors that are not the model's",
+            id="a jump is no growth",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 18 * GIB, "cached": 5 * GIB}, "fragmentation", "5.00 GiB", id="pieces"
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 22 * GIB, "cached": 30 * MIB},
+            "batch_too_large",
+            "",
+            id="a little is always in pieces",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB)},
+            "batch_too_large",
+            "of the 10.1 GiB allowed",
+            id="a cap",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 9 * GIB, "cached": 10 * MIB, "free": 12 * GIB},
+            "unexplained",
+            "More was free than was asked for",
+            id="more free than asked for",
+        ),
+        pytest.param(
+            {"begins": FLAT, "memory": counted(64, 8 * GIB, 18 * GIB), **USUAL},
+            "unexplained",
+            "Batches of this size fitted before, and no step took more than 18.0 GiB.",
+            id="a batch that fitted before",
+        ),
+        pytest.param(
+            {"begins": FLAT, "memory": counted(64, 8 * GIB, 21 * GIB), **USUAL},
+            "batch_too_large",
+            "45 fit by measured memory",
+            id="a batch that hardly fitted",
+        ),
+        pytest.param({"phase": "callback/WeightAveraging"}, "unexplained", "full in WeightAveraging", id="callback"),
+        pytest.param(
+            {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (this_gpu(), FREE_GPU)},
+            "optimizer_too_large",
+            "FSDP over 2 GPUs leaves 3.50 GiB of the model's 7.00 GiB on each",
+            id="the optimizer's states",
+        ),
+        pytest.param(
+            {"begins": FLAT, "others": {9: 6 * GIB}, "gpus": (this_gpu(GpuProcess(pid=9, user="ann", name="train.py",
+             memory_used_bytes=6 * GIB)),), "own_pids": frozenset({1})},
+            "other_processes",
+            "Process 9 (train.py) of ann has 6.00 GiB",
+            id="others from the beginning",
+        ),
+        pytest.param(
+            {"begins": FLAT, "others": {9: 6 * GIB}, "memory": counted(64, 8 * GIB, 18 * GIB)},
+            "batch_too_large",
+            "",
+            id="others who were there before",
+        ),
+    ],
+)  # fmt: skip
+def test_causes_that_look_alike_are_told_apart(options: dict[str, Any], cause: str, words: str) -> None:
+    found, text = said(an_error(**options))
+    assert found == cause
+    assert words in text
+
+
+def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
+    # Forward needs 10 GiB for 32 samples beside 8, and backward up to 12 beside 6: of 23 without a fifth of 24, for 32.
+    memory = counted(32, 8 * GIB, 18 * GIB)
+    oom = an_error(memory=memory, begins=FLAT, batch_shape=(128, 512), allocated=23 * GIB, cached=0, free=0)
+    run = dataclasses.replace(RUN, loader=dataclasses.replace(LOADER, batch_size=128), accumulate_grad_batches=2)
+    cause, text = said(oom, run)
+    assert cause == "batch_too_large"
+    assert "Set batch_size=32 (now 128), and to keep the effective batch size accumulate_grad_batches=8 (now 2)" in text
+    assert "32 fit by measured memory" in text
+    evidence = diagnose(run, out_of_memory=oom).findings[0].evidence
+    assert evidence["largest_batch_size"] == 32
+    assert evidence["begin_bytes"] == 8 * GIB
+    _, text = said(oom, dataclasses.replace(run, has_trainer=False))
+    assert "optimizer.step() after every 8 batches, with the loss divided by 8" in text
+
+
+def test_what_frees_memory_at_the_same_batch_size_has_numbers() -> None:
+    memory = counted(32, 8 * GIB, 18 * GIB)
+    oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 512), allocated=17 * GIB)
+    _, text = said(oom)
+    assert "activation checkpointing (about 2.00 GiB of 10.0 GiB are left)" in text
+    assert "precision='bf16-mixed' (frees up to 4.00 GiB)" in text
+    assert "optimizer.zero_grad() in on_train_batch_end (frees 2.00 GiB in forward)" in text
+    _, text = said(oom, dataclasses.replace(RUN, precision="bf16-mixed"))
+    assert "precision" not in text
+
+
+def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
+    memory = counted(64, 8 * GIB, 18 * GIB)
+    oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 2048), usual_items=64 * 512)
+    cause, text = said(oom)
+    assert cause == "spike"
+    assert "This batch has 4 times as many numbers as usual (64 x 2048; the median is 32768)." in text
+    assert "numbers fit in a batch" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "is_one"),
+    [
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", {"free": 12 * GIB}, False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", {"free": 10 * MIB}, True),
+        ("DataLoader worker (pid(s) 17) exited unexpectedly", {}, False),
+        ("DataLoader worker (pid(s) 17) exited unexpectedly", {"oom_kills": 1}, True),
+        ("CUDA out of memory.", {}, True),
+    ],
+)
+def test_a_message_with_two_meanings_counts_if_memory_is_short(
+    text: str, options: dict[str, Any], is_one: bool
+) -> None:
+    message = parse(text)
+    assert message is not None
+    gpu = dataclasses.replace(this_gpu(), memory_free_bytes=options.get("free"))
+    oom = OutOfMemory(
+        message=message, phase="forward", step=1, uuid="GPU-0", gpus=(gpu,), oom_kills=options.get("oom_kills", 0)
+    )
+    assert is_out_of_memory(oom) is is_one
+
+
+WORKERS = MemoryGrowth(whose="workers", bytes_per_s=2**20, grown_bytes=20 * GIB, left_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "growth", "cause", "words"),
+    [
+        (
+            "DataLoader worker (pid 17) is killed by signal: Killed.",
+            (WORKERS,),
+            "memory_growth",
+            "The kernel killed worker 17 of the DataLoader",
+        ),
+        ("DataLoader worker (pid 17) is killed by signal: Killed.", (WORKERS,), "memory_growth", "in arrays"),
+        ("DataLoader worker (pid 17) is killed by signal: Killed.", (), "unexplained", "(now num_workers=4"),
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.",
+            (),
+            "unexplained",
+            "The host has 64.0 GiB left, and 4.00 TiB were asked for at once.",
+        ),
+    ],
+)
+def test_the_hosts_memory_is_told_from_the_gpus(
+    text: str, growth: tuple[MemoryGrowth, ...], cause: str, words: str
+) -> None:
+    message = parse(text)
+    assert message is not None
+    kills = len(message.workers)
+    oom = OutOfMemory(message=message, phase="data_loading", step=7, growth=growth, oom_kills=kills)
+    found, advice = said(oom, cpu_run({"training_step": 5.0}, loader=RUN.loader))
+    assert found == cause
+    assert words in advice
+    assert advice.startswith("Out of memory in data loading at step 7")
+
+
+def test_growing_memory_is_what_to_do_next_where_nothing_else_is() -> None:
+    busy = diagnose(RUN, growth=[WORKERS])
+    assert busy.verdict == "healthy"
+    assert busy.next_step == busy.findings[-1].advice
+    assert busy.next_step.startswith("The memory of the DataLoader's workers grows steadily, by 60.0 MiB a minute; at")
+    slow = diagnose(gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0), growth=[WORKERS])
+    assert [finding.cause for finding in slow.findings] == ["data_loading", "memory_growth"]
+    assert "num_workers" in slow.next_step
+
+
+def test_another_rank_is_named_and_the_findings_of_time_stay() -> None:
+    slow = gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0)
+    diagnosis = diagnose(slow, out_of_memory=an_error(begins=FLAT, rank=3))
+    assert diagnosis.why.startswith("Rank 3: Out of memory in forward at step 12: torch asked for")
+    assert [finding.cause for finding in diagnosis.findings] == ["batch_too_large", "data_loading"]
+    assert "Speedup" not in diagnosis.next_step
+
+
+sizes = st.integers(0, 24 * GIB)
+
+
+@given(
+    sizes, sizes, sizes, sizes, st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2**36)), max_size=20),
+    st.sampled_from(["training_step/forward", "training_step/optimizer", "validation", "setup", "loading_checkpoint"]),
+    st.none() | st.tuples(st.integers(1, 512), st.integers(0, 4096)), st.booleans(),
+)  # fmt: skip
+def test_every_error_has_a_cause_and_sentences_that_can_be_read(
+    requested: int,
+    free: int,
+    allocated: int,
+    cached: int,
+    begins: list[tuple[int, int]],
+    phase: str,
+    shape: tuple[int, int] | None,
+    has_memory: bool,
+) -> None:
+    message = parse(torch_text(requested, 24 * GIB, free, allocated, cached, None))
+    assert message is not None
+    oom = OutOfMemory(
+        message=message,
+        phase=phase,
+        step=3,
+        begins=sorted(begins),
+        validation_begins=sorted(begins),
+        batch_shape=shape,
+        usual_items=1000.0,
+        memory=counted(32, 8 * GIB, 18 * GIB) if has_memory else None,
+    )
+    diagnosis = diagnose(RUN, out_of_memory=oom)
+    assert diagnosis.findings[0].cause
+    for text in (diagnosis.why, diagnosis.next_step):
+        assert text[0].isupper()
+        assert text.endswith(".")
+        assert "  " not in text
+        assert len(text) < 1000
