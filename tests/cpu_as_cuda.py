@@ -33,7 +33,8 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(torch.cuda, "device_count", lambda: len(uuids()))
     set_attribute(torch.cuda, "is_available", lambda: bool(uuids()))
     set_attribute(torch.cuda, "is_initialized", lambda: _state.seen is not None)
-    # torch 2.15's optimizers ask the accelerator's stream whether it records a graph; a build for CPUs has none.
+    # Optimizers ask whether a graph is recorded, from torch 2.15 on an accelerator, of which a build for CPUs has none.
+    set_attribute(torch.cuda, "is_current_stream_capturing", lambda: False)
     set_attribute(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     set_attribute(torch.cuda, "get_device_properties", _properties)
     set_attribute(torch.cuda, "get_device_name", lambda index: _properties(index).name)

@@ -60,6 +60,7 @@ def run(torch: str, lightning: str, python: str, folder: Path) -> dict[str, Any]
         """Return how each test ended, and why it was skipped."""
         file = folder / "junit.xml"
         pytest = [executable, "-m", "pytest", "-q", "-o", f"cache_dir={folder / 'cache'}", f"--junitxml={file}"]
+        pytest += ["--ignore=tests/test_docs.py"]  # which compares README with the results that this script changes
         subprocess.run([*pytest, *options], cwd=ROOT, env=environment, check=False)
         return {f"{case.get('classname')}::{case.get('name')}": outcome(case) for case in cases(file)}
 

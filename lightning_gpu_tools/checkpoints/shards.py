@@ -164,8 +164,11 @@ def part_of_dtensor(described: Any) -> Fault | None:
         ways = [(way.kind.rpartition(".")[2], (way.state or {}).get("dim")) for way in spec["placements"]]
         if ranks > 1 and any(way != "Replicate" for way, _ in ways):
             how = ", ".join(way if dim is None else f"{way}(dim={int(dim)})" for way, dim in ways)
+            place = mesh.get("_coordinate_on_dim") or []  # all that torch 2.10 keeps of the rank
+            rank = mesh.get("_rank", place[0] if len(place) == 1 else None)
+            who = "one rank" if rank is None else f"rank {int(rank)}"
             return Fault(
-                f"holds one part of each sharded tensor, rank {int(mesh['_rank'])} of {ranks}, {printable(how)}",
+                f"holds one part of each sharded tensor, {who} of {ranks}, {printable(how)}",
                 "Save one file of all ranks with torch.distributed.checkpoint.state_dict.get_model_state_dict and "
                 "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
             )

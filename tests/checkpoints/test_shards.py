@@ -19,6 +19,8 @@ from sharded_checkpoints import divided, write_deepspeed, write_distributed, wri
 from torch import nn
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.descriptions import Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.cli import main
@@ -218,6 +220,31 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
         _, out, err = run("inspect", shard)
         assert " of " in " ".join((out + err).split())
     assert not (tmp_path / "a.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "who"),
+    [
+        ({"_rank": 1}, "rank 1 of 2"),
+        ({"_coordinate_on_dim": [1]}, "rank 1 of 2"),  # as torch 2.10 writes it
+        ({"_coordinate_on_dim": [1, 0]}, "one rank of 2"),
+        ({}, "one rank of 2"),  # as a later one may
+    ],
+)
+def test_a_part_of_a_dtensor_is_named_whatever_torch_keeps_of_the_rank(mesh: dict[str, Any], who: str) -> None:
+    ranks = TensorInfo(dtype="int32", shape=(2,), storage=None)
+    spec = {
+        "mesh": Opaque(state={"_rank_map": ranks, **mesh}),
+        "placements": (Opaque(kind="torch.distributed.tensor.placement_types.Shard", state={"dim": 0}),),
+    }
+    part = TensorInfo(
+        dtype="float32",
+        shape=(4, 2),
+        storage=None,
+        kind="torch.distributed.tensor.DTensor",
+        attributes=({"_spec": Opaque(state=spec)},),
+    )
+    assert f"holds one part of each sharded tensor, {who}, Shard(dim=0)" in str(part_of_dtensor(part))
 
 
 def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> None:
