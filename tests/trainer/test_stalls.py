@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from lightning.pytorch import Trainer
 from rank_processes import start_ranks
 
-from lightning_gpu_tools import load_report
+from lightning_gpu_tools import GPUUtilizationMonitor, StalledTrainingWarning, load_report, watch
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.units import format_duration
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from stall_cases import STALLS, Case, evaluation
+from stall_cases import AT, STALLS, Acting, Case, evaluation, fit
 
 STALL_S = 3.0
 BEFORE_TRAINING = "before training"
@@ -76,6 +81,33 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
 
 def test_a_sanity_check_that_hangs_is_named(said: dict[str, tuple[str, Path]]) -> None:
     assert said[BEFORE_TRAINING][0], (said[BEFORE_TRAINING][1] / "stderr0").read_text()
+
+
+def test_a_training_that_goes_on_says_so(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+
+        def stalls() -> list[str]:
+            return [str(one.message) for one in warned if one.category is StalledTrainingWarning]
+
+        def wait(trainer: Trainer) -> None:
+            while trainer.global_step == AT and not stalls():
+                time.sleep(0.01)
+
+        fit(tmp_path, 0.3, Acting("on_train_batch_end", wait))
+    assert re.search(r"in Acting at step 12\.\nActing .* in wait \(", stalls()[0])
+    (stall,) = load_report(tmp_path).stalls
+    assert stall.is_over
+    assert stall.lasted_s >= 0.3
+    assert stalls()[1:] == [f"Training went on after {format_duration(stall.lasted_s)}."]
+
+
+@pytest.mark.parametrize("stall_after_s", [0, -1.0, "never"])
+def test_what_is_no_duration_is_refused(stall_after_s: Any) -> None:
+    with pytest.raises(ValueError, match="stall_after_s must be"):
+        GPUUtilizationMonitor(stall_after_s=stall_after_s)
+    with pytest.raises(ValueError, match="stall_after_s must be"):
+        watch(stall_after_s=stall_after_s)
 
 
 def test_a_held_lock_of_python_shows_all_stacks(
