@@ -131,7 +131,7 @@ def explain(facts: StallFacts) -> Explanation:
             f"The training process {does} while it loads data{where}.",
             "Look at that line of the dataset. With num_workers=1 or more, training goes on while a sample is loaded.",
         )
-    if base == CALLBACK:
+    if base in (CALLBACK, LOGGING) and name:
         return Explanation(
             "callback", f"{printable(name)} {does}{where}.", f"Look at that line, or train without {printable(name)}."
         )

@@ -265,6 +265,8 @@ class Session:
             if batch is not None:
                 self.recorder.note_batch(batch)
             self.recorder.after_step()
+            if self.stall_watch is not None and self.stall_watch.notes:
+                self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first and self._monitored is not None and self.run.place.rank == 0:
                 self.clock.as_own_work(self._check_surroundings, self.recorder.batch_bytes)
 
@@ -374,6 +376,7 @@ class Session:
             return
         if self.stall_watch is not None:
             self.stall_watch.close(self._outcome)
+            self.stall_watch.pass_on()
         self.background.close()
         self._finished = True
         self._warn_once(self._faults)

@@ -72,8 +72,8 @@ def check_stall_after(stall_after_s: StallAfter) -> None:
 class StallWatch:
     """Watches the training of a session, made in the thread that trains.
 
-    It never touches a disk, which may not answer, calls ``torch.cuda`` or a collective, or waits for a store. It warns
-    while the training thread stands still, which forks no worker then.
+    The thread never touches a disk, which may not answer, and never calls ``torch.cuda``, a collective, or a store that
+    another thread may wait for. It warns while the training thread stands still, which forks no worker then.
 
     Args:
         session: Of the training.
@@ -82,12 +82,14 @@ class StallWatch:
 
     Attributes:
         stalls: Those so far.
+        notes: What the training thread is to say in :meth:`pass_on`.
         beats: Batches of validation begun, which the clock does not count. The training thread counts them.
         ended: How the training has ended; ``None`` if it has not.
     """
 
     def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: RankExchange) -> None:
         self.stalls: tuple[Stall, ...] = ()
+        self.notes: list[str] = []
         self.beats = 0
         self.ended: str | None = None
         self._session = session
@@ -129,6 +131,11 @@ class StallWatch:
             self._publish(self._phase)
         self._alarm.close()
         self._stacks.close()
+
+    def pass_on(self) -> None:
+        """Say, in the training thread, that it went on."""
+        while self.notes:
+            self._say(self.notes.pop(0))
 
     # In the thread
 
@@ -300,13 +307,13 @@ class StallWatch:
         self._say("\n".join(lines))
 
     def _go_on(self, stuck_s: float | None = None) -> None:
-        """Say that the training went on, or has ended."""
+        """Note that the training went on, or has ended."""
         self._is_told = False
         stall = self.stalls[-1]
         lasted_s = stall.lasted_s if stuck_s is None else stuck_s
         self.stalls = (*self.stalls[:-1], dataclasses.replace(stall, lasted_s=lasted_s, is_over=stuck_s is not None))
         if stuck_s is not None:
-            self._say(f"Training went on after {format_duration(lasted_s)}.")
+            self.notes.append(f"Training went on after {format_duration(lasted_s)}.")
 
     def _say(self, text: str) -> None:
         with suppress(StalledTrainingWarning):  # where a filter makes errors of warnings

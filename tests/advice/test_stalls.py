@@ -136,6 +136,7 @@ def worker(number: int, waits_for: str | None, state: str = "S", *, awaited: boo
         (StallFacts(phase=VALIDATION, activity=Activity(1, "D", "storage", "/nfs/x", 0.0)), "storage", "(/nfs/x)"),
         (StallFacts(phase=FORWARD, gpu_busy_percent=100.0), "gpu", "100 % busy"),
         (StallFacts(phase=FORWARD, gpu_busy_percent=0.0, cpu_share=0.9), "code", "computes (90 % of a core)"),
+        (StallFacts(phase="logging/WandbLogger"), "callback", "WandbLogger makes no progress"),
         (StallFacts(phase="callback/\x1b[31mA", stack=frames("train.py:wait")), "callback", "\\x1b[31mA makes"),
     ],
 )
