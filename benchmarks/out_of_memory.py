@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -379,8 +379,8 @@ class Predict(Callback):
         self.session.release()
 
 
-def trains(build: Callable[[], LightningModule], size: int, *callbacks: Callback) -> bool:
-    """Train four steps on a GPU of 16,384 MiB, and return whether the batches fit."""
+def trains(name: str, size: int, *callbacks: Callback) -> bool:
+    """Train a model four steps on a GPU of 16,384 MiB, and return whether the batches fit."""
     memory = LimitedMemory(16 * 1024 * MIB)
     with tempfile.TemporaryDirectory() as folder, limited_gpu(memory, Path(folder), set_attribute):
         trainer = quiet_trainer(
@@ -388,7 +388,7 @@ def trains(build: Callable[[], LightningModule], size: int, *callbacks: Callback
         )
         loader = DataLoader(Samples(4 * size), batch_size=size)
         with contextlib.suppress(torch.OutOfMemoryError):
-            trainer.fit(build(), loader)
+            trainer.fit(MODELS[name](), loader)
         return bool(trainer.global_step == 4)
 
 
@@ -413,17 +413,23 @@ def largest_that_trains(trains: Callable[[int], bool], guess: int) -> int:
     return fits
 
 
-def predictions() -> list[dict[str, Any]]:
-    """Compare the largest batch sizes that are predicted with those that train."""
+def predictions(names: Iterable[str], trains: Callable[..., bool], measured_at: Iterable[int]) -> list[dict[str, Any]]:
+    """Compare the largest batch sizes that are predicted from small ones with those that train.
+
+    Args:
+        names: Of the models.
+        trains: Returns whether a model of this name trains with batches of this size, and with these callbacks.
+        measured_at: The small batch sizes.
+    """
     rows = []
-    for name, build in MODELS.items():
+    for name in names:
         predicted = {}
-        for size in MEASURED_AT:
+        for size in measured_at:
             predict = Predict()
-            trains(build, size, predict)
+            trains(name, size, predict)
             predicted[size] = predict.size
         guess = max((size for size in predicted.values() if size), default=64)
-        found = largest_that_trains(partial(trains, build), guess)
+        found = largest_that_trains(partial(trains, name), guess)
         errors = {size: None if value is None else value / found - 1 for size, value in predicted.items()}
         rows.append({"model": name, "predicted": predicted, "found": found, "error": errors})
         print(f"{name}: predicted {predicted}, {found} train")
@@ -456,7 +462,7 @@ def main() -> int:
         print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['known'] or 'healthy'}; {row['outcome']}")
         print(f"       {row['said']}: {row['why']}\n       {row['next']}")
     right = sum(row["right"] for row in rows)
-    sizes = predictions() if len(args.only) == len(CASES) else []
+    sizes = predictions(MODELS, trains, MEASURED_AT) if len(args.only) == len(CASES) else []
     print(f"{right} of {len(rows)} right; mean error of the predicted batch size: {mean_error(sizes)}")
     if args.output:
         result = {"benchmark": "out_of_memory", "machine": describe_machine(), "right": right, "of": len(rows)}

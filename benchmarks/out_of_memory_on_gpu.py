@@ -27,7 +27,7 @@ import out_of_memory
 import torch
 from lightning.pytorch import Callback, LightningModule
 from machine import describe_machine
-from out_of_memory import CASES, Case, Communicates, Predict, fit, judged, largest_that_trains, mean_error
+from out_of_memory import CASES, Case, Communicates, fit, judged, mean_error, predictions
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from trainings import quiet_trainer
@@ -149,23 +149,6 @@ def trains(name: str, batch_size: int, *callbacks: Callback) -> bool:
     return True
 
 
-def predictions(measured_at: tuple[int, ...] = (8, 16)) -> list[dict[str, Any]]:
-    """Compare what is predicted with what trains."""
-    rows = []
-    for name in MODELS:
-        predicted = {}
-        for batch_size in measured_at:
-            predict = Predict()
-            trains(name, batch_size, predict)
-            predicted[batch_size] = predict.size
-        guess = max((size for size in predicted.values() if size), default=64)
-        found = largest_that_trains(partial(trains, name), guess)
-        errors = {size: None if value is None else value / found - 1 for size, value in predicted.items()}
-        rows.append({"model": name, "predicted": predicted, "found": found, "error": errors})
-        print(f"{name}: predicted {predicted}, {found} train")
-    return rows
-
-
 def causes() -> list[dict[str, Any]]:
     """Run out of memory for known reasons."""
     out_of_memory.WIDTH, out_of_memory.LENGTH, out_of_memory.MIB, out_of_memory.DEVICE = 4096, 32, MIB, "cuda"
@@ -200,7 +183,7 @@ def main() -> int:
         parser.error("this needs a CUDA device")
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    answers, sizes = causes(), predictions()
+    answers, sizes = causes(), predictions(MODELS, trains, measured_at=(8, 16))
     right = sum(row["right"] for row in answers)
     mean = mean_error(sizes)
     print(f"{right} of {len(answers)} right; mean error of the predicted batch size {mean}")

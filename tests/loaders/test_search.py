@@ -26,7 +26,7 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched() -> None:
     sampler = RandomSampler(samples, generator=generator)
     loader = DataLoader(samples, batch_size=None, sampler=sampler, generator=generator)
     states, state, attributes = frozen_states(), generator.get_state(), dict(vars(loader))
-    result = find_loader_settings(loader, STEP_S, budget_s=3)
+    result = find_loader_settings(loader, STEP_S, budget_s=6)
     assert frozen_states() == states
     assert torch.equal(generator.get_state(), state)
     assert vars(loader) == attributes
@@ -37,7 +37,7 @@ def test_a_loader_that_waits_gets_workers_and_is_not_touched() -> None:
     assert not result.applied
     assert "batches/s against" in result.reason
     assert len(result.trials) >= 3
-    assert result.seconds < 3
+    assert result.seconds < 6
     assert not multiprocessing.active_children()
 
 

@@ -53,7 +53,7 @@ def train(folder: Path, callbacks: list[Callback], fails_at: int | None) -> Outc
     trainer = quiet_trainer(folder, callbacks=callbacks, plugins=plugins, log_every_n_steps=5, logger=False)
     error = "none"
     try:
-        trainer.fit(model, loader(Samples(STEPS), shuffle=True), loader(Samples(2)))
+        trainer.fit(model, loader(Samples(STEPS), shuffle=True), loader(Samples(1)))
         trainer.save_checkpoint(folder / "last.ckpt")
     except Exception as raised:  # noqa: BLE001 - whatever reaches the user
         error = repr(raised)
