@@ -59,6 +59,11 @@ _CRASH = (
 )
 
 
+def without_index(text: str) -> str:
+    """Return the text of an error as the dataset has raised it."""
+    return _INDEX.sub("", text)
+
+
 def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None) -> Failure:
     """Return what has ended a worker process, as the end of a sentence about it.
 
