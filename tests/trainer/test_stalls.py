@@ -125,3 +125,12 @@ def test_the_timer_of_somebody_else_stays(run_python: Callable[..., subprocess.C
     alarm = "from lightning_gpu_tools.training.stacks import LockAlarm\nalarm = LockAlarm()\n"
     child = run_python("-c", f"{theirs}{alarm}alarm.arm(100); alarm.close(); time.sleep(0.8)")
     assert child.stderr.count("Timeout") == 1
+
+
+def test_a_forked_process_ends_while_the_timer_runs(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """At its end Python waits for the thread of a timer that was set before the fork, and that is not there."""
+    alarm = "from lightning_gpu_tools.training.stacks import LockAlarm\nalarm = LockAlarm()\nalarm.arm(100)\n"
+    fork = "import os, sys\nchild = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\nalarm.close()\n"
+    assert run_python("-c", alarm + fork, timeout=20).returncode == 0
