@@ -80,6 +80,7 @@ def render_markdown(report: Report) -> str:
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
             f"- **Run:** {escape_markdown(_header(report))}",
+            *([f"- **Error:** {escape_markdown(report.failure)}"] if report.failure else []),
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",
