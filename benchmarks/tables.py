@@ -24,6 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
@@ -375,6 +376,24 @@ def how_projects_ran(*names: str) -> str:
     )
 
 
+def stalls() -> str:
+    found = results("stall_suite")
+    rows = [
+        (one["training"], f"`{one['said']}`" + (" (wrong)" if not one["right"] else ""), f"{one['late_s']:.1f} s")
+        for one in found["answers"]
+        if one["known"]
+    ]
+    healthy = [one for one in found["answers"] if not one["known"]]
+    quiet = sum(one["right"] for one in healthy)
+    return block(
+        table(("what hangs", "named", f"after `stall_after_s={found['stall_after_s']:g}`"), *rows),
+        f"Of {quiet} of {len(healthy)} healthy trainings nothing was said: "
+        + ", ".join(one["training"] for one in healthy)
+        + ". "
+        + source("stall_suite.py", "stall_suite").replace("](", "](../"),
+    )
+
+
 def fields(kind: type) -> str:
     """Return the fields of a dataclass as its JSON object has them, with what their docstrings say."""
     described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
@@ -427,6 +446,7 @@ TABLES: dict[str, Callable[[], str]] = {
             phases,
             memory_parts,
             real_projects,
+            stalls,
         )
     },
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
@@ -434,7 +454,7 @@ TABLES: dict[str, Callable[[], str]] = {
         kind.__name__: functools.partial(fields, kind)
         for kind in (
             *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
-            *(LoaderSummary, ProcessId),
+            *(LoaderSummary, ProcessId, Stall),
         )
     },
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NotEnoughGpusError,
         NvmlUnavailableError,
         ReportError,
+        StalledTrainingWarning,
         UnknownOptionError,
         UnsafeCheckpointError,
     )
@@ -75,6 +76,7 @@ _MODULE_OF = {
     "NotEnoughGpusError": "errors",
     "NvmlUnavailableError": "errors",
     "ReportError": "errors",
+    "StalledTrainingWarning": "errors",
     "UnknownOptionError": "errors",
     "UnsafeCheckpointError": "errors",
     "LoaderResult": "advice.loader_trials",
@@ -120,6 +122,7 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "NotEnoughGpusError",
     "NvmlUnavailableError",
     "ReportError",
+    "StalledTrainingWarning",
     "UnknownOptionError",
     "UnsafeCheckpointError",
     "LoaderResult",

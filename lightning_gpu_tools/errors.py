@@ -102,5 +102,12 @@ class LowGPUUtilizationWarning(UserWarning):
         return printable_lines(super().__str__())
 
 
+class StalledTrainingWarning(UserWarning):
+    """A training makes no progress; the message says since when, why, and what to do."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
+
+
 class ReportError(LightningGpuToolsError):
     """A file is not a readable report of this package, or was written by a newer version."""

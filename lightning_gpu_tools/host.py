@@ -71,6 +71,11 @@ def read_host_budget(
     )
 
 
+def shared_memory_bytes() -> int | None:
+    """Return the size of ``/dev/shm``, through which workers pass batches; ``None`` where there is none."""
+    return psutil.disk_usage(str(_SHARED_MEMORY)).total if _SHARED_MEMORY.is_dir() else None
+
+
 def children_cpu_s() -> float:
     """Return the CPU seconds that this process's children have used so far, both living and ended ones.
 

@@ -35,6 +35,20 @@ def process_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[19]))  # fields 3, 4 and 22
 
 
+# The number of the process that gets every other one whose parent has ended.
+INIT = 1
+
+
+def started_s(stat: ProcessStat) -> float | None:
+    """Return when a process started, in seconds since the epoch; ``None`` if this is not Linux."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    booted_s = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
+    return booted_s + stat.started_ticks / os.sysconf("SC_CLK_TCK")
+
+
 def pid_namespace() -> str | None:
     """Return a name of the numbering of processes, which differs between containers."""
     try:

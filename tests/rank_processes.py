@@ -38,7 +38,7 @@ processes.set_forkserver_preload(
 )
 
 
-def run_ranks(
+def start_ranks(
     folder: Path,
     function: Callable[..., None],
     *,
@@ -46,8 +46,8 @@ def run_ranks(
     nodes: int = 1,
     machines: Sequence[fake_driver.Driver] = (),
     options: Mapping[str, Any] | None = None,
-) -> list[subprocess.CompletedProcess[str]]:
-    """Let ranks call ``function(folder, rank, **options)``, and return how each of them ended.
+) -> list[Any]:
+    """Let ranks call ``function(folder, rank, **options)``, and return their processes.
 
     One rank alone is a program that nobody has launched as a part of a job.
     """
@@ -66,10 +66,16 @@ def run_ranks(
         process = processes.Process(target=_run, args=(folder, rank, env, function, options or {}))
         process.start()
         started.append(process)
+    return started
+
+
+def run_ranks(folder: Path, function: Callable[..., None], **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """Let ranks do the same as ``start_ranks`` says, and return how each of them ended."""
+    started = start_ranks(folder, function, **options)
     for process in started:
         process.join(150)
         assert process.exitcode is not None, "it hangs"
-    texts = [[(folder / f"{name}{rank}").read_text() for name in ("stdout", "stderr")] for rank in range(ranks)]
+    texts = [[(folder / f"{name}{rank}").read_text() for name in ("stdout", "stderr")] for rank in range(len(started))]
     return [subprocess.CompletedProcess("", p.exitcode, *text) for p, text in zip(started, texts, strict=True)]
 
 

@@ -11,6 +11,7 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.advice import data_loading, uneven_steps
 from lightning_gpu_tools.advice.findings import Cause, Verdict
+from lightning_gpu_tools.advice.stall_causes import StallCause
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
 
@@ -21,12 +22,13 @@ from tables import PAGES, TABLES, filled, results
 DOCS = Path(__file__).parents[1] / "docs"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
 FULL = (DOCS / "out_of_memory.md").read_text()
+HANGS = (DOCS / "hanging_training.md").read_text()
 READ = (DOCS / "how_to_read_the_report.md").read_text()
 
 
 def test_every_cause_is_explained() -> None:
-    first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL, re.MULTILINE))
-    for cause in get_args(Cause):
+    first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
+    for cause in (*get_args(Cause), *get_args(StallCause)):
         assert f"`{cause}`" in first_column, cause
     kinds = set(re.findall(r'return "(\w+)"$', Path(data_loading.__file__).read_text(), re.MULTILINE))
     kinds |= set(re.findall(r'kind = "(\w+)"$', Path(uneven_steps.__file__).read_text(), re.MULTILINE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
@@ -15,23 +15,29 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading
+    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
 
 _REFRESH_EVERY_S = 2.0
+# Our default: who has begun less than five minutes ago may still load data.
+_MIN_AGE_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command and its help."""
     parser.description = (
         "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: free memory, utilization over "
-        "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used."
+        "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used. A process is idle that is "
+        "older than five minutes and has run nothing on the GPU in the driver's samples, of some seconds. It is left "
+        "over if whoever started it has ended as well. A claim is unused that is as old, of a user without a process "
+        "there."
     )
     parser.epilog = (
         "JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
-        "lightning_gpu_tools.GpuReading: sizes in bytes, null = not reported. Two are added, and are null where claims "
-        "cannot be read: `effective_free_bytes`, what is free and not claimed, and `claims`. A claim has `user`, "
-        "`pid`, `hostname`, `kind` (memory, whole or exclusive), `memory_bytes` and `since_s` (seconds since the "
-        "epoch). `mig_instances` have the same fields."
+        "lightning_gpu_tools.GpuReading: sizes in bytes, times in seconds since the epoch, null = not reported. "
+        "Two are added, and are null where claims cannot be read: `effective_free_bytes`, what is free and not "
+        "claimed, and `claims`. A claim has `user`, `pid`, `hostname`, `kind` (memory, whole or exclusive), "
+        "`memory_bytes`, `since_s` and `is_unused`. A process also has `started_s`, `is_idle` and `is_left_over`. "
+        "`mig_instances` have the same fields."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -78,7 +84,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     from lightning_gpu_tools.gpus import nvml
     from lightning_gpu_tools.selection import claims
 
-    gpus = nvml.read_gpus()
+    gpus = nvml.read_gpus(with_loads=True)
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
     try:
         with claims.read_ledger(claims.directory()) as ledger:
@@ -97,9 +103,17 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
     fields = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
     return {
         **dataclasses.asdict(gpu),
+        "processes": None
+        if gpu.processes is None
+        else [{**dataclasses.asdict(one), **_state(one)._asdict()} for one in gpu.processes],
         "mig_instances": [_as_json(instance, claims) for instance in gpu.mig_instances],
         "effective_free_bytes": None if claims is None else effective_free_bytes(gpu, here),
-        "claims": None if claims is None else [{field: getattr(claim, field) for field in fields} for claim in here],
+        "claims": None
+        if claims is None
+        else [
+            {**{field: getattr(claim, field) for field in fields}, "is_unused": _is_unused(claim, gpu)}
+            for claim in here
+        ],
     }
 
 
@@ -128,6 +142,7 @@ def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tupl
     now_s = time.time()
     claimed = [
         f"{claim.user} (pid {claim.pid}): {_what(claim)} for {format_duration(max(0.0, now_s - claim.since_s))}"
+        f"{', unused' if _is_unused(claim, gpu) else ''}"
         for claim in claims or ()
         if gpu.uuid in claim.uuids
     ]
@@ -156,8 +171,57 @@ def _use(gpu: GpuReading) -> str:
         return "?"
     return "\n".join(
         " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", _memory(one)) if part)
+        + _remark(one)
         for one in gpu.processes
     )
+
+
+class _State(NamedTuple):
+    """What is known of a process beside what the driver says; ``None`` if it cannot be seen from here.
+
+    Attributes:
+        started_s: When it started, seconds since the epoch.
+        is_idle: Whether it only holds memory.
+        is_left_over: Whether nobody is there any more who has started it.
+    """
+
+    started_s: float | None = None
+    is_idle: bool | None = None
+    is_left_over: bool | None = None
+
+
+def _state(process: GpuProcess) -> _State:
+    from lightning_gpu_tools.processes import INIT, process_stat, started_s
+
+    stat = None if process.user is None else process_stat(process.pid)  # else the number is of another namespace
+    began_s = None if stat is None else started_s(stat)
+    if stat is None or began_s is None:
+        return _State()
+    if process.utilization_percent is None or process.graphics_only:
+        return _State(began_s)
+    is_idle = process.utilization_percent == 0 and time.time() - began_s >= _MIN_AGE_S
+    return _State(began_s, is_idle, is_idle and stat.parent == INIT)
+
+
+def _remark(process: GpuProcess) -> str:
+    state = _state(process)
+    if not state.is_idle or state.started_s is None:
+        return ""
+    age = format_duration(time.time() - state.started_s)
+    return f" (pid {process.pid}), {'left over' if state.is_left_over else 'idle'}, started {age} ago"
+
+
+def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
+    """Return whether a claim's owner has no process on the GPU; ``None`` where processes cannot be seen."""
+    if gpu.processes is None or any(one.user is None for one in gpu.processes) or not _sees_processes():
+        return None
+    return time.time() - claim.since_s >= _MIN_AGE_S and all(one.user != claim.user for one in gpu.processes)
+
+
+def _sees_processes() -> bool:
+    from lightning_gpu_tools.gpus import nvml
+
+    return nvml.pids_are_ours()
 
 
 def _memory(process: Any) -> str:

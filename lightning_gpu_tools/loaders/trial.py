@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.advice.failures import without_index
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_trials import LoaderTrial
 from lightning_gpu_tools.host import private_memory_bytes
@@ -192,7 +193,7 @@ class _ReadyAt:
 
 def in_one_line(error: Exception) -> str:
     """Return what went wrong; of an error from a worker, the last line of its traceback there."""
-    return printable(f"{type(error).__name__}: {error}".strip().splitlines()[-1], max_length=200)
+    return printable(without_index(f"{type(error).__name__}: {error}").strip().splitlines()[-1], max_length=200)
 
 
 def stand_in(step: StepCost) -> None:

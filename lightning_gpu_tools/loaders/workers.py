@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,6 +16,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.advice.failures import how_it_ended
+from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 
 # How long workers may take to finish what they load when they are to end. torch gives each of them 5 s.
@@ -29,7 +32,7 @@ _CLOSING_S = 1.0
 _DYING_S = 5.0
 
 # What torch says of workers that are alive: none of them is waited for to die.
-_OF_LIVING_WORKERS = ("DataLoader timed out after", "in DataLoader worker process")
+OF_LIVING_WORKERS = ("DataLoader timed out after", "in DataLoader worker process")
 
 _of_parents: list[Batches] = []
 
@@ -112,6 +115,15 @@ def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
             worker.join(max(0.0, until_s - time.monotonic()))
 
 
+def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
+    """Wait until workers that are about to end have exit codes; for some seconds at most."""
+    closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _CLOSING_S)
+    dying = [worker for worker in workers if worker.sentinel in closed]
+    until_s = time.monotonic() + _DYING_S
+    while any(worker.exitcode is None for worker in dying) and time.monotonic() < until_s:
+        time.sleep(0.01)
+
+
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
     """Let Ctrl-C take effect at the end of a block in which processes are forked.
@@ -140,6 +152,29 @@ def _interrupt_deferred() -> Iterator[None]:
             handler(*interrupts[0])
 
 
+# Where torch raises, in whatever the main thread does, when a worker has died.
+_SIGNAL_HANDLING = "torch/utils/data/_utils/signal_handling.py"
+
+
+def is_of_dead_worker(error: BaseException) -> bool:
+    """Return whether torch has raised an error because a worker has died, wherever the main thread was."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code.co_filename.replace(os.sep, "/").endswith(_SIGNAL_HANDLING) for frame in frames)
+
+
+@contextmanager
+def deaths_ignored() -> Iterator[None]:
+    """Keep torch from raising in a block when a worker dies: one that has ended the training has been heard of."""
+    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+
+
 class _Deaths:
     """In the place of torch's handler of SIGCHLD, which raises in whatever the main thread does when a worker dies.
 
@@ -148,6 +183,7 @@ class _Deaths:
 
     def __init__(self, workers: Sequence[BaseProcess]) -> None:
         self._workers = workers
+        self._oom_kills = oom_kills()
         self._fetching = False
         self._before: Any = None
         self._installed = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
@@ -167,21 +203,17 @@ class _Deaths:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._fetching = False
-        lives = any(words in str(error) for words in _OF_LIVING_WORKERS)
+        lives = any(words in str(error) for words in OF_LIVING_WORKERS)
         if isinstance(error, (RuntimeError, OSError, EOFError)) and not lives:
-            # torch may notice first that one has died, and does not say why.
-            closed = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], _CLOSING_S)
-            dying = [worker for worker in self._workers if worker.sentinel in closed]
-            until_s = time.monotonic() + _DYING_S
-            while any(worker.exitcode is None for worker in dying) and time.monotonic() < until_s:
-                time.sleep(0.01)
+            wait_for_exit_codes(self._workers)  # torch may notice first that one has died, and does not say why
             self._check()
 
     def _check(self) -> None:
         for worker in self._workers:
             if worker.exitcode:
                 self._fetching = False
-                raise DeadWorkerError(_how_it_ended(worker.exitcode))
+                how = how_it_ended(worker.exitcode, oom_kills() - self._oom_kills)
+                raise DeadWorkerError(f"a worker process {how.what}")
 
     def undo(self) -> None:
         """Take it off; where somebody has put another handler over it, it only passes the signal on."""
@@ -194,10 +226,3 @@ class _Deaths:
 
 class DeadWorkerError(Exception):
     """A worker process is gone."""
-
-
-def _how_it_ended(exitcode: int) -> str:
-    if exitcode > 0:
-        return f"a worker process ended with exit code {exitcode}"
-    likely = {signal.SIGKILL: " (most likely memory ran out)", signal.SIGBUS: " (most likely /dev/shm is full)"}
-    return f"a worker process was killed by {signal.Signals(-exitcode).name}{likely.get(signal.Signals(-exitcode), '')}"

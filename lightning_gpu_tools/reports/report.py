@@ -18,6 +18,7 @@ from typing import Any
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, trial_of
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
+from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -108,7 +109,7 @@ class Report:
             and checkpoints. Their spread is the run's own noise.
         monitor_us_per_step: What this package added to each step at least, in microseconds: its wrappers in the
             training thread, as measured in warm caches, and its own work there; ``None`` if it was not measured.
-        monitor_thread_us_per_step: CPU time of its background thread per step, likewise; ``None`` without GPUs.
+        monitor_thread_us_per_step: CPU time of its background threads per step, likewise; ``None`` without GPUs.
         confirmation: The measured result of following the previous run's advice, as text; ``None`` without one.
         unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
             around it.
@@ -118,6 +119,8 @@ class Report:
         memory: What the memory of each GPU that was trained on was used for; empty without a GPU.
         allocator_failures: How often torch's allocator had no memory to give on rank 0, and the run went on: the
             program or cuDNN caught the error, or a search for the largest batch size provoked it.
+        stalls: Times in which the training made no progress, with the reason.
+        failure: What has ended the run and what to do, where more is known than its error; else ``None``.
         loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
             and dataset show whether they are runs of the same program.
@@ -146,6 +149,8 @@ class Report:
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
     allocator_failures: int = 0
+    stalls: tuple[Stall, ...] = ()
+    failure: str | None = None
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     process: ProcessId | None = None

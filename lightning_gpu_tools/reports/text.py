@@ -30,6 +30,7 @@ _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 _MAX_GPUS = 8
 _MAX_NAMES = 6
 _MAX_PROCESSES = 3
+_MAX_STALLS = 3
 _MIN_PART = 0.02
 _CAUSE = "  ◀ cause"
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
@@ -42,6 +43,7 @@ def render_text(report: Report) -> str:
     gpus = sorted(report.gpus, key=lambda gpu: not gpu.errors)
     details = [
         *_unfinished_lines(report),
+        *_stall_lines(report),
         *map(_gpu_line, gpus[:_MAX_GPUS]),
         *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
         *([report.gpu_note] if report.gpu_note else []),
@@ -55,6 +57,7 @@ def render_text(report: Report) -> str:
         [
             _paragraph("Run", _header(report)),
             _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
+            *([_paragraph("Error", report.failure)] if report.failure else []),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
             *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
@@ -77,6 +80,7 @@ def render_markdown(report: Report) -> str:
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
             f"- **Run:** {escape_markdown(_header(report))}",
+            *([f"- **Error:** {escape_markdown(report.failure)}"] if report.failure else []),
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",
@@ -139,6 +143,19 @@ def _unfinished_lines(report: Report) -> list[str]:
     if report.outcome.startswith(RUNNING):
         return [f"The run is still going. {known}"]
     return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
+
+
+def _stall_lines(report: Report) -> list[str]:
+    longest = sorted(report.stalls, key=lambda one: -one.lasted_s)[:_MAX_STALLS]
+    more = len(report.stalls) - len(longest)
+    return [
+        *(
+            f"No progress for {format_duration(one.lasted_s)} at step {one.step}"
+            f"{', and then the training went on' if one.is_over else ''}: {printable(one.why, 500)}"
+            for one in longest
+        ),
+        *([f"{more} shorter stalls are in {FILE_NAME}."] if more else []),
+    ]
 
 
 def _memory_lines(report: Report) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_gpu_tools.advice.memory_errors import out_of_memory
+from lightning_gpu_tools.advice.failures import WorkerExit
+from lightning_gpu_tools.advice.memory_errors import OutOfMemoryMessage, out_of_memory
 from lightning_gpu_tools.advice.out_of_memory import (
     LOADING_CHECKPOINT,
     SETUP,
@@ -22,8 +24,7 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.host import oom_kills
-from lightning_gpu_tools.processes import process_stat
+from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training.device_facts import is_fusible
 from lightning_gpu_tools.training.memory_counters import count_holdings
@@ -45,19 +46,24 @@ _FUNCTIONS = {
     "load_checkpoint": LOADING_CHECKPOINT,
     "load:torch/serialization": LOADING_CHECKPOINT,
 }
-# The number of the process that gets every other one whose parent has ended.
-_INIT = 1
 
 
-def explain(session: Session, error: BaseException, step: int) -> OutOfMemory | None:
+def explain(
+    session: Session, error: BaseException, step: int, exits: Sequence[WorkerExit], kills: int
+) -> OutOfMemory | None:
     """Return what is known of an out-of-memory error; ``None`` if the error is another one.
 
     Args:
         session: Of the training that it has ended.
         error: The error, with its traceback.
         step: Where it came, as the outcome has it.
+        exits: The workers that have died, which the error may not mention.
+        kills: How many processes the kernel has killed meanwhile because memory ran out.
     """
     message = out_of_memory(error)
+    killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
+    if killed and (message is None or message.source == "host"):
+        message = OutOfMemoryMessage(source="host", name="the program", is_certain=False, workers=killed)
     if message is None:
         return None
     if message.is_certain:
@@ -82,7 +88,7 @@ def explain(session: Session, error: BaseException, step: int) -> OutOfMemory | 
         validation_begins=() if failures is None else failures.validation_begins,
         is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
         growth=session.memory.growth() if session.recorder is not None else (),
-        oom_kills=oom_kills() - session.oom_kills_before,
+        oom_kills=kills,
     )
     if message.source != "host" and run.gpu is not None:
         found = _with_gpus(found, session, run)
@@ -127,7 +133,7 @@ def _orphans(processes: Sequence[GpuProcess], own: frozenset[int], busy: dict[in
     found = []
     for one in processes:
         stat = process_stat(one.pid) if one.pid not in own else None
-        if stat is not None and stat.parent == _INIT and not busy.get(one.pid):
+        if stat is not None and stat.parent == INIT and not busy.get(one.pid):
             found.append(one.pid)
     return tuple(found)
 
@@ -138,7 +144,7 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
     trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded one gives the size of the whole
-    copies = max((_copies(one) for one in run.optimizers), default=0)
+    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
     return ModelSize(
         parameters_bytes=held.parameters_bytes + held.buffers_bytes,
         gradients_bytes=max(held.gradients_bytes, trained_bytes),
@@ -147,6 +153,6 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
     )
 
 
-def _copies(optimizer: torch.optim.Optimizer) -> int:
+def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
     """Return how many numbers an optimizer keeps for each weight: two in Adam and its kind, one with momentum."""
     return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0

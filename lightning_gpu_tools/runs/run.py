@@ -109,6 +109,10 @@ class Run(Protocol):
         """Steps of a whole epoch; ``None`` if that is unknown."""
 
     @property
+    def checkpoint_folder(self) -> str | None:
+        """Where checkpoints go, a path or a URL; ``None`` if that is unknown or there are none."""
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """What else a report has in its settings: at least ``model``, the name of what is trained."""
 

@@ -91,6 +91,7 @@ class RunRecorder:
         memory: Counts the memory of this rank's GPU; ``None`` on another device.
 
     Attributes:
+        batch_bytes: Size of the first batch; ``None`` before it.
         profile: A few steps under the profiler; ``None`` until an advisor sets it.
     """
 
@@ -113,7 +114,7 @@ class RunRecorder:
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
-        self._batch_bytes: int | None = None
+        self.batch_bytes: int | None = None
         self._loader = loader_settings(run)
         self._loader_since = self._began.children_cpu_s, 0
         if self._loader is not None:
@@ -133,8 +134,8 @@ class RunRecorder:
         self._clock.times.batch_items = None if first is None else first.numel()
         if self._memory is not None and self._memory.wants_batch:
             self._memory.note_batch(None if first is None else tuple(first.shape))
-        if self._batch_bytes is None:
-            self._batch_bytes = batch_bytes(batch)
+        if self.batch_bytes is None:
+            self.batch_bytes = batch_bytes(batch)
 
     def after_step(self) -> None:
         """Sample the loader's workers if it is time; nearly always this does nothing."""
@@ -236,7 +237,7 @@ class RunRecorder:
             worker_cpu_s_per_batch=(children_s - children_s_before) / max(1, clock.steps - steps_before)
             if workers
             else None,
-            batch_bytes=self._batch_bytes,
+            batch_bytes=self.batch_bytes,
             loading=self._workers.facts(),
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
@@ -258,7 +259,7 @@ class RunRecorder:
     def largest_batch_size(self) -> int | None:
         """Return the largest batch that fits this rank's GPU, in samples; ``None`` if that cannot be told."""
         memory = None if self._memory is None else self._memory.facts()
-        peak, gpu = None if memory is None else step_peak(memory, self._batch_bytes or 0), self._gpu_facts()
+        peak, gpu = None if memory is None else step_peak(memory, self.batch_bytes or 0), self._gpu_facts()
         if memory is None or peak is None or gpu.memory_total_bytes is None:
             return None
         if self._loader is None or self._loader.batch_size != peak.batch_size:  # samples do not come first in a batch

@@ -66,7 +66,8 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
     run, clock, watch = session.run, session.clock, session.gpus
     times = measured.step_times
     settings = _settings(run, measured.host.cores)
-    thread_s = session.background.cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
+    threads = (session.background, session.stall_watch)
+    thread_s = sum(one.cpu_s for one in threads if one is not None) + (0.0 if watch is None else watch.thread_cpu_s)
     no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
@@ -96,6 +97,8 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         ranks=measured.ranks,
         memory=session.memory_accounts(all_ranks=ended),
         allocator_failures=session.allocator_failures,
+        stalls=session.stalls,
+        failure=None if session.failure is None else str(session.failure),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
         process=ProcessId.of(os.getpid()),
@@ -158,7 +161,8 @@ class RunningReport:
 
     def _write(self) -> float:
         session = self._session
-        if not self._is_fresh and not self._asked:
+        has_stalled = any(not one.is_over for one in session.stalls[-1:])
+        if not self._is_fresh and not self._asked and not has_stalled:
             self._host = self._recorder.read_host()  # which takes longer than all that the training thread has to do
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
@@ -169,6 +173,7 @@ class RunningReport:
             steps=session.clock.steps,
             wall_s=sum(phase_s.values()),
             phase_s=phase_s,
+            stalls=session.stalls,
         )
         gpus = (dataclasses.replace(gpu, timelines={}) for gpu in session.gpu_summaries())
         self.file.save(_with_gpus(report, gpus))

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.growth import pace
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.shortcomings import shortcomings
+from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -25,10 +28,13 @@ from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import first_tensor
 from lightning_gpu_tools.reports.typed_json import read
+from lightning_gpu_tools.runs.failures import explain_failure, worker_exits
 from lightning_gpu_tools.runs.out_of_memory import explain
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_memory import MemoryShare, accounts, own_share
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
+from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
@@ -43,6 +49,7 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 # Names the board of each training with several ranks, which all of them train in the same order.
 _trainings = itertools.count()
 _WARM_UP_POLL_S = 0.4
+COMPLETED = "completed"
 
 
 def check_interval(interval_s: float) -> None:
@@ -63,6 +70,10 @@ class Timer(Protocol):
     rank_waits: RankWaits
     memory: MemoryCounters | None
     fault: Exception | None
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether a tuner tries something with the model, of which nothing is measured."""
 
     @property
     def unseen(self) -> list[str]:
@@ -97,7 +108,9 @@ class Session:
         thresholds: Those of the diagnosis that are not its defaults; whoever advises sets them.
         loader_result: What ``NumWorkersFinder`` has found, as soon as it sets it.
         failures: Counts the failures of torch's allocator; ``None`` without a GPU.
+        failure: What has ended the training, where more is known than its error; else ``None``.
         out_of_memory: The out-of-memory error that has ended the training; ``None`` if none has.
+        stall_watch: Watches for stalls; ``None`` if nobody has asked for that.
         oom_kills_before: How many processes the kernel had killed for want of memory when the session began.
     """
 
@@ -117,6 +130,7 @@ class Session:
         self.failures = None if run.gpu is None else MemoryFailures(run.gpu, lambda: self.clock.current.phase)
         if self.failures is not None:
             self.failures.listen()
+        self.stall_watch: StallWatch | None = None
         self._monitored: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
         self._turn = self._epochs_published = 0
@@ -127,12 +141,16 @@ class Session:
         self._logs: int | None = None
         self._warned: set[str] = set()
         self._finished = False
+        self._outcome = COMPLETED
+        self.failure: Failure | None = None
         self._diagnosis: Diagnosis | None = None
         self._name = f"training {next(_trainings) if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
 
     def close(self) -> None:
         """End everything. What was measured stays readable."""
+        if self.stall_watch is not None:
+            self.stall_watch.close()
         self.background.close()
         self.timer.stop()
         if self.gpus is not None:
@@ -140,9 +158,13 @@ class Session:
         if self.failures is not None:
             self.failures.close()
 
-    def monitor(self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool) -> None:
-        """Ask, before training begins, for the GPUs to be logged and reported; see ``GPUUtilizationMonitor``."""
+    def monitor(
+        self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool, stall_after_s: StallAfter
+    ) -> None:
+        """Ask, before training begins, for it to be logged, watched and reported; see ``GPUUtilizationMonitor``."""
         self._monitored = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
+        if stall_after_s is not None and self.stall_watch is None:
+            self.stall_watch = StallWatch(self, stall_after_s, self.board("stalls", compat.own_store))
 
     def begin(self) -> RunRecorder:
         """Begin to measure what is known only when training starts: the loader, the GPUs, the ranks."""
@@ -155,7 +177,7 @@ class Session:
                 self.failures.listen()
             self.memory = MemoryHistory(
                 self.timer.memory,
-                worker_pids=lambda: compat.worker_pids(self.run.iterator) or [],
+                worker_pids=lambda: compat.worker_pids(self.run.iterator),
                 is_validating=lambda: base_phase(self.clock.current.phase) == VALIDATION,
             )
             if self._monitored is not None and place.rank == 0:
@@ -171,10 +193,10 @@ class Session:
                 self.timer.memory.when_read = self.gpus.note_memory
         return self.recorder
 
-    def board(self, name: str) -> RankExchange:
-        """Return a new board on which the ranks of this training exchange something."""
+    def board(self, name: str, connect: Callable[[], Any] = compat.default_store) -> RankExchange:
+        """Return a new board, in a store, on which the ranks of this training exchange something."""
         place = self.run.place
-        return RankExchange(f"{self._name}/{name}", rank=place.rank, ranks=place.world_size)
+        return RankExchange(f"{self._name}/{name}", rank=place.rank, ranks=place.world_size, connect=connect)
 
     def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
         trained_on = gpu_readings(self.run.gpus)
@@ -226,16 +248,31 @@ class Session:
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Note the same of a batch of validation, and of the first one that another validation begins."""
+        if self.stall_watch is not None:
+            self.stall_watch.beats += 1
         if self.failures is not None and (number, self.clock.steps) != self._begun_validation:
             self._begun_validation = number, self.clock.steps
             self.failures.begin_validation_batch(number, _shape(batch))
 
-    def after_step(self, batch: Any) -> None:
-        """Sample what has to be sampled after a step; nearly always this does nothing."""
+    def after_step(self, batch: Any = None) -> None:
+        """Sample what has to be sampled after a step; nearly always this does nothing.
+
+        Args:
+            batch: Of the step; ``None`` if it was noted when the step began.
+        """
         if self.clock.steps != self._last_step and self.recorder is not None:
-            self._last_step = self.clock.steps
-            self.recorder.note_batch(batch)
+            is_first, self._last_step = self._last_step < 0, self.clock.steps
+            if batch is not None:
+                self.recorder.note_batch(batch)
             self.recorder.after_step()
+            if self.stall_watch is not None and self.stall_watch.notes:
+                self.clock.as_own_work(self.stall_watch.pass_on)
+            if is_first and self._monitored is not None and self.run.place.rank == 0:
+                self.clock.as_own_work(self._check_surroundings, self.recorder.batch_bytes)
+
+    def _check_surroundings(self, batch_bytes: int | None) -> None:
+        """Warn, once, of what would end the training later."""
+        self._warn_once([*shortcomings(read_surroundings(self.run, batch_bytes))])
 
     def _poll_memory(self) -> float:
         # What the first steps fill does not count: caches, workers, the allocator, what torch.compile keeps.
@@ -256,12 +293,21 @@ class Session:
         return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
 
     def _log(self, step: int) -> None:
-        self._warn_once([*map(pace, self.memory.alarms), *self.background.faults])
+        self._warn_once([*map(pace, self.memory.alarms), *self._faults])
         if self.gpus is not None and self.run.place.rank == 0:
             self._find_own_pids()
             metrics, troubles = self.gpus.take()
             self._warn_once(troubles)
             self._log_metrics(metrics, step)
+
+    @property
+    def _faults(self) -> list[str]:
+        return [*self.background.faults, *(() if self.stall_watch is None else self.stall_watch.faults)]
+
+    @property
+    def stalls(self) -> tuple[Stall, ...]:
+        """The times so far in which this rank saw the training make no progress."""
+        return () if self.stall_watch is None else self.stall_watch.stalls
 
     def _log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in self.run.loggers if metrics else ():
@@ -328,9 +374,12 @@ class Session:
         """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks to do so."""
         if self._finished:
             return
+        if self.stall_watch is not None:
+            self.stall_watch.close(self._outcome)
+            self.stall_watch.pass_on()
         self.background.close()
         self._finished = True
-        self._warn_once(self.background.faults)
+        self._warn_once(self._faults)
         self.timer.stop()
         if self.recorder is not None and self._exchange is not None and self.clock.ran:
             self.publish(next_turn=True, at_end=True)
@@ -344,11 +393,22 @@ class Session:
             error: The error, with its traceback.
             step: Where it came, as the training counts its steps.
         """
-        if self.out_of_memory is None:
-            self.out_of_memory = explain(self, error, step)
-        if self.out_of_memory is None:
-            return f"stopped by {type(error).__name__} at step {step}"
-        return f"out of memory in {self.out_of_memory.place} at step {step}"
+        if self._outcome == COMPLETED:  # the first one who hears of it
+            is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
+            exits = [] if is_wanted else worker_exits(self.run, error)
+            kills = oom_kills() - self.oom_kills_before
+            self.out_of_memory = explain(self, error, step, exits, kills)
+            self.failure = None if is_wanted else explain_failure(error, exits, kills)
+            if self.failure is not None:
+                self.begin()  # it may have come before training did
+            self._outcome = f"stopped by {type(error).__name__} at step {step}"
+            if self.out_of_memory is not None:
+                self._outcome = f"out of memory in {self.out_of_memory.place} at step {step}"
+            elif self.failure is not None:
+                self._outcome += f": {self.failure.what}"
+            if self.failure is not None and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(str(self.failure))
+        return self._outcome
 
     @property
     def own_pids(self) -> frozenset[int] | None:

@@ -140,6 +140,12 @@ class TrainerRun(Run):
         return None if math.isinf(steps) else int(steps)
 
     @property
+    def checkpoint_folder(self) -> str | None:
+        """That of the first checkpoint callback, which knows it when training starts."""
+        folder = getattr(self._trainer.checkpoint_callback, "dirpath", None)
+        return None if folder is None else str(folder)
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """Also the name of the model."""
         return {"model": type(self._trainer.lightning_module).__qualname__, **settings_of(self._trainer)}

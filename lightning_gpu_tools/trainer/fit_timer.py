@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, is_plain_ddp, trains_on_gpu
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of
@@ -100,6 +101,7 @@ class FitTimer:
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._wrappers = Wrappers()
         self._wrap = self._wrappers.put
+        self._wrap(torch.utils.data, FETCH, noting_index)  # before workers are forked
         start, end = partial(self._safely, self._start), partial(self._safely, self._end)
         self._wrap(trainer, "fit_loop.on_run_start", lambda function: before(start)(self._timed_in_fit(function)))
         self._wrap(trainer, "fit_loop.on_run_end", lambda function: after(end)(self._timed_in_fit(function)))
@@ -123,13 +125,14 @@ class FitTimer:
         no_fetches = [compat.fetch_action(self._trainer)] if has_stepped and not self.clock.steps else []
         return [*self._wrappers.missing, *no_fetches]
 
-    def _is_trial(self) -> bool:
-        """Return whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
+    @property
+    def is_trial(self) -> bool:
+        """Whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         return bool(self._callbacks) and not any(callback in callbacks for callback in self._callbacks)
 
     def _end(self) -> None:
-        if not self.clock.running or self._is_trial():
+        if not self.clock.running or self.is_trial:
             return
         self.stop()
         trainer = self._trainer
@@ -138,7 +141,7 @@ class FitTimer:
                 callback.teardown(trainer, trainer.lightning_module, "fit")
 
     def _start(self) -> None:
-        if self.clock.running or self._is_trial():
+        if self.clock.running or self.is_trial:
             return
         trainer, clock = self._trainer, self.clock
         self._time("fit_loop.on_advance_start", EPOCH_START)

@@ -13,6 +13,7 @@ from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import check_interval
+from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
 from lightning_gpu_tools.trainer.session import FitSession
@@ -51,6 +52,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
     the extra ``plot``, ``gpu_report.png`` into the Trainer's log directory. Without a GPU the report holds the host's
     part. Where the directory cannot be written, that is said when the fit begins, and the report is printed only. No
     fault of the monitor stops the training.
+    A training that makes no progress is named while it stands: since when, in which phase, who waits for what, and the
+    stack of the training thread. With several ranks, the one that all wait for is named.
+
     While the fit runs, a background thread writes ``gpu_report.json`` at least once a minute, so that a process that is
     killed leaves one. Every logger gets the summary of the diagnosis at the end, as ``gpu_tools/...``.
 
@@ -66,6 +70,10 @@ class GPUUtilizationMonitor(MeasuringCallback):
             and write its snapshot beside the report when memory runs out: ``cuda_memory_snapshot.pickle``, with
             ``_rank<n>`` behind ``snapshot`` on other ranks, for pytorch.org/memory_viz. Off by default: it takes some
             2 us for each allocation.
+        stall_after_s: After how many seconds without progress (a step, a batch, a hook, bytes of a checkpoint) to warn,
+            with the reason and the stack, and again at four times that; ``None`` = never. By default (``"auto"``) it is
+            the larger of 60 s and 5 times the longest that this phase has taken, and 600 s before it has been seen to
+            its end. The warning is a :class:`~lightning_gpu_tools.StalledTrainingWarning`; no training is ended.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -84,8 +92,10 @@ class GPUUtilizationMonitor(MeasuringCallback):
         gpm: bool = True,
         prog_bar: bool = False,
         memory_history: bool = False,
+        stall_after_s: float | Literal["auto"] | None = "auto",
     ) -> None:
         check_interval(interval_s)
+        check_stall_after(stall_after_s)
         if devices not in ("trainer", "all"):
             raise ValueError(f'devices must be "trainer" or "all", got {devices!r}.')
         super().__init__()
@@ -95,6 +105,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         self.gpm = gpm
         self.prog_bar = prog_bar
         self.memory_history = memory_history
+        self.stall_after_s = stall_after_s
         self._folder = ""
         self._running: RunningReport | None = None
         self._wrappers = Wrappers()
@@ -110,7 +121,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
             self._folder = trainer.log_dir or trainer.default_root_dir
             if trainer.is_global_zero:
                 warn_if_not_writable(self._folder)
-        session.monitor(devices=self.devices, interval_s=self.interval_s, gpm=self.gpm)
+        session.monitor(
+            devices=self.devices, interval_s=self.interval_s, gpm=self.gpm, stall_after_s=self.stall_after_s
+        )
 
     @override
     def _began(self, trainer: Trainer, session: FitSession) -> None:
@@ -139,7 +152,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             if session.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:
                 say_verdict(diagnosis)  # rank 0 may wait for this rank for good
             return
-        if not session.clock.ran and session.out_of_memory is None:
+        if not session.clock.ran and session.out_of_memory is None and session.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
             say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
             return

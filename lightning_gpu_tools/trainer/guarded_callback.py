@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_gpu_tools.loaders.workers import is_of_dead_worker
 from lightning_gpu_tools.trainer.families import Callback
 from lightning_gpu_tools.units import printable
 
@@ -53,7 +54,9 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(self, *args, **kwargs)
         except self.intended:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training has nothing to do with it
+        except Exception as error:
+            if is_of_dead_worker(error):  # which has nothing to do with what was done here
+                raise
             self.turn_off(error)
             return None
 

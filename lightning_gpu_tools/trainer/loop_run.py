@@ -36,6 +36,7 @@ class LoopRun:
 
     has_trainer = False
     log_every_n_steps = _LOG_EVERY_N_STEPS
+    checkpoint_folder: str | None = None  # the loop knows
     module: torch.nn.Module | None = None  # nothing leads from a loop to its model
     loggers: Sequence[Any] = ()
     precision: str | None = None

@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -77,7 +78,10 @@ class LoopTimer:
         rank_waits: Takes waiting for other ranks out of the clock's phases.
         memory: Counts the memory of this rank's GPU; ``None`` on another device.
         fault: The error that has ended the timing of what the loop calls; ``None`` if all is well.
+        is_trial: Nobody tries anything here.
     """
+
+    is_trial = False
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class LoopTimer:
             torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
             torch_optimizer.register_optimizer_step_post_hook(partial(self._safely, self._optimizer_ends)),
         ]
+        put(torch.utils.data, FETCH, noting_index)  # before workers are forked
         put(torch.autograd, "backward", self._meeting_backward)
         if self._run.place.world_size > 1:
             put(torch.distributed, "Work.wait", self.rank_waits.timed)

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.session import FitSession
@@ -94,7 +95,8 @@ class MeasuringCallback(GuardedCallback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None:
-            self._end(trainer, self._session.ended_by(exception, trainer.global_step), timeout_s=0.0)
+            with deaths_ignored():
+                self._end(trainer, self._session.ended_by(exception, trainer.global_step), timeout_s=0.0)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import Session, check_interval
+from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.loop_run import FabricRun, LoopRun
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
 from lightning_gpu_tools.training.phases import MONITORING
@@ -32,6 +34,7 @@ def watch(
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
     min_seconds: float = MIN_SECONDS,
+    stall_after_s: float | Literal["auto"] | None = "auto",
 ) -> TrainingWatch:
     """Measure, report and diagnose a loop of your own, as monitor and advisor do for a Trainer.
 
@@ -51,6 +54,7 @@ def watch(
         min_utilization_percent: Utilization below which a GPU counts as underused, 70 by default.
         min_steps: Steady steps needed to judge, 50 by default.
         min_seconds: Seconds of steady steps needed to warn while the loop runs, 20 by default.
+        stall_after_s: After how many seconds without progress to warn; see ``GPUUtilizationMonitor``.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -62,8 +66,9 @@ def watch(
                 ...
     """
     check_interval(interval_s)
+    check_stall_after(stall_after_s)
     thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
-    return TrainingWatch(fabric, folder, interval_s, thresholds)
+    return TrainingWatch(fabric, folder, interval_s, thresholds, stall_after_s)
 
 
 class TrainingWatch:
@@ -72,11 +77,14 @@ class TrainingWatch:
     No failure of the measuring reaches the loop: it is one warning, and nothing more is measured.
     """
 
-    def __init__(self, fabric: Any, folder: str | None, interval_s: float, thresholds: Thresholds) -> None:
+    def __init__(
+        self, fabric: Any, folder: str | None, interval_s: float, thresholds: Thresholds, stall_after_s: StallAfter
+    ) -> None:
         self._fabric = fabric
         self._folder = folder
         self._interval_s = interval_s
         self._thresholds = thresholds
+        self._stall_after_s = stall_after_s
         self._is_on = False
         self._reset()
 
@@ -99,7 +107,8 @@ class TrainingWatch:
     ) -> None:
         try:
             if self._session is not None:
-                self._safely(self._finish, error)
+                with nullcontext() if error is None else deaths_ignored():
+                    self._safely(self._finish, error)
             elif self._is_on and kind is None:
                 self._safely(warnings.warn, "watch() has no report: no batch went through run.batches(loader).")
         finally:  # also if Ctrl-C comes meanwhile
@@ -135,7 +144,9 @@ class TrainingWatch:
     def _safely(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return action(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the loop has nothing to do with it
+        except Exception as error:
+            if is_of_dead_worker(error):  # which is the loop's
+                raise
             self._close()
             what = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
             with warnings.catch_warnings():
@@ -152,7 +163,7 @@ class TrainingWatch:
         )
         assert isinstance(session.timer, LoopTimer)
         timer = self._timer = session.timer
-        session.monitor(devices="trainer", interval_s=self._interval_s, gpm=True)
+        session.monitor(devices="trainer", interval_s=self._interval_s, gpm=True, stall_after_s=self._stall_after_s)
         self._advisor = Advisor(session, self._thresholds)
         timer.start()
         with session.clock.booked(MONITORING):
@@ -167,7 +178,8 @@ class TrainingWatch:
         session = self._session
         assert session is not None
         assert self._advisor is not None
-        session.begin().after_step()
+        session.begin()  # which raises what has ended the timing
+        session.after_step()
         if session.clock.steps >= self._next_step or session.report_wanted:
             self._next_step = min(session.log_if_due(), self._advisor.after_step())
             if session.report_wanted and self._running is not None:

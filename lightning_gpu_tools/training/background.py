@@ -30,8 +30,9 @@ class BackgroundJobs:
     """Calls functions from one thread, each when it is due, until it is closed.
 
     What the training thread does meanwhile is unknown: it may hang in a collective, hold torch's locks, or fork a
-    worker. So no job calls ``torch.cuda`` or a collective, asks the store of ``torch.distributed``, imports, warns or
-    prints. A job that fails is called again a minute later; the training never hears of it.
+    worker. So no job calls ``torch.cuda`` or a collective, uses the training's connection to a store, or imports. None
+    warns or prints unless the training stands still. A job that fails is called again a minute later; the training
+    never hears of it.
 
     Attributes:
         faults: The first error of each job that failed, in words.

@@ -6,6 +6,10 @@ returns ``None``.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +21,25 @@ def default_store() -> Any:
         return None
     get = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     return None if get is None else get()
+
+
+def own_store() -> Any:
+    """Return another connection to that store, which no blocked call of the first one holds up.
+
+    Without it, as where the ranks have met in a file, a rank that stalls does not learn where the others stand.
+    """
+    store = default_store()
+    distributed: Any = torch.distributed  # of which type checkers do not know all
+    clone = getattr(store, "clone", None)
+    if store is None or clone is not None:
+        return None if clone is None else clone()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, distributed.TCPStore):
+        return None
+    own = distributed.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    # torchrun keeps the store when it starts the job once more.
+    return distributed.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", own)
 
 
 # What the functions below read of a DataLoader's iterator that has workers.
@@ -35,10 +58,36 @@ def kept_iterator(loader: object) -> object | None:
     return getattr(loader, "_iterator", None)
 
 
-def worker_pids(iterator: object) -> list[int] | None:
-    """Return the workers' processes of a DataLoader's iterator. Without it nothing is known of what they wait for."""
-    workers = getattr(iterator, "_workers", None)
-    return None if workers is None else [worker.pid for worker in workers if worker.pid]
+def workers(iterator: object) -> list[BaseProcess]:
+    """Return the workers of a DataLoader's iterator. Without it nothing is known of what they do and how they end."""
+    return list(getattr(iterator, "_workers", None) or ())
+
+
+def worker_pids(iterator: object) -> list[int]:
+    """Return the numbers of their processes."""
+    return [worker.pid for worker in workers(iterator) if worker.pid]
+
+
+# In which a training waits for a batch of workers.
+_WAITS = ("__next__", "_next_data", "_get_data", "_try_get_data")
+
+
+def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
+    """Return the DataLoader's iterator that a stack waits for, outermost call first; ``None`` if it waits for none.
+
+    Without these names a stall while waiting for data is put down to the training process.
+    """
+    for frame in reversed(frames):
+        if frame.f_code.co_name in _WAITS and hasattr(iterator := frame.f_locals.get("self"), "_workers"):
+            return iterator
+    return None
+
+
+def awaited_worker(iterator: object) -> int | None:
+    """Return the number of the worker that the next batch comes from. Without it the first one is blamed."""
+    ordered, number = getattr(iterator, "_task_info", None), getattr(iterator, "_rcvd_idx", None)
+    entry = None if ordered is None else ordered.get(number)
+    return None if entry is None else entry[0]
 
 
 def ready_share(iterator: object) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lightning_gpu_tools.training import compat
@@ -12,6 +13,8 @@ from lightning_gpu_tools.training import compat
 TIMEOUT_S = 5.0
 _POLL_S = 0.005
 
+_Connect = Callable[[], Any]
+
 
 class RankExchange:
     """A board in the store that ``torch.distributed`` was started with; each rank has one entry on it.
@@ -19,14 +22,20 @@ class RankExchange:
     Writing and reading it are round trips of well under a millisecond to the host of rank 0, on no GPU and no stream.
     Its name is the same on every rank, and a new one for each fit. Where the ranks do not talk through
     ``torch.distributed``, this rank is all there is.
+
+    Args:
+        name: Of the board.
+        rank: This one.
+        ranks: How many there are.
+        connect: Returns the store in which it is kept; ``None`` if they have none in common.
     """
 
-    def __init__(self, name: str, *, rank: int, ranks: int) -> None:
+    def __init__(self, name: str, *, rank: int, ranks: int, connect: _Connect = compat.default_store) -> None:
         self._rank = rank
         self._name = name
         self._mine: dict[str, Any] = {}
         self._missed: set[int] = set()
-        self._store = compat.default_store() if ranks > 1 else None
+        self._store = connect() if ranks > 1 else None
         self._ranks = range(ranks) if self._store is not None else range(rank, rank + 1)
 
     def publish(self, turn: int, **facts: Any) -> None:
@@ -49,10 +58,10 @@ class RankExchange:
         until_s = time.monotonic() + timeout_s
         found = {}
         for rank in self._ranks:
-            facts = self._read_one(rank)
+            facts = self.read_one(rank)
             while (facts is None or facts["turn"] < turn) and rank not in self._missed and time.monotonic() < until_s:
                 time.sleep(_POLL_S)
-                facts = self._read_one(rank)
+                facts = self.read_one(rank)
             if timeout_s and (facts is None or facts["turn"] < turn):
                 self._missed.add(rank)
             if facts is not None:
@@ -72,7 +81,8 @@ class RankExchange:
     def _key(self, rank: int) -> str:
         return f"lightning_gpu_tools/{self._name}/{rank}"
 
-    def _read_one(self, rank: int) -> dict[str, Any] | None:
+    def read_one(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank published last, without waiting; ``None`` if nothing, or if it cannot be heard."""
         if rank == self._rank:
             return self._mine or None
         if self._store is None:

@@ -56,6 +56,11 @@ class Stopwatch:
         self.entered = 0
 
     @property
+    def now_s(self) -> float:
+        """The time by which everything here is measured."""
+        return self._clock()
+
+    @property
     def seconds(self) -> dict[str, float]:
         """Time by phase, up to the last change of phase; without the phases that have taken none."""
         accounts = list(self._accounts.values())  # another thread may ask while a phase is added

@@ -8,12 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu, mig, process
 
 from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.cli import gpus as gpus_command
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.nvml import inventory
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -61,6 +66,58 @@ def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -
     assert lost["error"]
     assert lost["memory_free_bytes"] is None
     assert divided["mig_instances"][0]["effective_free_bytes"] == 4 * 2**30
+
+
+@pytest.fixture
+def left_process() -> Iterator[int]:
+    """A process whose parent has ended."""
+    script = "import subprocess as s; print(s.Popen(['sleep', '100'], stdout=s.DEVNULL).pid)"
+    pid = int(subprocess.check_output([sys.executable, "-c", script]))
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_who_only_holds_memory_is_marked(
+    driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, left_process: int
+) -> None:
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
+    monkeypatch.setattr(inventory, "pids_are_ours", lambda: True)
+    driver.gpus = [
+        gpu(processes=[process(left_process, "3GiB"), process(memory="1GiB"), process(1, "1GiB", sm=40)]),
+        gpu(processes=[]),
+    ]
+
+    def shown() -> list[dict[str, Any]]:
+        assert main(["gpus", "--json"]) == 0
+        return list(json.loads(capfd.readouterr().out))
+
+    assert [one["is_idle"] for one in shown()[0]["processes"]] == [False, False, False]  # they are young
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
+    processes = {one["pid"]: one for one in shown()[0]["processes"]}
+    states = {pid: (one["is_idle"], one["is_left_over"]) for pid, one in processes.items()}
+    assert states == {left_process: (True, True), os.getpid(): (True, False), 1: (False, False)}
+    assert abs(processes[left_process]["started_s"] - time.time()) < 60
+    assert main(["gpus"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert f"(pid {left_process}), left over, started" in text
+    assert f"(pid {os.getpid()}), idle, started" in text
+
+
+def test_a_claim_whose_owner_runs_nothing_there_is_unused(
+    driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
+    monkeypatch.setattr(inventory, "pids_are_ours", lambda: True)
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
+    driver.gpus = [gpu(), gpu()]
+    select_gpus(2)
+    with driver.change():
+        driver.gpus[0].processes = [process()]
+    assert main(["gpus", "--json"]) == 0
+    used, unused = json.loads(capfd.readouterr().out)
+    assert [one["claims"][0]["is_unused"] for one in (used, unused)] == [False, True]
+    assert main(["gpus"]) == 0
+    assert "unused" in capfd.readouterr().out
 
 
 def test_a_driver_without_gpus_is_named(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:

@@ -70,8 +70,8 @@ def switch_later() -> Iterator[Callable[..., list[int]]]:
     [
         (fall, "OSError: cannot be loaded here"),
         (touch_cuda, "re-initialize CUDA"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL (most likely memory ran out)"),
-        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS (most likely /dev/shm is full)"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL from outside"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS: most likely /dev/shm is full"),
         (lambda: os._exit(3), "exit code 3"),
     ],
 )

@@ -106,7 +106,7 @@ class Stuck:
         (DataLoader(Stream(Samples(5))), "its dataset is iterable"),
         (range(9), "it is a builtins.range"),
         (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
-        (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL (most likely memory ran out)"),
+        (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL from outside"),
         (DataLoader(Holding(threading.Lock())), "cannot pickle '_thread.lock' object"),
         (DataLoader(Holding(multiprocessing.Event())), "worker processes cannot have copies of its dataset"),
         (DataLoader(Samples(5), sampler=Stuck()), "its sampler gives no batches to try (TypeError"),

@@ -105,3 +105,18 @@ def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(monkeypatch: pytest.Monke
         assert [facts["rank"] for facts in exchange.read(1, timeout_s=60.0)] == [0]
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("gone", ["nothing", "clone"])
+def test_ranks_have_a_connection_of_their_own_for_stalls(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    hide(monkeypatch, torch_compat, gone)
+    try:
+        first, second = (RankExchange("stalls", rank=i, ranks=2, connect=torch_compat.own_store) for i in range(2))
+        first.publish(1, step=7)
+        found = second.read_one(0)
+        assert found is not None
+        assert found["step"] == 7
+    finally:
+        torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainings import Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
-from lightning_gpu_tools.runs import out_of_memory as collecting
 from lightning_gpu_tools.runs import session as sessions
 from lightning_gpu_tools.training import memory_failures
 
@@ -226,8 +226,8 @@ class Killed(Dataset[torch.Tensor]):
 def test_a_worker_that_the_kernel_killed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_the_kernel: bool
 ) -> None:
-    monkeypatch.setattr(sessions, "oom_kills", lambda: 3)
-    monkeypatch.setattr(collecting, "oom_kills", lambda: 3 + by_the_kernel)
+    counted = iter([3, 3 + by_the_kernel])
+    monkeypatch.setattr(sessions, "oom_kills", lambda: next(counted))
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     # What the worker is doing at that moment decides what is raised here.
     with pytest.raises((RuntimeError, ConnectionResetError, EOFError)):
@@ -235,9 +235,12 @@ def test_a_worker_that_the_kernel_killed_is_named(
     report = load_report(tmp_path)
     if by_the_kernel:
         assert report.outcome.startswith("out of memory in ")
-        assert "The kernel killed " in report.diagnosis.why
+        assert "The kernel killed worker " in report.diagnosis.why
     else:
-        assert report.outcome.startswith("stopped by ")
+        assert re.fullmatch(
+            r"stopped by \w+ at step \d+: worker 0 of the DataLoader \(PID \d+\) was killed by SIGKILL from outside .*",
+            report.outcome,
+        )
 
 
 def test_the_hosts_allocator_is_told_with_what_was_left(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus.nvml.calls import ask, product_name, utilization_samples, why_unreadable
+from lightning_gpu_tools.gpus.nvml.calls import (
+    ask,
+    process_utilization,
+    product_name,
+    tolerate,
+    utilization_samples,
+    why_unreadable,
+)
 from lightning_gpu_tools.gpus.nvml.session import session, why_unavailable
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading
 from lightning_gpu_tools.gpus.utilization import mean_percent
@@ -35,11 +42,14 @@ _STALE_AFTER_S = 30.0
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
-def read_gpus() -> tuple[GpuReading, ...]:
+def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
     """Read every GPU of this machine, in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
 
     That takes 10 calls of NVML for a GPU without MIG. A GPU that cannot be read is listed with the reason in ``error``,
     and the others are not affected.
+
+    Args:
+        with_loads: Whether to ask also how busy each process keeps its GPU, which takes one call more.
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
@@ -49,7 +59,7 @@ def read_gpus() -> tuple[GpuReading, ...]:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(why_unavailable(error)) from error
-        found = [_read_gpu(nvml_index) for nvml_index in range(count)]
+        found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
     # NVML promises no order. A GPU that does not even report its address keeps the place that NVML gave it.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
     ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
@@ -63,7 +73,7 @@ def read_gpus() -> tuple[GpuReading, ...]:
     )
 
 
-def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]:
+def _read_gpu(nvml_index: int, with_loads: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
     """Return the PCI address, ``None`` if that is not known, and the reading."""
     address, reading = None, GpuReading(index=nvml_index)
     try:
@@ -88,6 +98,8 @@ def _read_gpu(nvml_index: int) -> tuple[tuple[int, int, int] | None, GpuReading]
         )
     except pynvml.NVMLError as error:
         return address, replace(reading, error=why_unreadable(error))
+    if with_loads and reading.processes:
+        reading = replace(reading, processes=_with_loads(handle, reading.processes))
     if reading.mig_mode:
         reading = replace(reading, mig_instances=_read_mig_instances(handle, reading))
     return address, reading
@@ -156,6 +168,14 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
         for pid in sorted(by_pid)
     )
     return tuple(map(identified, found))
+
+
+def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
+    """Return the processes with what the driver's samples of the last seconds say of each."""
+    answer = tolerate(process_utilization, handle, 0)
+    if answer is None:
+        return processes
+    return tuple(replace(one, utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
 
 
 def identified(process: GpuProcess) -> GpuProcess:

@@ -1,0 +1,419 @@
+"""Trainings that hang for one known reason each, and trainings that only seem to: real processes on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpu_tools import GPUUtilizationMonitor, watch
+from lightning_gpu_tools.training import process_activity
+
+StallAfter = float | Literal["auto"]
+
+# At which batch, step or sample what is wrong goes wrong.
+AT = 12
+
+
+def hang() -> None:
+    """Wait for good, as for a lock that nobody gives back."""
+    threading.Event().wait()
+
+
+class Data(Dataset[torch.Tensor]):
+    """Samples of which some do something before they are loaded."""
+
+    def __init__(self, act: Callable[[int], None] = lambda index: None, length: int = 200) -> None:
+        self.act, self.length = act, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.act(index)
+        return torch.full((4,), float(index))
+
+
+class Model(LightningModule):
+    """A model that does something in each training step and each batch of validation."""
+
+    def __init__(
+        self,
+        act: Callable[[Model, int], None] = lambda model, step: None,
+        validate: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.act, self.validate = act, validate
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        self.act(self, batch_idx)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.validate is not None:
+            self.validate(batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class Acting(Callback):
+    """Does something in one hook."""
+
+    def __init__(self, hook: str, act: Callable[[Trainer], None]) -> None:
+        setattr(self, hook, lambda trainer, *args, **kwargs: act(trainer))
+
+
+def fit(
+    folder: Path,
+    stall_after_s: StallAfter,
+    *callbacks: Callback,
+    data: Dataset[torch.Tensor] | None = None,
+    model: LightningModule | None = None,
+    num_workers: int = 0,
+    validation: DataLoader[torch.Tensor] | None = None,
+    **options: Any,
+) -> None:
+    """Train some 200 steps on the CPU, with the monitor."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": ranks,
+        "strategy": "ddp" if ranks > 1 else "auto",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "use_distributed_sampler": False,
+    }
+    monitor = GPUUtilizationMonitor(stall_after_s=stall_after_s)
+    trainer = Trainer(**{**defaults, **options}, callbacks=[monitor, *callbacks])
+    loader = DataLoader(data or Data(), batch_size=2, num_workers=num_workers)
+    trainer.fit(model or Model(), loader, validation)
+
+
+# Trainings that hang
+
+
+def blocked_worker(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    fit(folder, stall_after_s, data=Data(lambda index: hang() if index == 4 * AT else None), num_workers=2)
+
+
+def deadlocked_workers(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    lock = threading.Lock()
+    lock.acquire()  # as a thread of a library holds it while workers are forked
+
+    def act(index: int) -> None:
+        with lock:
+            pass
+
+    fit(folder, stall_after_s, data=Data(act), num_workers=2)
+
+
+def dataset(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    fit(folder, stall_after_s, data=Data(lambda index: hang() if index == AT else None))
+
+
+def silent_storage(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Open a file that never opens, as one on a dead file server."""
+    os.mkfifo(folder / "sample")
+
+    def act(index: int) -> None:
+        if index >= 2 * AT:
+            (folder / "sample").read_bytes()
+
+    fit(folder, stall_after_s, data=Data(act), num_workers=2)
+
+
+def waiting_callback(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    fit(
+        folder,
+        stall_after_s,
+        Acting("on_train_batch_end", lambda trainer: hang() if trainer.global_step == AT else None),
+    )
+
+
+def swapping(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Stand still on a machine that swaps, by what stands in for the files of the kernel."""
+    proc = folder / "proc"
+    (proc / "pressure").mkdir(parents=True)
+    (proc / "vmstat").write_text("pswpin 1000\npswpout 1000\n")
+    (proc / "pressure" / "memory").write_text("some avg10=97.00 avg60=80.00\nfull avg10=91.00 avg60=70.00 avg300=1\n")
+    process_activity._PROC = proc
+    fit(folder, stall_after_s, model=Model(lambda model, step: hang() if step == AT else None))
+
+
+def evaluation(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Hang in the sanity check, before training begins."""
+    validation = DataLoader(Data(lambda index: hang()), num_workers=1)
+    fit(folder, stall_after_s, validation=validation, num_sanity_val_steps=1)
+
+
+def swallowed_error(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    def act(model: Model, step: int) -> None:
+        if rank == 1 and step == AT:
+            raise ValueError("a broken sample")
+
+    try:
+        fit(folder, stall_after_s, model=Model(act))
+    except ValueError:
+        hang()
+
+
+def uneven_batches(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    meet = Acting("on_train_epoch_end", lambda trainer: trainer.strategy.barrier())
+    fit(folder, stall_after_s, meet, data=Data(length=2 * (AT if rank == 1 else 2 * AT)))
+
+
+def sync_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    def act(model: Model, step: int) -> None:
+        if rank == 0 and step == AT:
+            model.log("loss", torch.tensor(1.0), sync_dist=True)
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
+def save_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    def act(trainer: Trainer) -> None:
+        if rank == 0 and trainer.global_step == AT:
+            trainer.save_checkpoint(folder / "last.ckpt")
+
+    fit(folder, stall_after_s, Acting("on_train_batch_end", act))
+
+
+def stopped_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    def act(model: Model, step: int) -> None:
+        if rank == 1 and step == AT:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
+def late_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Load data on one rank without end, while the other waits in backward."""
+    fit(folder, stall_after_s, data=Data(lambda index: hang() if rank == 1 and index == 2 * AT else None))
+
+
+# Trainings that go on: nothing may be said of them. MIN_S and UNKNOWN_S are those of a scaled package, see `scale`.
+
+MIN_S, UNKNOWN_S = 1.5, 6.0
+
+
+def scale() -> None:
+    """Make a minute 1.5 s and ten minutes 6 s, where a training is judged by itself."""
+    from lightning_gpu_tools.advice import stalls
+
+    stalls.MIN_S, stalls.UNKNOWN_S = MIN_S, UNKNOWN_S
+
+
+LONG_S = 2 * MIN_S
+
+
+def first_step(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    fit(folder, stall_after_s, model=Model(lambda model, step: time.sleep(LONG_S if step == 0 else 0)))
+
+
+def first_batch(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    fit(folder, stall_after_s, data=Data(lambda index: time.sleep(LONG_S if index == 0 else 0)), num_workers=1)
+
+
+def compiling(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Compile anew in mid-run, for longer than ten minutes (of those above)."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        time.sleep(1.2 * UNKNOWN_S)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    fit(folder, stall_after_s, model=Model(lambda model, step: compiled(torch.ones(4)) if step == AT else None))
+
+
+def long_validation(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    validation = DataLoader(Data(length=2))
+    fit(folder, stall_after_s, model=Model(validate=lambda i: time.sleep(LONG_S)), validation=validation,
+        num_sanity_val_steps=0)  # fmt: skip
+
+
+def slow_metrics(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Compute for long after the last batch of validation."""
+    compute = Acting("on_validation_epoch_end", lambda trainer: time.sleep(LONG_S))
+    fit(folder, stall_after_s, compute, model=Model(validate=lambda i: None), validation=DataLoader(Data(length=50)),
+        num_sanity_val_steps=0)  # fmt: skip
+
+
+def sanity_check(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    validation = DataLoader(Data(length=4))
+    fit(folder, stall_after_s, model=Model(validate=lambda i: time.sleep(0.6 * UNKNOWN_S)), validation=validation,
+        limit_val_batches=3, num_sanity_val_steps=3, limit_train_batches=5, val_check_interval=1.0,
+        check_val_every_n_epoch=2)  # fmt: skip
+
+
+class _Writing(TorchCheckpointIO):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        until_s = time.monotonic() + self.seconds
+        with open(path, "wb") as file:
+            while time.monotonic() < until_s:
+                file.seek(0)
+                file.write(bytes(4 << 20))
+                file.flush()
+                time.sleep(0.05)
+
+
+def large_checkpoint(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Write for longer than ten minutes (of those above)."""
+
+    def act(trainer: Trainer) -> None:
+        if trainer.global_step == AT:
+            trainer.save_checkpoint(folder / "last.ckpt")
+
+    fit(folder, stall_after_s, Acting("on_train_batch_end", act), plugins=[_Writing(1.2 * UNKNOWN_S)])
+
+
+def debugger(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Stop at a breakpoint while a person thinks, longer than ten minutes (of those above)."""
+    import pdb
+
+    keyboard, person = os.pipe()
+
+    def act(trainer: Trainer) -> None:
+        if trainer.global_step == AT:
+            threading.Timer(1.2 * UNKNOWN_S, os.write, (person, b"continue\n")).start()
+            pdb.Pdb(stdin=open(keyboard), stdout=StringIO()).set_trace()  # noqa: SIM115 - as long as the process
+
+    fit(folder, stall_after_s, Acting("on_train_batch_end", act))
+
+
+def suspended(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Be stopped by another process for some seconds, as by Ctrl-Z or a scheduler."""
+
+    def act(model: Model, step: int) -> None:
+        if step == AT:
+            process = os.getpid()
+            if not os.fork():
+                os.kill(process, signal.SIGSTOP)
+                time.sleep(8.0)
+                os.kill(process, signal.SIGCONT)
+                os._exit(0)
+            os.wait()
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
+def slow_data(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Load each batch more slowly than the one before, four times at most."""
+    waits = {2 * AT: 1.0, 2 * AT + 2: 2.0, 2 * AT + 4: 4.0}
+    scale_s = 0.9 * MIN_S
+    fit(folder, stall_after_s, data=Data(lambda index: time.sleep(scale_s * waits.get(index, 0.0)), length=80))
+
+
+def outside_of_the_loop(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Wait between two loops, as in a notebook whose next cell is not run yet."""
+    layer = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
+    with watch(folder=str(folder), stall_after_s=stall_after_s) as run:
+        for _ in range(2):
+            for batch in run.batches(DataLoader(Data(), batch_size=2)):
+                layer(batch).square().mean().backward()
+                optimizer.step()
+            time.sleep(1.2 * UNKNOWN_S)
+
+
+def checkpoint_of_rank_zero(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Let a rank wait while the other one writes a checkpoint."""
+
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            time.sleep(LONG_S)
+
+    def act(trainer: Trainer) -> None:
+        if trainer.global_step == AT:
+            trainer.save_checkpoint(folder / "last.ckpt")
+
+    fit(folder, stall_after_s, Acting("on_train_batch_end", act), plugins=[Slow()])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        train: Trains in a folder, as a rank, with this ``stall_after_s``.
+        cause: What is to be said of it; ``None`` = nothing.
+        words: Part of the reason.
+        ranks: How many processes train.
+        rank: The rank that is behind.
+    """
+
+    train: Callable[[Path, int, StallAfter], None]
+    cause: str | None = None
+    words: str = ""
+    ranks: int = 1
+    rank: int | None = None
+
+
+STALLS = {
+    "a dataset that blocks in one worker": Case(blocked_worker, "blocked_worker", "waits for a lock in hang"),
+    "workers dead-locked after fork": Case(deadlocked_workers, "deadlocked_workers", "All 2 workers wait for a lock"),
+    "a dataset that blocks in the training process": Case(dataset, "dataset", "while it loads data in hang"),
+    "storage that does not answer": Case(silent_storage, "storage", "workers wait for storage"),
+    "a callback that waits": Case(waiting_callback, "callback", "Acting waits for a lock in hang"),
+    "swap thrash": Case(swapping, "swap", "every task waited for memory in 91 %"),
+    "an error swallowed on one rank": Case(
+        swallowed_error, "rank_left", "Rank 1 has left the training at step 13 (stopped by ValueError", 2, 1
+    ),
+    "uneven numbers of batches": Case(uneven_batches, "uneven_batches", "the end of the epoch at step 12", 2, 1),
+    "sync_dist on one rank": Case(
+        sync_on_one_rank, "collective_on_one_rank", "rank 0 in self.log(..., sync_dist=True) at step 13", 2, 0
+    ),
+    "a checkpoint on one rank": Case(save_on_one_rank, "collective_on_one_rank", "rank 0 in saving a checkpoint", 2, 0),
+    "a rank that was stopped": Case(stopped_rank, "rank_silent", "Rank 1 (PID ", 2, 1),
+    "a rank that waits for data": Case(late_rank, "dataset", "All wait for rank 1, at step 13", 2, 1),
+}
+HEALTHY = {
+    "a slow first step": Case(first_step),
+    "a slow first batch": Case(first_batch),
+    "torch.compile in mid-run": Case(compiling),
+    "long batches of validation": Case(long_validation),
+    "slow metrics after validation": Case(slow_metrics),
+    "a slow sanity check": Case(sanity_check),
+    "a large checkpoint": Case(large_checkpoint),
+    "a breakpoint": Case(debugger),
+    "a process that was stopped for a while": Case(suspended),
+    "slower and slower data": Case(slow_data),
+    "code between two loops": Case(outside_of_the_loop),
+    "a checkpoint that only rank 0 writes": Case(checkpoint_of_rank_zero, ranks=2),
+}
+
+
+def main() -> None:
+    """Be a rank of one case: the arguments are its name, the folder and ``stall_after_s``."""
+    name, folder, stall_after = sys.argv[1:]
+    if stall_after == "auto":
+        scale()
+    case = (STALLS | HEALTHY)[name]
+    case.train(
+        Path(folder), int(os.environ.get("RANK", "0")), stall_after if stall_after == "auto" else float(stall_after)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Finds out what has ended a training, where the error does not say it: by exit codes, counters and the traceback.
+
+The text of the error is a race: of a worker that was killed torch says that it was killed, that it exited unexpectedly,
+or nothing at all, and its handler of SIGCHLD raises wherever the training thread is.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from lightning_gpu_tools.advice.failures import (
+    INDEX_NOTE,
+    Failure,
+    WorkerExit,
+    explain_error,
+    explain_exits,
+    not_picklable,
+)
+from lightning_gpu_tools.host import shared_memory_bytes
+from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.units import printable
+
+# What loads the samples of a batch, a private name of torch.utils.data. Without it an error lacks the index.
+FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
+_FETCH_FILE = "torch/utils/data/_utils/fetch.py"
+_PICKLING = "multiprocessing/reduction.py"
+
+
+def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
+    """Return the workers that have died, of the loader that an error comes from or of the training's.
+
+    Args:
+        run: The training.
+        error: What has ended it. If it may be about workers, those that are about to end are waited for.
+    """
+    workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
+    text = str(error)
+    may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
+    if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
+        wait_for_exit_codes(workers)
+    codes = [(number, worker.pid or 0, worker.exitcode) for number, worker in enumerate(workers)]
+    is_unexpected = "exited unexpectedly" in text  # then also with 0
+    return [WorkerExit(number, pid, code) for number, pid, code in codes if code or (code == 0 and is_unexpected)]
+
+
+def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
+    """Return what has ended a training, where more is known than its error; else ``None``.
+
+    Args:
+        error: With its traceback.
+        exits: The workers that have died.
+        oom_kills: How many processes the kernel has killed meanwhile because memory ran out.
+    """
+    frames, shm_bytes = _frames(error), shared_memory_bytes()
+    files = [frame.f_code.co_filename.replace("\\", "/") for frame in frames]
+    if any(file.endswith(_PICKLING) for file in files) and any("torch/utils/data/" in file for file in files):
+        return not_picklable(str(error))
+    dead = explain_exits(exits, oom_kills, shm_bytes)
+    return dead or explain_error(str(error), _index_of(frames), shm_bytes)
+
+
+def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return what loads the samples of a batch, so that an error says at which index of the dataset it came.
+
+    Processes that are forked later inherit it, and what they add to an error is in its text here (Python 3.11).
+    """
+
+    def fetched(self: Any, indices: Any) -> Any:
+        try:
+            return fetch(self, indices)
+        except Exception as error:
+            index = _index_of(_frames(error))
+            if index is not None and hasattr(error, "add_note"):
+                error.add_note(INDEX_NOTE.format(index))
+            raise
+
+    return fetched
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _index_of(frames: Sequence[FrameType]) -> str | None:
+    """Return the index with which torch has asked the dataset for a sample; ``None`` if it has not."""
+    fetching = [i for i, one in enumerate(frames) if one.f_code.co_filename.replace("\\", "/").endswith(_FETCH_FILE)]
+    for frame in frames[fetching[-1] + 1 :][:1] if fetching else ():
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name == "__getitem__" and len(names) > 1:
+            return printable(repr(frame.f_locals.get(names[1])), 50)
+    return None

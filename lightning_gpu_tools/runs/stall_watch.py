@@ -1,0 +1,320 @@
+"""Watches a training for stalls, in a thread of its own, and says what it sees while it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+from lightning_gpu_tools.advice.stall_causes import (
+    Explanation,
+    collective_of,
+    describe_rank,
+    explain,
+    explain_ranks,
+    headline,
+)
+from lightning_gpu_tools.advice.stalls import SETUP, TEARDOWN, Patience, Stall, is_excused, limit_s
+from lightning_gpu_tools.errors import StalledTrainingWarning
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
+from lightning_gpu_tools.training.process_activity import (
+    activity,
+    memory_stall_percent,
+    swapped_pages,
+    written_bytes,
+)
+from lightning_gpu_tools.training.rank_exchange import RankExchange
+from lightning_gpu_tools.training.stacks import ForkedStacks, LockAlarm, frames_of, stack_in_fit
+from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, StallFacts, WorkerFacts
+from lightning_gpu_tools.units import format_duration, printable
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.runs.session import Session
+
+StallAfter = float | Literal["auto"] | None
+
+# Our default: a training is polled twelve times before it has stalled, and at least every 5 s.
+_POLLS = 12
+_MAX_INTERVAL_S = 5.0
+# Our default: how long what the processes do is sampled.
+_SAMPLE_S = 0.5
+# Our default: how much later than this thread C code is suspected to hold Python's lock.
+_LOCK_GRACE_S = 5.0
+# A rank is silent that has left out so many of its messages.
+_MISSED = 6
+# A checkpoint that is written this fast (bytes between two polls) makes progress: our default.
+_WRITING_BYTES = 1 << 20
+# Of a stall, this much is printed and kept.
+_MAX_PRINTED = 8
+_MAX_KEPT = 50
+_MAX_WORKERS = 64
+_MAX_ASKED = 4
+_MAX_STALLS = 100
+_MAX_RANKS = 64
+
+
+def check_stall_after(stall_after_s: StallAfter) -> None:
+    """Raise ``ValueError`` unless a training can be watched with this value."""
+    if stall_after_s not in ("auto", None) and not (isinstance(stall_after_s, (int, float)) and stall_after_s > 0):
+        raise ValueError(f'stall_after_s must be "auto", None or a positive number of seconds, got {stall_after_s!r}.')
+
+
+class StallWatch:
+    """Watches the training of a session, made in the thread that trains.
+
+    The thread never touches a disk, which may not answer, and never calls ``torch.cuda``, a collective, or a store that
+    another thread may wait for. It warns while the training thread stands still, which forks no worker then.
+
+    Args:
+        session: Of the training.
+        stall_after_s: See ``GPUUtilizationMonitor``.
+        ranks: A board in a store of which no other thread uses the connection.
+
+    Attributes:
+        stalls: Those so far.
+        notes: What the training thread is to say in :meth:`pass_on`.
+        beats: Batches of validation begun, which the clock does not count. The training thread counts them.
+        ended: How the training has ended; ``None`` if it has not.
+    """
+
+    def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: RankExchange) -> None:
+        self.stalls: tuple[Stall, ...] = ()
+        self.notes: list[str] = []
+        self.beats = 0
+        self.ended: str | None = None
+        self._session = session
+        self._ranks = ranks
+        self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
+        first_s = limit_s(stall_after_s, 0.0)
+        self._interval_s = min(_MAX_INTERVAL_S, first_s / _POLLS)
+        self._grace_s = min(_LOCK_GRACE_S, first_s)
+        self._patience = Patience(stall_after_s, self._interval_s)
+        self._turns = itertools.count(1)
+        self._heard: dict[int, tuple[int, float]] = {}  # of each rank: its last turn, and when it came
+        self._own: Explanation | None = None
+        self._written = 0
+        self._is_told = self._is_closed = False
+        self._stacks = ForkedStacks()
+        self._alarm = LockAlarm()
+        self._jobs = BackgroundJobs()
+        self._jobs.add("Watching for stalls", self._poll)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the thread so far."""
+        return self._jobs.cpu_s
+
+    @property
+    def faults(self) -> list[str]:
+        """The first error in the thread, in words."""
+        return self._jobs.faults
+
+    def close(self, ended: str | None = None) -> None:
+        """End the watch, and let the other ranks know how the training has ended; nothing happens the second time."""
+        if self._is_closed:
+            return
+        self._is_closed, self.ended = True, ended
+        self._jobs.close()
+        if self._is_told:
+            self._go_on()
+        if ended is not None:
+            self._publish(self._phase)
+        self._alarm.close()
+        self._stacks.close()
+
+    def pass_on(self) -> None:
+        """Say, in the training thread, that it went on."""
+        while self.notes:
+            self._say(self.notes.pop(0))
+
+    # In the thread
+
+    def _poll(self) -> float:
+        clock, patience = self._session.clock, self._patience
+        now_s, stuck_s, phase = clock.now_s, patience.stuck_s, self._phase
+        since_s = clock.since_s if clock.running else now_s
+        if patience.poll(now_s, self._mark(phase), phase, since_s, clock.steps, clock.seconds):
+            self._own = None
+            if self._is_told:
+                self._go_on(stuck_s)
+        if patience.is_over and patience.due_s <= 0:
+            self._judge(phase)
+        elif patience.stuck_s > patience.limit_s / 2:
+            self._hear()  # who is silent shows by then
+        self._publish(phase)
+        if self._is_told:
+            self.stalls = (*self.stalls[:-1], dataclasses.replace(self.stalls[-1], lasted_s=patience.stuck_s))
+        self._alarm.arm(max(patience.due_s, 0.0) + self._grace_s + self._interval_s)
+        return self._interval_s
+
+    @property
+    def _phase(self) -> str:
+        clock = self._session.clock
+        return clock.current.phase if clock.running else TEARDOWN if clock.ran else SETUP
+
+    def _mark(self, phase: str) -> tuple[int, ...]:
+        """Return what differs as soon as there is progress."""
+        if base_phase(phase) == CHECKPOINT:
+            written = written_bytes()
+            if written - self._written >= _WRITING_BYTES:
+                self._written = written
+        clock = self._session.clock
+        return clock.steps, clock.entered, self.beats, self._written
+
+    def _judge(self, phase: str) -> None:
+        mark, frames = self._mark(phase), frames_of(self._thread)
+        stack = stack_in_fit(frames)
+        if is_excused(stack) or self._session.timer.is_trial:
+            self._patience.excuse()
+            return
+        if self._own is None or self._is_told:
+            self._alarm.arm(_LOCK_GRACE_S + self._grace_s)  # what follows takes a while
+            self._own = explain(self._facts(phase, stack, frames))
+            if (phase, mark) != (self._phase, self._mark(phase)):  # it went on meanwhile
+                self._own = None
+                return
+        ranks = self._hear()
+        if ranks is not None and all(one.is_over or one.ended is not None or one.silent_s for one in ranks):
+            self._tell(phase, stack, explain_ranks(ranks) or self._own, ranks)
+
+    def _facts(self, phase: str, stack: tuple[Frame, ...], frames: Sequence[FrameType]) -> StallFacts:
+        """Sample what this process and its workers do."""
+        iterator = compat.iterator_waited_for(frames)
+        workers = list(enumerate((compat.worker_pids(iterator) or [])[:_MAX_WORKERS]))
+        pids = [(os.getpid(), self._native_thread), *((pid, None) for _, pid in workers)]
+        before, swapped = [activity(*one) for one in pids], swapped_pages()
+        time.sleep(_SAMPLE_S)
+        after, swapped = [activity(*one) for one in pids], swapped_pages() - swapped
+        shares = [
+            0.0 if one is None or other is None else (other.cpu_s - one.cpu_s) / _SAMPLE_S
+            for one, other in zip(before, after, strict=True)
+        ]
+        awaited = compat.awaited_worker(iterator)
+        first = [number for number, _ in workers if number == awaited]
+        asked = {*first, *range(_MAX_ASKED - len(first))}
+        gpus = self._session.gpus
+        return StallFacts(
+            phase=phase,
+            stack=stack,
+            activity=after[0],
+            cpu_share=shares[0],
+            workers=tuple(
+                WorkerFacts(
+                    number,
+                    after[i] or Activity(pid, "X", None, None, 0.0),
+                    shares[i],
+                    number == awaited,
+                    self._stacks.ask(pid) if number in asked else (),
+                )
+                for i, (number, pid) in enumerate(workers, 1)
+            ),
+            gpu_busy_percent=None if gpus is None else gpus.latest_percent,
+            swapped_pages_per_s=swapped / _SAMPLE_S,
+            memory_stall_percent=memory_stall_percent(),
+        )
+
+    # The ranks
+
+    def _publish(self, phase: str) -> None:
+        """Publish where this rank stands; the store does not answer, so nothing is waited for."""
+        if self._session.run.place.world_size > 1:
+            self._ranks.publish(next(self._turns), facts=dataclasses.asdict(self._own_facts(phase)))
+
+    def _own_facts(self, phase: str) -> RankFacts:
+        place, clock, patience, own = self._session.run.place, self._session.clock, self._patience, self._own
+        stack = () if patience.stuck_s < self._interval_s else stack_in_fit(frames_of(self._thread))
+        return RankFacts(
+            rank=place.rank,
+            node=place.node,
+            pid=os.getpid(),
+            epoch=clock.epochs,
+            step=clock.steps,
+            phase=phase,
+            stuck_s=patience.stuck_s,
+            is_over=patience.is_over and own is not None,
+            ended=self.ended,
+            collective=collective_of(stack, phase, place.world_size),
+            cause=None if own is None else own.cause,
+            why=None if own is None else own.why,
+            next_step=None if own is None else own.next_step,
+            stack=[] if own is None else [str(frame) for frame in stack[-_MAX_PRINTED:]],
+        )
+
+    def _hear(self) -> list[RankFacts] | None:
+        """Return where all ranks stand; ``None`` where a lower rank is there to speak for all."""
+        place = self._session.run.place
+        found = []
+        for rank in range(place.world_size):
+            one = self._own_facts(self._phase) if rank == place.rank else self._read_rank(rank)
+            if one is not None:  # without a store, or before it has published anything
+                if rank < place.rank and one.ended is None and not one.silent_s:
+                    return None
+                found.append(one)
+        return found
+
+    def _read_rank(self, rank: int) -> RankFacts | None:
+        read = self._ranks.read_one(rank)
+        if read is None:
+            return None
+        now_s = time.monotonic()
+        turn, came_s = self._heard.get(rank, (-1, now_s))
+        if read["turn"] != turn:
+            turn, came_s = self._heard[rank] = read["turn"], now_s
+        facts = RankFacts(**read["facts"])
+        silent_s = now_s - came_s
+        is_silent = facts.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
+        return dataclasses.replace(facts, silent_s=silent_s if is_silent else 0.0)
+
+    # What is said
+
+    def _tell(self, phase: str, stack: tuple[Frame, ...], found: Explanation, ranks: Sequence[RankFacts]) -> None:
+        patience, step = self._patience, self._session.clock.steps
+        patience.reported()
+        lines = [headline(phase, patience.stuck_s, step), f"{found.why} {found.next_step}"]
+        if not self._is_told:
+            behind = next((one for one in ranks if one.rank == found.rank and one.stack), None)
+            calls = behind.stack if behind is not None else [str(frame) for frame in stack[-_MAX_KEPT:]]
+            whose = "" if behind is None else f" of rank {behind.rank}"
+            lines += [f"Stack of the training thread{whose}, innermost call last:"]
+            lines += [f"  {printable(call, 200)}" for call in calls[-_MAX_PRINTED:]]
+            began = datetime.now(timezone.utc) - timedelta(seconds=patience.stuck_s)
+            stall = Stall(
+                began_at=began.isoformat(timespec="seconds"),
+                lasted_s=patience.stuck_s,
+                is_over=False,
+                step=step,
+                phase=phase,
+                cause=found.cause,
+                why=found.why,
+                next_step=found.next_step,
+                rank=found.rank,
+                stack=tuple(calls),
+                ranks=tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else (),
+            )
+            self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
+            self._is_told = True
+        self._session.background.run_now()  # the report is written
+        self._say("\n".join(lines))
+
+    def _go_on(self, stuck_s: float | None = None) -> None:
+        """Note that the training went on, or has ended."""
+        self._is_told = False
+        stall = self.stalls[-1]
+        lasted_s = stall.lasted_s if stuck_s is None else stuck_s
+        self.stalls = (*self.stalls[:-1], dataclasses.replace(stall, lasted_s=lasted_s, is_over=stuck_s is not None))
+        if stuck_s is not None:
+            self.notes.append(f"Training went on after {format_duration(lasted_s)}.")
+
+    def _say(self, text: str) -> None:
+        with suppress(StalledTrainingWarning):  # where a filter makes errors of warnings
+            warnings.warn(text, StalledTrainingWarning, stacklevel=2)

@@ -1,0 +1,79 @@
+"""Asks the machine for what a training will need later: disk, shared memory, cores, and who has claimed its GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_gpu_tools.advice.shortcomings import Surroundings
+from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.host import read_host_budget, shared_memory_bytes
+from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
+from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.runs.run_recorder import loader_settings
+from lightning_gpu_tools.selection import claims
+
+
+def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
+    """Return what a training needs and what there is. For its first rank, after the first step.
+
+    Args:
+        run: The training.
+        batch_bytes: Size of a batch; ``None`` if it is unknown.
+    """
+    loader, ranks = loader_settings(run), run.place.local_ranks
+    workers = 0 if loader is None else loader.num_workers * ranks
+    ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
+    cores = read_host_budget(local_ranks=ranks).cores
+    # torch warns of more workers than cores itself, but knows of no other rank and of no quota.
+    has_warned = (
+        loader is not None and hasattr(os, "sched_getaffinity") and loader.num_workers > len(os.sched_getaffinity(0))
+    )
+    folder = run.checkpoint_folder
+    place = None if folder is None or "://" in folder else _existing(Path(folder))
+    is_sharded = run.place.world_size > 1 and not run.is_plain_ddp
+    return Surroundings(
+        folder=folder,
+        is_writable=place is None or (place.is_dir() and os.access(place, os.W_OK)),
+        disk_free_bytes=None if place is None else shutil.disk_usage(place).free,
+        checkpoint_bytes=None if is_sharded else _checkpoint_bytes(run),
+        prefetched_bytes=ahead,
+        shm_bytes=shared_memory_bytes(),
+        workers=0 if has_warned else workers,
+        cores=cores,
+        claims=tuple(_claims(run)),
+    )
+
+
+def _existing(folder: Path) -> Path:
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+
+
+def _checkpoint_bytes(run: Run) -> int | None:
+    if run.module is None:
+        return None
+    weights = [*run.module.parameters(), *run.module.buffers()]
+    trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
+    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
+    return sum(weight.nbytes for weight in weights) + copies * trained
+
+
+def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
+    """Return the claims of other jobs on the GPUs that are trained on: GPU, who, bytes (0 = all)."""
+    gpus = {gpu.uuid: str(gpu.index) for gpu in gpu_readings(run.gpus)}
+    if not gpus:
+        return ()
+    try:
+        with claims.read_ledger(claims.directory()) as ledger:
+            found = ledger.claims()
+    except ClaimsError:  # nobody can claim anything then
+        return ()
+    return [
+        (gpus[uuid], f"{claim.user} (PID {claim.pid})", claim.memory_bytes or 0)
+        for claim in found
+        if not claims.is_of_own_job(claim) and claim.pid != os.getpid()
+        for uuid in claim.uuids
+        if uuid in gpus
+    ]

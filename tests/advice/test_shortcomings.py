@@ -1,0 +1,40 @@
+"""What would end a training later, by data."""
+
+import pytest
+
+from lightning_gpu_tools.advice.shortcomings import Surroundings, shortcomings
+
+GIB = 2**30
+ENOUGH = {
+    "folder": "/logs",
+    "disk_free_bytes": 10 * GIB,
+    "checkpoint_bytes": 5 * GIB,
+    "prefetched_bytes": GIB,
+    "shm_bytes": GIB,
+    "workers": 4,
+    "cores": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ({"is_writable": False}, "Checkpoints cannot be written to /logs"),
+        ({"checkpoint_bytes": 6 * GIB}, "/logs has 10.0 GiB left, and two checkpoints need 12.0 GiB"),
+        ({"shm_bytes": GIB // 16}, "keep up to 1.00 GiB of batches ready, and /dev/shm has 64.0 MiB"),
+        ({"cores": 3.5}, "4 DataLoader workers in all, for 3.5 CPU cores"),
+        (
+            {"claims": (("0", "ada\x1b (PID 7)", 8 * GIB),)},
+            "ada\\x1b (PID 7) has claimed 8.00 GiB of the",
+        ),
+        ({"claims": (("0", "ada (PID 7)", 0),)}, "has claimed all of the memory of GPU 0"),
+    ],
+)
+def test_each_shortcoming_is_told_with_its_numbers(lacks: dict[str, object], words: str) -> None:
+    (told,) = shortcomings(Surroundings(**{**ENOUGH, **lacks}))  # type: ignore[arg-type]
+    assert words in told
+
+
+def test_what_is_enough_or_unknown_is_not_told() -> None:
+    assert list(shortcomings(Surroundings(**ENOUGH))) == []  # type: ignore[arg-type]
+    assert list(shortcomings(Surroundings(workers=64))) == []

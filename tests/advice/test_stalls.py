@@ -1,0 +1,202 @@
+"""When a training has stalled, by data: how long each phase has taken before, and what is seen of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.advice.stall_causes import collective_of, describe_rank, explain, explain_ranks, headline
+from lightning_gpu_tools.advice.stalls import AGAIN, FACTOR, MIN_S, UNKNOWN_S, Patience, is_excused
+from lightning_gpu_tools.training.phases import (
+    CHECKPOINT,
+    DATA_LOADING,
+    FORWARD,
+    GARBAGE_COLLECTION,
+    OUTSIDE_LOOP,
+    RANK_WAIT,
+    VALIDATION,
+)
+from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, StallFacts, WorkerFacts
+
+INTERVAL_S = 5.0
+
+
+class Run:
+    """A training that is polled: what it is in, for how long, and what has been said of it."""
+
+    def __init__(self, stall_after_s: float | str = "auto") -> None:
+        self.patience = Patience(stall_after_s, INTERVAL_S)  # type: ignore[arg-type]
+        self.now_s, self.steps, self.since_s, self.taken = 1000.0, 0, 1000.0, set[str]()
+        self.said: list[float] = []
+
+    def stay(self, phase: str, seconds: float, *, steps: int = 0) -> list[float]:
+        """Be in a phase, and return after how many seconds of it something was said."""
+        self.steps += steps
+        self.since_s, said = self.now_s, []
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + INTERVAL_S)
+            said += [self.patience.stuck_s] if self.poll(phase) else []
+        self.taken.add(phase)
+        return said
+
+    def poll(self, phase: str) -> bool:
+        self.patience.poll(self.now_s, (self.steps, self.since_s), phase, self.since_s, self.steps, self.taken)
+        due = self.patience.is_over and self.patience.due_s <= 0
+        if due:
+            self.patience.reported()
+        return due
+
+
+def test_what_was_never_seen_to_its_end_may_take_ten_minutes() -> None:
+    for phase in (FORWARD, DATA_LOADING, VALIDATION, CHECKPOINT, "callback/Sampler"):
+        run = Run()
+        assert run.stay(phase, UNKNOWN_S - 1) == []
+        assert Run().stay(phase, UNKNOWN_S + INTERVAL_S) == [pytest.approx(UNKNOWN_S, abs=INTERVAL_S)]
+
+
+def test_each_phase_is_judged_by_the_longest_that_it_has_taken() -> None:
+    run = Run()
+    run.stay(VALIDATION, 100, steps=10)
+    run.stay(FORWARD, 1, steps=10)
+    assert run.stay(VALIDATION, FACTOR * 100 - 2 * INTERVAL_S * FACTOR) == []
+    assert run.stay(FORWARD, MIN_S + INTERVAL_S) == [pytest.approx(MIN_S, abs=INTERVAL_S)]
+    run.stay("callback/A", 100)
+    run.stay(FORWARD, 1, steps=1)
+    assert run.stay("callback/B", UNKNOWN_S - 1) == []  # another callback, which may take long for a good reason
+
+
+def test_it_is_said_again_after_four_times_as_long() -> None:
+    run = Run(stall_after_s=20.0)
+    assert run.stay(FORWARD, 20 * AGAIN**2 + INTERVAL_S) == [20, 20 * AGAIN, 20 * AGAIN**2]
+    assert run.stay(DATA_LOADING, 19) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from([FORWARD, DATA_LOADING, VALIDATION]), st.floats(0.01, 3.0)), max_size=30))
+def test_no_phase_alarms_that_takes_at_most_three_times_as_long_as_before(stays: list[tuple[str, float]]) -> None:
+    run, longest = Run(), {}
+    for phase, factor in stays:
+        # A poll may come an interval after a phase began or ended.
+        seconds = max(MIN_S - 2 * INTERVAL_S, longest.get(phase, 0.0) * factor)
+        assert run.stay(phase, seconds, steps=5) == []
+        longest[phase] = max(longest.get(phase, 0.0), seconds)
+
+
+def test_garbage_is_no_progress_and_a_stopped_process_no_stall() -> None:
+    run = Run(stall_after_s=20.0)
+    run.stay(DATA_LOADING, 10)
+    assert run.stay(GARBAGE_COLLECTION, 0.1) == []
+    run = Run(stall_after_s=20.0)
+    run.stay(FORWARD, 10)
+    run.now_s += 3600  # Ctrl-Z
+    assert not run.poll(FORWARD)
+    assert run.patience.stuck_s == pytest.approx(10, abs=INTERVAL_S)
+    assert Run(stall_after_s=20.0).stay(OUTSIDE_LOOP, 3600) == []
+
+
+def frames(*calls: str) -> tuple[Frame, ...]:
+    """Return a stack: ``file:function``, of the user's program if the file is ``train.py``."""
+    split = [call.partition(":") for call in calls]
+    return tuple(Frame(file, 7, function, file != "train.py") for file, _, function in split)
+
+
+@pytest.mark.parametrize(
+    ("stack", "excused"),
+    [
+        (frames("train.py:training_step", "torch/_dynamo/convert_frame.py:__call__", "torch/fx/graph.py:run"), True),
+        (frames("torch/_dynamo/eval_frame.py:_fn", "train.py:forward", "torch/nn/linear.py:forward"), False),
+        (frames("train.py:training_step", "lib/pdb.py:interaction", "lib/cmd.py:cmdloop"), True),
+        (frames("site-packages/debugpy/server.py:run", *["train.py:fit"] * 20, "lib/queue.py:get"), False),
+        (frames("ipykernel/kernelapp.py:start", "train.py:fit", "train.py:training_step"), False),
+        (frames("train.py:on_train_start", "ipykernel/kernelbase.py:_input_request"), True),
+    ],
+)
+def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excused: bool) -> None:
+    assert is_excused(stack) == excused
+
+
+def worker(number: int, waits_for: str | None, state: str = "S", *, awaited: bool = False) -> WorkerFacts:
+    return WorkerFacts(number, Activity(100 + number, state, waits_for, None, 0.0), 0.0, awaited)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "words"),
+    [
+        (
+            StallFacts(phase=DATA_LOADING, workers=(worker(0, "events"), worker(1, None, "Z"))),
+            "dead_worker",
+            "Worker 1 (PID 101) of 2 has ended",
+        ),
+        (
+            StallFacts(phase=DATA_LOADING, workers=(worker(0, "lock"), worker(1, "time", awaited=True))),
+            "blocked_worker",
+            "Worker 1 (PID 101) of 2 sleeps",
+        ),
+        (StallFacts(phase=VALIDATION, activity=Activity(1, "D", "storage", "/nfs/x", 0.0)), "storage", "(/nfs/x)"),
+        (StallFacts(phase=FORWARD, gpu_busy_percent=100.0), "gpu", "100 % busy"),
+        (StallFacts(phase=FORWARD, gpu_busy_percent=0.0, cpu_share=0.9), "code", "computes (90 % of a core)"),
+        (StallFacts(phase="logging/WandbLogger"), "callback", "WandbLogger makes no progress"),
+        (StallFacts(phase="callback/\x1b[31mA", stack=frames("train.py:wait")), "callback", "\\x1b[31mA makes"),
+    ],
+)
+def test_a_process_says_what_it_waits_for(facts: StallFacts, cause: str, words: str) -> None:
+    explanation = explain(facts)
+    assert explanation.cause == cause
+    assert words in explanation.why
+    assert explanation.next_step
+
+
+def rank(number: int, **facts: object) -> RankFacts:
+    defaults = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD, "stuck_s": 70.0}
+    return RankFacts(rank=number, is_over=True, **{**defaults, **facts})  # type: ignore[arg-type]
+
+
+BACKWARD = "backward"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cause", "behind"),
+    [
+        ([rank(0, collective=BACKWARD), rank(1, collective=BACKWARD)], "communication", None),
+        ([rank(0, collective=BACKWARD), rank(1, phase=DATA_LOADING)], "code", 1),
+        ([rank(0, collective="barrier in save"), *(rank(i, collective=BACKWARD) for i in (1, 2))],
+         "collective_on_one_rank", 0),
+        ([rank(0, collective=BACKWARD), rank(1, collective=BACKWARD, epoch=2)], "uneven_batches", 0),
+        ([rank(0, collective=BACKWARD), rank(1, ended="completed", step=3)], "uneven_batches", 1),
+        ([rank(0, collective=BACKWARD), rank(1, ended="stopped by SystemExit at step 3")], "rank_left", 1),
+        ([rank(0, collective=BACKWARD), rank(1, silent_s=30.0)], "rank_silent", 1),
+    ],
+)  # fmt: skip
+def test_the_rank_that_all_wait_for_is_named(ranks: list[RankFacts], cause: str, behind: int | None) -> None:
+    explanation = explain_ranks(ranks)
+    assert explanation is not None
+    assert (explanation.cause, explanation.rank) == (cause, behind)
+    assert explain_ranks(ranks[:1]) is None
+    assert all(describe_rank(one) for one in ranks)
+
+
+def test_a_collective_is_known_by_the_stack() -> None:
+    save = frames(
+        "train.py:hook", "lightning/trainer.py:save_checkpoint", "torch/distributed/distributed_c10d.py:barrier"
+    )
+    assert collective_of(save, CHECKPOINT, 2) == "saving a checkpoint"
+    assert collective_of(save, CHECKPOINT, 1) is None
+    own = frames("train.py:training_step", "torch/distributed/distributed_c10d.py:all_gather")
+    assert collective_of(own, FORWARD, 2) == "all_gather in training_step"
+    assert collective_of(frames("train.py:training_step"), FORWARD, 2) is None
+    assert collective_of(frames("torch/graph.py:_engine_run_backward"), f"{RANK_WAIT}/training step", 2) == "backward"
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (VALIDATION, "in validation at step 812."),
+        (DATA_LOADING, "while waiting for data at step 812."),
+        (FORWARD, "in forward at step 812."),
+        ("callback/Sampler", "in Sampler at step 812."),
+        ("setup", "before it began at step 812."),
+    ],
+)
+def test_the_headline_says_since_when_and_where(phase: str, words: str) -> None:
+    assert headline(phase, 62.0, 812) == f"Training has made no progress for 62 s, {words}"
