@@ -24,6 +24,7 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.visibility import visible_gpus
 from lightning_gpu_tools.trainer.strategies import FreeMemoryStrategy
 
+OBSERVE = "_cuda_attach_out_of_memory_observer"
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
 
 
@@ -36,6 +37,8 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     # Optimizers ask whether a graph is recorded, from torch 2.15 on an accelerator, of which a build for CPUs has none.
     set_attribute(torch.cuda, "is_current_stream_capturing", lambda: False)
     set_attribute(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    if hasattr(torch._C, OBSERVE):  # starts CUDA; a build for CPUs does not have it
+        set_attribute(torch._C, OBSERVE, lambda observer: None)
     set_attribute(torch.cuda, "get_device_properties", _properties)
     set_attribute(torch.cuda, "get_device_name", lambda index: _properties(index).name)
     for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy, FreeMemoryStrategy):

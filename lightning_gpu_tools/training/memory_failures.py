@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.memory_counters import read_memory
 from lightning_gpu_tools.training.memory_readings import MemoryReading
 from lightning_gpu_tools.training.timeline import Timeline
+from lightning_gpu_tools.units import printable
 
 # Our default: what is in tensors is read when a step begins, in each of the first 64 steps and then in every eighth: a
 # reading takes 10 to 20 us, so some 2 us a step.
@@ -81,8 +83,9 @@ class MemoryFailures:
             return
         _listening.add(self)
         if not _is_attached:  # there is no way to detach it
-            _is_attached = True
-            attach(_allocator_failed)
+            with contextlib.suppress(RuntimeError):  # cudaMallocAsync cannot do it: the error's message is left
+                attach(_allocator_failed)
+                _is_attached = True
 
     def record_history(self, snapshot: Path) -> None:
         """Have torch record its last 100,000 allocations with their call stacks, for the snapshot; see the guide above.
@@ -92,8 +95,12 @@ class MemoryFailures:
         """
         if torch.cuda.is_initialized() and (record := compat.memory_recorder()) is not None:  # type: ignore[no-untyped-call]
             snapshot.unlink(missing_ok=True)  # of an earlier run
-            record(max_entries=_MAX_EVENTS)
-            self.snapshot = snapshot
+            try:
+                record(max_entries=_MAX_EVENTS)
+            except RuntimeError as error:  # cudaMallocAsync has no history
+                warnings.warn(f"memory_history=True has no effect: {printable(error, 300)}", stacklevel=2)
+            else:
+                self.snapshot = snapshot
 
     def close(self) -> None:
         """Listen no more."""

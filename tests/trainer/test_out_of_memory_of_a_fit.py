@@ -194,6 +194,25 @@ def test_a_torch_without_a_private_name_still_says_what_the_error_says(
     assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * MIB
 
 
+def test_an_allocator_that_cannot_be_observed_costs_no_verdict(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support this")
+
+    with LimitedMemory().gpu(driver, monkeypatch.setattr):
+        monkeypatch.setattr(memory_failures, "_is_attached", False)
+        monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
+        trainer = quiet_trainer(tmp_path, accelerator="cuda", callbacks=[GPUUtilizationMonitor(memory_history=True)])
+        with (
+            pytest.warns(UserWarning, match="memory_history=True has no effect: cudaMallocAsync does not"),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            trainer.fit(FailsAt(), batches())
+    assert load_report(tmp_path).outcome == "out of memory in forward at step 3"
+
+
 def test_what_fails_while_it_is_noted_never_takes_the_errors_place(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
