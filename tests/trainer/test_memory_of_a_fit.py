@@ -226,7 +226,8 @@ def test_the_phase_with_the_peak_is_known(memory: SimulatedMemory, tmp_path: Pat
     assert max(peaks, key=peaks.__getitem__) in ("forward", "backward", "optimizer")
     facts = Facts()
     with memory:
-        trainer = quiet_trainer(tmp_path, accelerator="cuda", callbacks=[GPUUtilizationMonitor(report=False), facts])
+        options: dict[str, Any] = {"accelerator": "cuda", "num_sanity_val_steps": 0}  # which is before training
+        trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(report=False), facts], **options)
         trainer.fit(Network(), batches(4), batches(1, 16 * BATCH))
     peaks = facts.memory.peaks_bytes
     assert max(peaks, key=peaks.__getitem__) == "validation"
