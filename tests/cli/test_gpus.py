@@ -91,7 +91,8 @@ def test_who_only_holds_memory_is_marked(
         assert main(["gpus", "--json"]) == 0
         return list(json.loads(capfd.readouterr().out))
 
-    assert [one["is_idle"] for one in shown()[0]["processes"]] == [False, False, False]  # they are young
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", 1e9)  # they are all young then, also this one
+    assert [one["is_idle"] for one in shown()[0]["processes"]] == [False, False, False]
     monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
     processes = {one["pid"]: one for one in shown()[0]["processes"]}
     states = {pid: (one["is_idle"], one["is_left_over"]) for pid, one in processes.items()}
