@@ -22,7 +22,8 @@ _SIGMA_PER_MAD = 1.4826
 # Our default: no rank is blamed unless the others wait longer than it does, by half of its excess. It is not more
 # because they also wait for each other, now and then.
 _MIN_WAITED = 0.50
-# Our defaults: a rank that is late in nine parts of ten is always late, and what happens in one or two is an accident.
+# Our defaults: a rank that is late in nine parts of ten is always late. What happens in one part or two is an accident,
+# unless there are not many more.
 _ALWAYS = 0.90
 _MIN_LATE_PARTS = 3
 # Our defaults: from here on slow storage, or clocks that are held down, explain why a rank is slow, if the median rank
@@ -97,22 +98,17 @@ def straggler(run: RunMeasurements) -> Finding | None:
     if found is None:
         return None
     slow, excess_s = found
+    phase = _phase_behind(ranks, slow, excess_s)
     own_s = _own_s(ranks)
-    typical_s = median_low(own_s)
-    # Of n values with normal noise, the highest is about sqrt(2 ln n) standard deviations above the mean. One more
-    # stands out.
-    sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in own_s)
-    least_s = typical_s + max((1 + math.sqrt(2 * math.log(len(ranks)))) * sigma_s, _MIN_EXCESS / 2 * run.step_s)
-    behind = {rank.rank for rank, one_s in zip(ranks, own_s, strict=True) if one_s > least_s}
-    usual_s = max((one_s for one_s in own_s if one_s <= least_s), default=typical_s)
+    behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
+    usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
     if share < _MIN_EXCESS or not _is_waited_for(slow, excess_s, ranks):
         return None
     late = _lateness(ranks, slow, excess_s, run.step_s)
     if not late.is_certain:
         return None
-    who, named, others = _names(ranks, slow, behind)
-    phase = _phase_behind(ranks, slow, excess_s)
+    who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
     evidence: dict[str, float | str] = {
         "who": who,
         "rank": slow.rank,
@@ -138,6 +134,16 @@ def straggler(run: RunMeasurements) -> Finding | None:
         _hardware_behind(ranks, slow, phase, evidence),
     )
     return counted("straggler", share, evidence=evidence, advice=" ".join(filter(None, sentences)))
+
+
+def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
+    """Return the places of the values that are larger than the noise of all explains."""
+    typical_s = median_low(values_s)
+    sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
+    # Of n values with normal noise, the highest is about sqrt(2 ln n) standard deviations above the mean. One more
+    # stands out.
+    least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
+    return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
 
 def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
@@ -192,7 +198,7 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
     else:
         when = f"It is late now and then, for {lasted} of {whole}."
     # Noise goes both ways: at other times such a rank is faster than the others by as much.
-    is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count) and excess_s > -min(seen_s)
+    is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
     return _Lateness(len(numbers) / count, when, is_certain)
 
 
