@@ -93,7 +93,7 @@ def _run(
 
 
 def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank: int | None) -> None:
-    """Train two epochs of 40 steps.
+    """Train two epochs of 50 steps.
 
     Args:
         folder: Where to log.
@@ -115,7 +115,7 @@ def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank
         max_epochs=2,
         log_every_n_steps=10,
     )
-    trainer.fit(Model(), loader(Samples(2 * 40, time.sleep, slower_s * rank)))
+    trainer.fit(Model(), loader(Samples(2 * 50, time.sleep, slower_s * rank)))
 
 
 class _SlowSaving(TorchCheckpointIO):

@@ -486,9 +486,9 @@ class Session:
         return accounts(shares)
 
     def misses_ranks(self, measured: RunMeasurements) -> bool:
-        """Return whether it is too early to judge: the other ranks can be heard, and have said nothing yet."""
-        can_hear = self._exchange is not None and self._exchange.ranks > 1
-        return can_hear and self.run.place.rank == 0 and not measured.ranks
+        """Return whether it is too early to judge: not every rank that can be heard has said how fast it is."""
+        ranks = 1 if self._exchange is None or self.run.place.rank else self._exchange.ranks
+        return ranks > 1 and len(measured.ranks) < ranks
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
         """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""

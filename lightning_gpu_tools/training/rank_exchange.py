@@ -27,7 +27,7 @@ MAX_ENTRY_BYTES = 64 << 10
 # by when the time since training began has become half as long again.
 _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0
 # When entries are gathered, as a share of the time between two of them: a node's first, and then those of all nodes.
-_OF_NODE, _OF_ALL = 1 / 8, 1 / 4
+_OF_NODE, _OF_ALL = 1 / 4, 1 / 2
 # Our defaults, at the end: the share of the time limit that a node's first rank waits for its node, and the share after
 # which rank 0 reads entries directly that have not come by way of their node.
 _FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5

@@ -169,7 +169,7 @@ def train_ranks(folder: Path, rank: int) -> None:
     layer = torch.nn.Linear(4, 1)
     wrapped, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
     run = watch(fabric, folder=str(folder / "fabric"), **options)
-    train(run, fabric.setup_dataloaders(slow(50)), wrapped, optimizer, fabric.backward)
+    train(run, fabric.setup_dataloaders(slow(100)), wrapped, optimizer, fabric.backward)
 
 
 def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
