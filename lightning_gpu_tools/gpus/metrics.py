@@ -7,8 +7,10 @@ field of :class:`GpuSummary`. Units are in the names; ``None`` = not reported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading, UtilizationSample
@@ -231,6 +233,42 @@ def gpu_metrics(
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
     values |= {**dataclasses.asdict(sharing), "energy_joules": energy_joules}
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+
+
+# Our default: eight machines of eight GPUs. With a dozen metrics each, a page of charts shows no more than that.
+_MAX_NAMED_GPUS = 64
+
+
+def job_metrics(by_node: Sequence[Mapping[str, float]], nodes: int) -> tuple[dict[str, float], list[str]]:
+    """Return what to log of the GPUs of several nodes, and what to say about it.
+
+    Up to 64 GPUs, that is what it is of the other nodes than the first one: ``gpu_metrics`` by name. Of more GPUs it is
+    ``gpu/all/<metric>/{min,mean,max}``.
+
+    Args:
+        by_node: The metrics of the first node and of those that could be heard.
+        nodes: How many nodes there are.
+    """
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    gpus = set()
+    for name, value in (item for metrics in by_node for item in metrics.items()):
+        node, _, index_and_metric = name.rpartition("gpu/")
+        index, _, metric = index_and_metric.partition("/")
+        values[metric].append(value)
+        gpus.add((node, index))
+    count = len(gpus) * nodes // max(1, sum(map(bool, by_node)))
+    if count <= _MAX_NAMED_GPUS:
+        return {name: value for metrics in by_node[1:] for name, value in metrics.items()}, []
+    reductions: Mapping[str, Callable[[list[float]], float]] = {"min": min, "mean": fmean, "max": max}
+    note = (
+        f"This job has {count:,} GPUs. Once an epoch, loggers get gpu/all/<metric>/min, mean and max of them. By name "
+        "they get only those of node 0; gpu_report.json has all."
+    )
+    return {
+        f"gpu/all/{metric}/{name}": reduce(known)
+        for metric, known in values.items()
+        for name, reduce in reductions.items()
+    }, [note]
 
 
 def gpu_summary(

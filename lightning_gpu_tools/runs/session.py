@@ -22,7 +22,7 @@ from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.metrics import GpuSummary, job_metrics
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import oom_kills
@@ -49,6 +49,7 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 # Names the board of each training with several ranks, which all of them train in the same order.
 _trainings = itertools.count()
 _WARM_UP_POLL_S = 0.4
+_MAX_TROUBLES = 8  # of other nodes at the end of an epoch: what fits on a screen
 COMPLETED = "completed"
 
 
@@ -139,6 +140,7 @@ class Session:
         self._last_step = self._begun_step = -1
         self._begun_validation = (-1, -1)
         self._logs: int | None = None
+        self._logged: Mapping[str, float] = {}
         self._warned: set[str] = set()
         self._finished = False
         self._outcome = COMPLETED
@@ -299,6 +301,7 @@ class Session:
             metrics, troubles = self.gpus.take()
             self._warn_once(troubles)
             self._log_metrics(metrics, step)
+            self._logged = metrics
 
     @property
     def _faults(self) -> list[str]:
@@ -335,10 +338,14 @@ class Session:
         self.publish(next_turn=True)
         if self._monitored is None or place.rank != 0 or place.nodes < 2:
             return
-        for facts in self._wait_for_ranks(self._exchange, TIMEOUT_S):
-            if facts["rank"] != place.rank:
-                self._warn_once(facts.get("troubles", []))
-                self._log_metrics(facts.get("metrics", {}), self.run.logged_step - 1)
+        published = self._wait_for_ranks(self._exchange, TIMEOUT_S)
+        others = [facts for facts in published if facts["rank"] != place.rank and "metrics" in facts]
+        metrics, notes = job_metrics([self._logged, *(facts["metrics"] for facts in others)], place.nodes)
+        self._log_metrics(metrics, self.run.logged_step - 1)
+        troubles = [trouble for facts in others for trouble in facts["troubles"] if trouble not in self._warned]
+        more = len(troubles) - _MAX_TROUBLES
+        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
+        self._warn_once([*notes, *troubles[:_MAX_TROUBLES], *rest])
 
     def _wait_for_ranks(self, exchange: RankExchange, timeout_s: float) -> list[dict[str, Any]]:
         published = exchange.read(self._turn, timeout_s)
