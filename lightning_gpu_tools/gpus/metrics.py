@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -236,39 +236,26 @@ def gpu_metrics(
 
 
 # Our default: eight machines of eight GPUs. With a dozen metrics each, a page of charts shows no more than that.
-_MAX_NAMED_GPUS = 64
+MAX_NAMED_GPUS = 64
 
 
-def job_metrics(by_node: Sequence[Mapping[str, float]], nodes: int) -> tuple[dict[str, float], list[str]]:
-    """Return what to log of the GPUs of several nodes, and what to say about it.
+def count_gpus(by_node: Sequence[Mapping[str, float]], nodes: int) -> int:
+    """Return how many GPUs a job has on so many nodes, by the names of the metrics of those that could be heard."""
+    heard = [{name.partition("gpu/")[2].partition("/")[0] for name in metrics} for metrics in by_node if metrics]
+    return sum(map(len, heard)) * nodes // max(1, len(heard))
 
-    Up to 64 GPUs, that is what it is of the other nodes than the first one: ``gpu_metrics`` by name. Of more GPUs it is
-    ``gpu/all/<metric>/{min,mean,max}``.
 
-    Args:
-        by_node: The metrics of the first node and of those that could be heard.
-        nodes: How many nodes there are.
-    """
+def job_metrics(by_node: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what to log of all GPUs of a job instead of each by name: ``gpu/all/<metric>/{min,mean,max}``."""
     values: defaultdict[str, list[float]] = defaultdict(list)
-    gpus = set()
-    for name, value in (item for metrics in by_node for item in metrics.items()):
-        node, _, index_and_metric = name.rpartition("gpu/")
-        index, _, metric = index_and_metric.partition("/")
-        values[metric].append(value)
-        gpus.add((node, index))
-    count = len(gpus) * nodes // max(1, sum(map(bool, by_node)))
-    if count <= _MAX_NAMED_GPUS:
-        return {name: value for metrics in by_node[1:] for name, value in metrics.items()}, []
-    reductions: Mapping[str, Callable[[list[float]], float]] = {"min": min, "mean": fmean, "max": max}
-    note = (
-        f"This job has {count:,} GPUs. Once an epoch, loggers get gpu/all/<metric>/min, mean and max of them. By name "
-        "they get only those of node 0; gpu_report.json has all."
-    )
-    return {
-        f"gpu/all/{metric}/{name}": reduce(known)
-        for metric, known in values.items()
-        for name, reduce in reductions.items()
-    }, [note]
+    for metrics in by_node:
+        for name, value in metrics.items():
+            values[name.partition("gpu/")[2].partition("/")[2]].append(value)
+    found: dict[str, float] = {}
+    for name, known in values.items():
+        prefix = f"gpu/all/{name}"
+        found |= {f"{prefix}/min": min(known), f"{prefix}/mean": fmean(known), f"{prefix}/max": max(known)}
+    return found
 
 
 def gpu_summary(

@@ -20,9 +20,10 @@ from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary, job_metrics
+from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -316,8 +317,16 @@ class Session:
 
     def _log_other_nodes(self, others: list[dict[str, Any]]) -> None:
         """Log the GPUs of other nodes by what these have published, and warn of what went wrong there."""
-        metrics, notes = job_metrics([self._logged, *(facts["metrics"] for facts in others)], self.run.place.nodes)
-        self._log_metrics(metrics, self.run.logged_step - 1)
+        known = [self._logged, *(facts["metrics"] for facts in others)]
+        count, notes = count_gpus(known, self.run.place.nodes), []
+        if count > MAX_NAMED_GPUS:
+            known[1:] = [job_metrics(known)]
+            notes = [
+                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
+                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
+            ]
+        for metrics in known[1:]:
+            self._log_metrics(metrics, self.run.logged_step - 1)
         troubles = [trouble for facts in others for trouble in facts["troubles"] if trouble not in self._warned]
         more = len(troubles) - _MAX_TROUBLES
         rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, job_metrics, over_run
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, count_gpus, job_metrics, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.gpus.utilization import mean_percent, weighted_mean, weights_s
 from lightning_gpu_tools.gpus.window import GpuTimelines, PercentHistogram, Phases, WindowBuilder
@@ -273,22 +273,19 @@ def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has
     assert {metric.reported for metric in METRICS if metric.reported} <= reported
 
 
-@pytest.mark.parametrize(("counts", "nodes"), [((32, 32), 2), ((8,) * 7, 8)])
-def test_up_to_64_gpus_have_metrics_by_name(counts, nodes):
+@pytest.mark.parametrize(
+    ("counts", "nodes", "total"),
+    [((32, 32), 2, 64), ((33, 32), 2, 65), ((8,) * 7, 8, 64), ((0, 9, 9), 4, 36)],  # of nodes that were heard
+)
+def test_gpus_of_a_job_are_counted_and_reduced(counts, nodes, total):
     by_node = [named_metrics(node, count) for node, count in enumerate(counts)]
-    assert job_metrics(by_node, nodes) == ({name: value for one in by_node[1:] for name, value in one.items()}, [])
-
-
-@pytest.mark.parametrize(("counts", "nodes", "total"), [((33, 32), 2, 65), ((9,) * 7, 8, 72)])  # one not heard yet
-def test_more_gpus_have_metrics_of_the_job(counts, nodes, total):
-    metrics, notes = job_metrics([named_metrics(node, count) for node, count in enumerate(counts)], nodes)
-    mean = sum(node * count for node, count in enumerate(counts)) / sum(counts)
-    assert metrics == {
-        "gpu/all/utilization_percent/mean/min": 0.0,
-        "gpu/all/utilization_percent/mean/mean": pytest.approx(mean),
-        "gpu/all/utilization_percent/mean/max": len(counts) - 1.0,
+    assert count_gpus(by_node, nodes) == total
+    heard = [node for node, count in enumerate(counts) for _ in range(count)]
+    assert job_metrics(by_node) == {
+        "gpu/all/utilization_percent/mean/min": min(heard),
+        "gpu/all/utilization_percent/mean/mean": pytest.approx(sum(heard) / len(heard)),
+        "gpu/all/utilization_percent/mean/max": max(heard),
     }
-    assert [note.startswith(f"This job has {total} GPUs. ") for note in notes] == [True]
 
 
 def named_metrics(node, count):
