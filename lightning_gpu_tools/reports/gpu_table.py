@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.units import number_ranges, printable
 
-_WIDTH = 100
-_MAX_ROWS = 16  # as issue trackers and terminals show without scrolling; two DGX machines
+# Our default: what fits on a screen beside the rest of the report. 16 GPUs are two machines of eight.
+_MAX_ROWS = 16
 _MAX_OUTLIERS = 8
 _MAX_ERRORS = 5
 _MAX_NODES_NAMED = 8
@@ -98,7 +98,7 @@ class _Compared(NamedTuple):
 
 
 def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
-    """Return what a report says of the GPUs: the table in lines of at most 100 columns, and sentences.
+    """Return what a report says of the GPUs: a table, whose lines have at most 100 columns, and sentences.
 
     Args:
         gpus: Those of the job.
@@ -175,7 +175,7 @@ def _aligned(
     lines = [[cell if cell.endswith("*") else f"{cell} " for cell in line] for line in (*titles, *rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return [
-        f"{' '.join(map(str.rjust, line, widths))} {mark}".rstrip()[:_WIDTH]
+        f"{' '.join(map(str.rjust, line, widths))} {mark}".rstrip()
         for line, mark in zip(lines, ["", "", *marks], strict=True)
     ]
 

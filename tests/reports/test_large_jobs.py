@@ -125,6 +125,10 @@ def test_two_gpus_or_noise_mark_nothing() -> None:
     assert "*" not in render_text(with_odd(of_size(16), noisy))
 
 
+OTHER_PERCENTS = (
+    *("utilization_percent_p5", "utilization_percent_p95", "sm_active_percent", "tensor_active_percent"),
+    *("others_utilization_percent", "power_watts_mean", "temperature_celsius_max", "throttled_percent"),
+)
 percents = st.none() | st.floats(0, 2.0**64)
 
 
@@ -136,11 +140,11 @@ def test_no_value_of_a_file_makes_a_report_larger(values: list[tuple[int, float 
             uuid="",
             node=index // 2,
             utilization_percent_mean=busy,
-            throttled_percent=throttled,
-            memory_used_bytes_max=index,
+            **dict.fromkeys(OTHER_PERCENTS, other),
+            **dict.fromkeys(("memory_used_bytes_max", "memory_total_bytes", "others_memory_bytes_max"), index),
             errors=(f"{index}" * 30,) * broken,
         )
-        for index, busy, throttled, broken in values
+        for index, busy, other, broken in values
     )
     lines = lines_of(replace(REPORT, gpus=gpus))
     assert len(lines) <= 80
