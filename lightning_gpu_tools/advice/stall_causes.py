@@ -293,7 +293,7 @@ def _of_waiting(ranks: Sequence[RankFacts]) -> Explanation:
         )
     return Explanation(
         "communication",
-        f"All {len(ranks)} ranks wait in {printable(odd.collective)} at step {odd.step}.",
+        f"All {len(ranks):,} ranks wait in {printable(odd.collective)} at step {odd.step}.",
         "The network between them does not answer, or shapes differ. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL, and "
         "NCCL_DEBUG=INFO.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +26,6 @@ from lightning_gpu_tools.training.phases import (
     OPTIMIZER,
     is_beside_step,
 )
-from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
@@ -82,7 +81,6 @@ class RunRecorder:
     Args:
         run: The training.
         clock: Its step clock.
-        exchange: Where the ranks publish how fast they are, under ``own_step``.
         rank_waits: Takes waiting for them out of the clock's phases.
         gpus: Samples the GPUs; ``None`` without any.
         memory: Counts the memory of this rank's GPU; ``None`` on another device.
@@ -96,7 +94,6 @@ class RunRecorder:
         self,
         run: Run,
         clock: StepClock,
-        exchange: RankExchange,
         rank_waits: RankWaits,
         gpus: GpuWatch | None,
         memory: MemoryCounters | None,
@@ -104,7 +101,8 @@ class RunRecorder:
         self.profile: ProfiledSteps | None = None
         self._run = run
         self._clock = clock
-        self._exchange = exchange
+        self._ranks: tuple[RankStep, ...] = ()
+        self._batch_sizes: list[int] = []
         self._rank_waits = rank_waits
         self._gpus = gpus
         self._memory = memory
@@ -202,16 +200,15 @@ class RunRecorder:
         own = (FORWARD, BACKWARD, OPTIMIZER)
         return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
-    def ranks(self) -> tuple[RankStep, ...]:
-        """Return how fast the ranks are, as far as they could be heard; empty with one rank."""
-        entries = self._exchange.entries()
+    def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what all ranks have published; any thread may do so."""
         # By JSON, whose keys are texts, from other ranks.
         throttled = {
             (entry["node"], int(gpu)): percent
             for entry in entries
             for gpu, percent in entry.get("throttled", {}).items()
         }
-        found = [
+        ranks = tuple(
             RankStep(
                 rank=entry["rank"],
                 node=entry["node"],
@@ -220,8 +217,9 @@ class RunRecorder:
             )
             for entry in entries
             if (own := entry.get("own_step")) is not None
-        ]
-        return tuple(found) if len(found) > 1 else ()
+        )
+        self._ranks = ranks if len(ranks) > 1 else ()
+        self._batch_sizes = [size for entry in entries if (size := entry.get("largest_batch_size")) is not None]
 
     def read_host(self) -> HostReading:
         """Ask the host; any thread may do so, for some milliseconds."""
@@ -268,7 +266,7 @@ class RunRecorder:
             gpu_idle=clock.gpu_idle(),
             memory=None if self._memory is None else self._memory.facts(),
             profile=self.profile,
-            ranks=self.ranks(),
+            ranks=self._ranks,
             precision=run.precision,
             matmul_precision=torch.get_float32_matmul_precision(),
             spans=clock.timeline.spans(),
@@ -294,8 +292,7 @@ class RunRecorder:
 
     def _smallest_largest_batch(self) -> int | None:
         """Return the same for all ranks: each can fail."""
-        entries = self._exchange.entries()
-        sizes = [self.largest_batch_size(), *(entry.get("largest_batch_size") for entry in entries)]
+        sizes = [self.largest_batch_size(), *self._batch_sizes]
         return min((size for size in sizes if size is not None), default=None)
 
     def _gpu_facts(self) -> GpuFacts:

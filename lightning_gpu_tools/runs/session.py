@@ -8,7 +8,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -21,9 +21,10 @@ from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -45,6 +46,7 @@ from lightning_gpu_tools.units import format_bytes, number_ranges, printable
 # Counts the trainings with several ranks, which all of them train in the same order.
 _trainings = itertools.count()
 _WARM_UP_POLL_S = 0.4
+_MAX_TROUBLES = 8  # of other nodes at a time: what fits on a screen
 
 
 def check_interval(interval_s: float) -> None:
@@ -121,11 +123,14 @@ class Session:
         self.stall_watch: StallWatch | None = None
         self._monitored: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
-        self._logged_turns: dict[int, int] = {}
+        self._heard: dict[str, float] = {}
+        self._heard_troubles: list[str] = []
+        self._heard_turns: dict[int, int] = {}
         self._own_pids: frozenset[int] | None = None
         self._pids_are_ours = False
         self._last_step = -1
         self._logs: int | None = None
+        self._logged: Mapping[str, float] = {}
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
@@ -169,13 +174,11 @@ class Session:
             )
             if self._monitored is not None and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)
-            self._exchange = RankExchange(f"{self._name}/measured", place, self._store)
+            self._exchange = RankExchange(f"{self._name}/measured", place, self._store, self._hear)
             self._exchange.publish(pid=os.getpid())
             if place.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
-            self.recorder = RunRecorder(
-                self.run, self.clock, self._exchange, self.timer.rank_waits, self.gpus, self.timer.memory
-            )
+            self.recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, self.timer.memory)
             if self.timer.memory is not None and self.gpus is not None:
                 self.timer.memory.when_read = self.gpus.note_memory
         return self.recorder
@@ -286,16 +289,39 @@ class Session:
             metrics, troubles = self.gpus.take()
             self._warn_once(troubles)
             self._log_metrics(metrics, step)
-            self._log_other_nodes(step)
+            self._logged = metrics
+        self._log_other_nodes(step)
 
     def _log_other_nodes(self, step: int) -> None:
-        """Log what the GPUs of other nodes did, as far as there is something new; what is late is logged next time."""
-        for entry in self._entries:
-            rank, turn = entry["rank"], entry["turn"]
-            if rank != self.run.place.rank and turn > self._logged_turns.get(rank, 0):
-                self._logged_turns[rank] = turn
-                self._warn_once(entry.get("troubles", []))
-                self._log_metrics(entry.get("metrics", {}), step)
+        """Log what has been heard of the GPUs of other nodes since the last time; what is late comes the next time."""
+        metrics, self._heard = self._heard, {}
+        self._log_metrics(metrics, step)
+        troubles, self._heard_troubles = self._heard_troubles, []
+        self._warn_once(troubles)
+
+    def _hear(self, entries: Sequence[Entry]) -> None:
+        """Take in, on rank 0, what the ranks have published; in the thread of the exchange."""
+        if self.recorder is not None:
+            self.recorder.hear(entries)
+        others = [entry for entry in entries if "metrics" in entry]
+        news = [entry for entry in others if entry["turn"] > self._heard_turns.get(entry["rank"], 0)]
+        self._heard_turns |= {entry["rank"]: entry["turn"] for entry in news}
+        if not news:
+            return
+        known, notes = [self._logged, *(entry["metrics"] for entry in others)], []
+        count = count_gpus(known, self.run.place.nodes)
+        heard = [self._heard, *(entry["metrics"] for entry in news)]
+        if count > MAX_NAMED_GPUS:
+            heard = [job_metrics(known)]
+            notes = [
+                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
+                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
+            ]
+        self._heard = {name: value for metrics in heard for name, value in metrics.items()}
+        troubles = [trouble for entry in news for trouble in entry["troubles"] if trouble not in self._warned]
+        more = len(troubles) - _MAX_TROUBLES
+        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
+        self._heard_troubles = [*self._heard_troubles, *notes, *troubles[:_MAX_TROUBLES], *rest]
 
     @property
     def _entries(self) -> list[Entry]:

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lightning_gpu_tools.training.background import BackgroundJobs
@@ -197,14 +197,18 @@ class RankExchange:
         name: Of the board on which they are exchanged, the same on every rank.
         place: Which rank this is.
         store: See ``Board``. A blocked call of another thread on the same connection delays the exchange.
+        hear: Is called on rank 0, in the thread, with all entries when they were gathered.
 
     Attributes:
         wanted: Whether it is time to publish again, soon after the first time, then ever more rarely, at least once a
             minute. Whoever publishes sets it back.
     """
 
-    def __init__(self, name: str, place: Place, store: Any) -> None:
+    def __init__(
+        self, name: str, place: Place, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
+    ) -> None:
         self.wanted = False
+        self._hear = hear
         self._place = place
         self._board = Board(name, place, store)
         self._facts: dict[str, Any] = {}
@@ -302,6 +306,7 @@ class RankExchange:
         place = self._place
         if place.rank == 0:
             self._board.read_all()
+            self._hear(self.entries())
         elif place.local_rank == 0:
             self._board.read(place.mates)
             self._board.post_node()
@@ -319,6 +324,8 @@ class RankExchange:
         if place.rank and place.local_rank == 0:
             self._board.post_node()
         if not late or elapsed_s >= limit_s or not self._board.is_shared:
+            if place.rank == 0:
+                self._hear(self.entries())
             self._ended.set()
             return math.inf
         return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - time.monotonic())
