@@ -79,26 +79,24 @@ torch.distributed.destroy_process_group()
 
 
 def serve() -> None:
-    """Be the host of a store until the standard input ends."""
+    """Be the host of a store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     print(store.port, flush=True)
-    sys.stdin.read()
+    threading.Event().wait()
 
 
 def relay(port: int) -> None:
-    """Pass connections on to a port, each way half a round trip later, until the standard input ends."""
+    """Pass connections on to a port, each way half a round trip later."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), listener.close()), daemon=True).start()
-    with contextlib.suppress(OSError):
-        while True:
-            here = listener.accept()[0]
-            there = socket.create_connection(("127.0.0.1", port))
-            for source, target in ((here, there), (there, here)):
-                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                later: queue.Queue[tuple[float, bytes]] = queue.Queue()
-                threading.Thread(target=_take, args=(source, later), daemon=True).start()
-                threading.Thread(target=_give, args=(target, later), daemon=True).start()
+    while True:
+        here = listener.accept()[0]
+        there = socket.create_connection(("127.0.0.1", port))
+        for source, target in ((here, there), (there, here)):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            later: queue.Queue[tuple[float, bytes]] = queue.Queue()
+            threading.Thread(target=_take, args=(source, later), daemon=True).start()
+            threading.Thread(target=_give, args=(target, later), daemon=True).start()
 
 
 def _take(source: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> None:
@@ -122,13 +120,12 @@ def _give(target: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> Non
 @contextlib.contextmanager
 def child(*arguments: str) -> Iterator[int]:
     """Run this program in another process; gives the port that it listens on."""
-    process = subprocess.Popen([sys.executable, __file__, *arguments], stdin=-1, stdout=-1, text=True)
-    assert process.stdin is not None
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=-1, text=True)
     assert process.stdout is not None
     try:
         yield int(process.stdout.readline())
     finally:
-        process.stdin.close()
+        process.kill()
         process.wait()
 
 
@@ -191,8 +188,8 @@ class Job:
             for which in ("measured", "read")
         }
 
-    def fill(self, which: str, dead: Sequence[int] = (), **more: Any) -> tuple[int, int]:
-        """Let all other ranks but dead ones post; return the bytes of all, and of the entry of the last node."""
+    def fill(self, which: str, dead: Sequence[int] = (), **more: Any) -> int:
+        """Let all other ranks but dead ones post, and the first ranks of nodes post that again; return the bytes."""
         size = 0
         for board, place in zip(self._boards[which], self.places[1:], strict=True):
             if place.rank not in dead:
@@ -203,8 +200,7 @@ class Job:
             if place.local_rank == 0 and place.rank not in dead:
                 board.read(place.mates)
                 board.post_node()
-        last = [board for board in self._boards[which] if board.entries][-LOCAL_RANKS]
-        return size, sum(len(json.dumps(entry)) for entry in last.entries.values())
+        return size
 
 
 def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
@@ -212,7 +208,7 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
     job = Job(ranks, direct, far, f"{ranks} ranks")
     walls_s, cpus_s = [], []
     for _ in range(REPEATS):
-        size, of_node = job.fill("read")
+        size = job.fill("read")
         began_s = time.thread_time()
         walls_s.append(timed_s(job.board.read_all))
         cpus_s.append(time.thread_time() - began_s)
@@ -224,10 +220,10 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
     while len(job.exchange.entries()) < ranks:  # which the thread gathers soon
         job.exchange.publish()
         time.sleep(0.2)
-    # That needs nothing of it but the exchange.
-    recorder: Any = SimpleNamespace(_exchange=job.exchange)
-    listing_s = median(timed_s(lambda: RunRecorder.ranks(recorder)) for _ in range(REPEATS))
-    run = gpu_run({"training_step": 100}, 99.0, ranks=RunRecorder.ranks(recorder))
+    entries = job.exchange.entries()
+    recorder: Any = SimpleNamespace()  # of which that needs nothing
+    listing_s = median(timed_s(lambda: RunRecorder.hear(recorder, entries)) for _ in range(REPEATS))
+    run = gpu_run({"training_step": 100}, 99.0, ranks=recorder._ranks)
     judging_s = median(timed_s(lambda: straggler(run)) for _ in range(REPEATS))
     found = straggler(run)
     assert ranks < 10 or (found is not None and found.evidence["who"] == "rank 9"), found
@@ -247,7 +243,6 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
         "ranks": ranks,
         "nodes": ranks // LOCAL_RANKS,
         "entries_bytes": size,
-        "node_bytes": of_node,
         "publish_s": median(publishing_s),
         "gather_s": median(walls_s),
         "gather_cpu_s": median(cpus_s),

@@ -272,8 +272,9 @@ class RankExchange:
         return self._late()
 
     def close(self) -> None:
-        """End the thread; nothing happens the second time."""
-        self._jobs.close(timeout_s=_ANSWER_S)
+        """End the thread; one that has not come to its end in time is left behind. Idempotent."""
+        is_late = self._ending is not None and not self._ended.is_set()
+        self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
 
     def _late(self) -> list[int]:
         """Return the ranks whose last entry this one has to wait for."""
