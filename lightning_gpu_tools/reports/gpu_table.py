@@ -113,7 +113,7 @@ def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     else:
         nodes = len({gpu.node for gpu in gpus})
         place = f"{len(gpus):,} GPUs on {nodes:,} node{'s' * (nodes > 1)}"
-        head = f"{place}: minimum/median/maximum (each GPU: lightning-gpu-tools report --full)"
+        head = f"{place}: min/median/max (each GPU: lightning-gpu-tools report FILE --full)"
         table = _table_of_nodes(compared, [column for column in columns if column.of_node])
         lines = [head, *table, *_outliers(compared)]
     energy_joules = sum(gpu.energy_joules or 0.0 for gpu in gpus)
@@ -219,7 +219,7 @@ def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
     lines = [f"ERROR on {_names(some, gpus)}: {error}" for error, some in by_error.items()]
     shown = lines if full else lines[:_MAX_ERRORS]
     more = len(lines) - len(shown)
-    return [*shown, *([f"{more:,} more errors of GPUs (lightning-gpu-tools report --full)"] if more else [])]
+    return [*shown, *([f"{more:,} more errors of GPUs (lightning-gpu-tools report FILE --full)"] if more else [])]
 
 
 def _energy(joules: float) -> str:

@@ -85,7 +85,7 @@ def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], fu
     lines = "\n".join(details).splitlines()
     if len(lines) > room and not full:
         more = len(lines) - room + 1
-        lines[room - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report --full)"]
+        lines[room - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report FILE --full)"]
     return "\n".join([*head, *lines, *foot])
 
 

@@ -37,9 +37,9 @@ _T = TypeVar("_T")
 # Random, so that waiting processes do not all poll at the same moment.
 _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4
-# Our default: the first job in the queue spends at most a 100th of a core on polling, the n-th an n-th of that, because
-# others are served before it. So 200 jobs that wait on one server cost it 6 % of a core together.
-_MAX_LOAD = 1 / 100
+# Our default: the first job in the queue spends at most a 150th of a core on polling, the n-th an n-th of that, because
+# others are served before it. 200 jobs that waited on one server with 112 MIG instances cost it 8 % of a core together.
+_MAX_LOAD = 1 / 150
 _MAX_PAUSE_S = 5.0  # until it sees whether others have left the queue, which costs a 20th of polling
 _MAX_POLL_AFTER_S = 300.0  # also behind many jobs of another user that were killed and have left their records
 _ANNOUNCE_EVERY_S = 60.0

@@ -62,7 +62,7 @@ def test_everything_at_once_still_fits_and_names_the_rest() -> None:
     lines = lines_of(report)
     assert len(lines) == len(render_markdown(report).splitlines()) == 76  # four more say where the files are
     assert sum("45 others" in line and "45 s" in line for line in lines) == 3
-    assert lines[-1].endswith(" more lines: lightning-gpu-tools report --full)")
+    assert lines[-1].endswith(" more lines: lightning-gpu-tools report FILE --full)")
     assert len(lines_of(report, full=True)) > 2 * 1024
 
 
@@ -80,7 +80,7 @@ def test_one_line_a_gpu_marks_what_differs() -> None:
 
 def test_nodes_have_a_line_and_odd_gpus_their_names() -> None:
     lines = lines_of(with_odd(of_size(64), {33: SLOW}))
-    head = lines.index("64 GPUs on 8 nodes: minimum/median/maximum (each GPU: lightning-gpu-tools report --full)")
+    head = lines.index("64 GPUs on 8 nodes: min/median/max (each GPU: lightning-gpu-tools report FILE --full)")
     assert lines[head + 1].split() == ["node", "GPUs", "busy", "peak", "power", "temp"]
     rows = lines[head + 3 : head + 11]
     assert rows[0].split() == ["0", "8", "34/35/36", "60.0", "300/302/306", "60/62/64"]

@@ -114,7 +114,7 @@ def test_a_job_far_back_polls_rarely_until_its_turn(driver: Driver, claims_dir: 
     for count in (0, 150):
         driver.forget_calls()
         with others_ahead(driver, claims_dir, count), pytest.raises(NotEnoughGpusError):
-            select_gpus(exclusive=True, wait=1.5)
+            select_gpus(exclusive=True, wait=2.5)
         counts.append(polls(driver))
     assert counts[1] == 2 < counts[0]  # at the beginning and at the end
     with ExitStack() as ended:
