@@ -1,0 +1,31 @@
+"""How large a report is, however large the job, and that the smaller format reads what the former one holds."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from sample_report import REPORT
+from simulated_report import DAY_S, simulated_report
+
+from lightning_gpu_tools.reports.report import from_json, to_json
+from lightning_gpu_tools.training.timeline import Series
+
+
+@pytest.mark.parametrize(("nodes", "limit_bytes"), [(1, 1e6), (128, 5e6)])
+def test_a_report_of_a_large_job_is_small(nodes: int, limit_bytes: float) -> None:
+    report = simulated_report(nodes=nodes, gpus=8, seconds=30 * DAY_S, epochs=500)
+    text = to_json(report)
+    assert 0.3 * limit_bytes < len(text) < limit_bytes
+    assert from_json(text) == report
+
+
+def test_a_report_of_schema_version_one_is_read() -> None:
+    series = {
+        "utilization_percent": Series(0.0, 1.5, [30.0, None, 0.0]),
+        "power_watts": Series(2.0, 64.0, [300.0, 9.0]),
+    }
+    report = replace(REPORT, gpus=(replace(REPORT.gpus[0], timelines=series),))
+    data = json.loads(to_json(report))
+    data["schema_version"] = 1
+    data["gpus"][0]["timelines"] = {name: one.points() for name, one in series.items()}
+    assert from_json(json.dumps(data)) == report
