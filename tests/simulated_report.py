@@ -18,6 +18,7 @@ from lightning_gpu_tools.training.timeline import Series, Timeline
 DAY_S = 86_400.0
 # What an epoch is spent on, one after the other, and how busy a GPU is meanwhile.
 _EPOCH = (("epoch_start", 0.02, 5.0), ("training", 0.80, 93.0), ("validation", 0.15, 60.0), ("checkpoint", 0.03, 0.0))
+_MEAN_BUSY = sum(length * busy for _, length, busy in _EPOCH)
 _STEP = {
     "data_loading": 0.08,
     "host_to_device_copy": 0.02,
@@ -46,10 +47,11 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
 
     def timeline(metric: str, place: int, points: int) -> Series:
         slow = place == (nodes - 1) * gpus + 1
-        sums = Timeline(points, min(1.0, seconds / 20))
+        sums = Timeline(points, min(1.0, seconds / 20), origin_s=0.0)
         for number in range(2 * points):
             time_s = (number + 0.5) * seconds / (2 * points)
-            activity, busy = _at(time_s, seconds / epochs)
+            # Several epochs in one interval are all alike.
+            activity, busy = _at(time_s, seconds / epochs) if points > epochs else ("training", _MEAN_BUSY)
             busy = busy * (0.45 if slow else 1.0) * (0.85 + 0.15 * math.sin(place + time_s / seconds * 9))
             busy = min(100.0, max(0.0, busy + chance.gauss(0, 4)))
             used = GIB * (40 + 2 * (place % 7) + (12 if activity == "validation" else 0) + 10 * time_s / seconds)

@@ -36,6 +36,7 @@ PREVIOUS_NAME = "gpu_report.previous.json"
 # One of 1,024 GPUs has 5 MB.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
+PAGE_NAME = "gpu_report.html"
 RUNNING = "running"
 _CUT_OFF = "cut off"
 # How often the report of a run is written while it runs, at least.
@@ -243,7 +244,8 @@ _SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two
 
 def _with_series(gpu: GpuSummary) -> GpuSummary:
     """Return a GPU of schema version 1, whose timelines were lists of points, with series."""
-    return dataclasses.replace(gpu, timelines={name: series_of(points) for name, points in gpu.timelines.items()})
+    timelines: Mapping[str, Any] = gpu.timelines
+    return dataclasses.replace(gpu, timelines={name: series_of(points) for name, points in timelines.items()})
 
 
 def _unbounded(finding: Finding) -> Finding:

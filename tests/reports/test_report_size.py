@@ -21,8 +21,8 @@ def test_a_report_of_a_large_job_is_small(nodes: int, limit_bytes: float) -> Non
 
 def test_a_report_of_schema_version_one_is_read() -> None:
     series = {
-        "utilization_percent": Series(0.0, 1.5, [30.0, None, 0.0]),
         "power_watts": Series(2.0, 64.0, [300.0, 9.0]),
+        "with a gap": Series(0.0, 1.5, [30.0, None, None, 0.0, 1.0]),
     }
     report = replace(REPORT, gpus=(replace(REPORT.gpus[0], timelines=series),))
     data = json.loads(to_json(report))
