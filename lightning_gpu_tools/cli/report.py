@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report import Report
@@ -32,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_share,
         help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
     )
-    parser.add_argument("--format", choices=["text", "markdown", "json"], default="text", help="default: %(default)s")
+    parser.add_argument(
+        "--format",
+        choices=["text", "markdown", "json", "html"],
+        default="text",
+        help="html is a page for a browser, to be redirected to a file (default: %(default)s)",
+    )
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
@@ -54,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
+    if args.format == "html" and importlib.util.find_spec("bokeh") is None:
+        args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
-        render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
+        render = {"text": render_text, "markdown": render_markdown, "json": to_json, "html": _page}[args.format]
         print(render(load_report(args.file)).rstrip("\n"))
         return 0
     try:
@@ -64,6 +72,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
         return 3
     return _compare(new, old, args.max_slowdown or 0.0, args.format)
+
+
+def _page(*runs: Any) -> str:
+    from lightning_gpu_tools.reports.page import render_page
+
+    return render_page(*runs)
 
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
@@ -77,6 +91,8 @@ def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
     result = [] if confirmation is None else [f"Result of the change: {confirmation}"]
     if form == "json":
         print(as_json(asdict(comparison)))
+    elif form == "html":
+        print(_page(new, old, max_slowdown))
     elif form == "markdown":
         print("\n\n".join([comparison_markdown(comparison), *map(escape_markdown, result)]))
     else:

@@ -55,8 +55,8 @@ def render_text(report: Report) -> str:
     ]
     return "\n".join(
         [
-            _paragraph("Run", _header(report)),
-            _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
+            _paragraph("Run", run_header(report)),
+            _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({run_line(report)})"),
             *([_paragraph("Error", report.failure)] if report.failure else []),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
@@ -77,9 +77,9 @@ def render_markdown(report: Report) -> str:
     fence = max(["``", *re.findall("`+", details)]) + "`"  # longer than any inside the block
     return "\n".join(
         [
-            f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
+            f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(run_line(report))})",
             "",
-            f"- **Run:** {escape_markdown(_header(report))}",
+            f"- **Run:** {escape_markdown(run_header(report))}",
             *([f"- **Error:** {escape_markdown(report.failure)}"] if report.failure else []),
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
@@ -122,7 +122,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _header(report: Report) -> str:
+def run_header(report: Report) -> str:
     """Return what ran, how long, where and with which versions, as far as it is known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
@@ -235,7 +235,8 @@ def _measuring_lines(report: Report) -> list[str]:
     return lines
 
 
-def _run_line(report: Report) -> str:
+def run_line(report: Report) -> str:
+    """Return how the run ended, and how long its steps took."""
     parts = [printable(report.outcome)]
     if report.step_s_median:
         times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
