@@ -70,6 +70,7 @@ class Charts:
         self._prefix = prefix
         self._unit = time_unit(report.wall_s)
         self._length = max(report.wall_s, 1e-9) / self._unit.seconds
+        self._time = f", at $x{{0.00}} {self._unit.name}"  # of a tooltip
         # Shared, so that all charts show the same part of the run.
         self._range = Range1d(start=0, end=self._length)
         self._bands = phase_bands(report)
@@ -91,6 +92,7 @@ class Charts:
         drawn = plot.quad("left", "right", 100, 0, source=spans, alpha=0)
         shown = [(number, band) for number, band in enumerate(self._bands) if band.is_visible][::-1]
         tooltips = [(band.label, f"@share{number}{{0.0}} %") for number, band in shown]
+        tooltips.append((self._unit.name, "@left{0.00} to @right{0.00}"))
         plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, visible=False))
         legend = _legend([(band.color, f"{band.label} {band.amount}") for _, band in shown[::-1]])
         return self._figure("phases", plot, "What the time was spent on, over the run", legend)
@@ -114,7 +116,7 @@ class Charts:
         )
         colors = LinearColorMapper(palette=Cividis256, low=0, high=100, nan_color="#ffffff")
         drawn = plot.image("image", 0, "y", self._length, "dh", source=source, color_mapper=colors)
-        plot.add_tools(HoverTool(renderers=[drawn], tooltips="@label: @image{0} %", visible=False))
+        plot.add_tools(HoverTool(renderers=[drawn], tooltips="@label: @image{0} %" + self._time, visible=False))
         values = self._table_of_parts("In percent", [(strip.label, _in_parts(strip.percent)) for strip in parts])
         return self._figure(f"rows of {metric}", plot, rows_title(shown, metric), _SCALE, values)
 
@@ -133,7 +135,7 @@ class Charts:
             source.name = f"{self._prefix}-{metric}"
             line: Any = {"color": color, "line_dash": dashes, "line_width": 1.5, "name": gpu_label(gpu)}
             drawn = plot.line("x", "y", source=source, **line)
-            tooltips = "@y{0.0}" if chosen else "$name: @y{0.0}"
+            tooltips = ("" if chosen else "$name: ") + "@y{0.0}" + self._time
             plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, mode="vline", visible=False))
         title = f"{label}, over the run"
         if chosen:
@@ -166,9 +168,11 @@ class Charts:
         x = np.array([point.time_s / self._unit.seconds for point in account.timeline], np.float32)
         bands = torch_bands(account)
         for band in bands:
-            plot.varea(
-                x, np.array(band.bottom, np.float32), np.array(band.top, np.float32), color=band.color, alpha=0.8
-            )
+            bottom, top = (np.array(side, np.float32) for side in (band.bottom, band.top))
+            plot.varea(x, bottom, top, color=band.color, alpha=0.8)
+            drawn = plot.line(x, top, color=band.color, name=band.label)
+            tooltips = f"$name up to @y{{0.0}} GiB{self._time}"
+            plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, mode="vline", visible=False))
         title = f"What torch used the memory of GPU {account.index} for, over the run"
         return self._figure("torch", plot, title, _legend([(band.color, band.label) for band in bands]))
 
