@@ -161,7 +161,6 @@ def _article(report: Report, charts: Charts, title: str) -> str:
             element("h2", f"{title}{diagnosis.verdict.replace('_', ' ').upper()}"),
             element("p", run_header(report)),
             element("p", run_line(report)),
-            *([element("p", f"Error: {report.failure}")] if report.failure else []),
             element("p", f"Why: {diagnosis.why}"),
             element("p", f"Next: {diagnosis.next_step}", "next"),
             *([element("p", f"Result: {report.confirmation}")] if report.confirmation else []),

@@ -125,7 +125,6 @@ def test_text_of_a_report_is_never_markup() -> None:
         ),
         settings={EVIL: [EVIL], "model": EVIL},
         gpu_note=EVIL,
-        failure=EVIL,
         confirmation=EVIL,
         unseen=(EVIL,),
     )
