@@ -218,8 +218,9 @@ class GpuSummary:
 
     def to_send(self, *, at_end: bool) -> GpuSummary:
         """Return what another node needs of it: over the run only at its end, and then in little room."""
-        sent = {name: self.timelines[name].at_most(most) for name, most in _SENT.items() if name in self.timelines}
-        rounded = {name: _rounded(series, series.begin_s) for name, series in sent.items()} if at_end else {}
+        known = [(name, most) for name, most in _SENT.items() if name in self.timelines] if at_end else []
+        short = {name: self.timelines[name].at_most(most) for name, most in known}
+        rounded = {name: _rounded(series, series.begin_s) for name, series in short.items()}
         return dataclasses.replace(self, timelines=rounded)
 
 

@@ -7,6 +7,7 @@ import pytest
 from sample_report import REPORT
 from simulated_report import DAY_S, simulated_report
 
+from lightning_gpu_tools.reports.charts import mean
 from lightning_gpu_tools.reports.report import from_json, to_json
 from lightning_gpu_tools.training.timeline import Series
 
@@ -29,3 +30,15 @@ def test_a_report_of_schema_version_one_is_read() -> None:
     data["schema_version"] = 1
     data["gpus"][0]["timelines"] = {name: one.points() for name, one in series.items()}
     assert from_json(json.dumps(data)) == report
+
+
+def test_other_nodes_send_short_timelines_at_the_end_alone() -> None:
+    (gpu,) = simulated_report(gpus=1).gpus
+    assert gpu.to_send(at_end=False).timelines == {}
+    sent = gpu.to_send(at_end=True).timelines
+    lengths = {name: len(one.values) for name, one in sent.items()}
+    assert lengths.keys() == {"utilization_percent", "memory_used_bytes"}
+    assert 64 <= lengths["utilization_percent"] <= 128
+    assert 16 <= lengths["memory_used_bytes"] <= 32
+    for name, one in sent.items():
+        assert mean(one.values) == pytest.approx(mean(gpu.timelines[name].values), rel=0.01)
