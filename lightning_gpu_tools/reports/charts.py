@@ -137,11 +137,6 @@ class Row(NamedTuple):
     gpu_percent: list[float | None] | None = None
 
 
-def is_by_node(gpus: Sequence[GpuSummary]) -> bool:
-    """Return whether these are too many for a row each, and of several nodes."""
-    return len(gpus) > MAX_ROWS and len({gpu.node for gpu in gpus}) > 1
-
-
 def rows(report: Report, metric: RowMetric) -> list[Row]:
     """Return a row for each GPU with a timeline, or if there are too many, for each node.
 
@@ -149,11 +144,13 @@ def rows(report: Report, metric: RowMetric) -> list[Row]:
         report: The report.
         metric: Memory is in percent of what the GPU has, and left out if that is unknown.
     """
-    gpus = [gpu for gpu in report.gpus if metric in gpu.timelines and _whole(gpu, metric)]
+    gpus = [
+        gpu for gpu in report.gpus if metric in gpu.timelines and gpu.timelines[metric].points() and _whole(gpu, metric)
+    ]
     columns = _COLUMNS if len(gpus) <= MAX_ROWS else _COLUMNS // 2
     edges_s = [report.wall_s * number / columns for number in range(columns + 1)]
     percents = [_scaled(gpu.timelines[metric].means(edges_s), 100 / _whole(gpu, metric)) for gpu in gpus]
-    if not is_by_node(gpus):
+    if len(gpus) <= MAX_ROWS or len({gpu.node for gpu in gpus}) == 1:
         return [Row(gpu_label(gpu), percent, gpu) for gpu, percent in zip(gpus, percents, strict=True)]
     nodes = defaultdict(list)
     for gpu, percent in zip(gpus, percents, strict=True):
