@@ -57,7 +57,7 @@ def table(caption: str, head: Sequence[object], lines: Sequence[Sequence[object]
         for (first, *rest), kind in zip(lines, css or [""] * len(lines), strict=True)
     )
     content = (
-        f'<div class="wide"><table><caption>{escaped(caption)}</caption><thead><tr>{columns}</tr></thead>'
+        f'<div class="wide" tabindex="0"><table><caption>{escaped(caption)}</caption><thead><tr>{columns}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
     return folded(f"{caption} ({len(lines)} lines)", content) if len(lines) > _MAX_LINES else content

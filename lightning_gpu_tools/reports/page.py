@@ -110,7 +110,7 @@ figure { margin: 1.2rem 0; }
 figcaption { font-weight: 600; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-caption { text-align: left; font-weight: 600; padding: .2rem 0; }
+caption { text-align: left; font-weight: 600; padding: .2rem 0; white-space: nowrap; }
 th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
 thead th { border-bottom: 1px solid #767676; vertical-align: bottom; }
 th:first-child { text-align: left; }
@@ -158,7 +158,7 @@ def _article(report: Report, charts: Charts, title: str) -> str:
     return "".join(
         [
             "<article>",
-            element("h2", f"{title}{diagnosis.verdict.replace('_', ' ').upper()}"),
+            element("h2" if title else "h1", f"{title}{diagnosis.verdict.replace('_', ' ').upper()}"),
             element("p", run_header(report)),
             element("p", run_line(report)),
             element("p", f"Why: {diagnosis.why}"),
