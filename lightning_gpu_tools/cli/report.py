@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
     )
     parser.add_argument(
+        "--full",
+        action="store_true",
+        help="list every GPU, stall, part and process of a large job; by default a report has at most 80 lines",
+    )
+    parser.add_argument(
         "--format",
         choices=["text", "markdown", "json", "html"],
         default="text",
@@ -58,13 +63,19 @@ def run(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.reports.report import load_report, to_json
     from lightning_gpu_tools.reports.text import render_markdown, render_text
 
+    if args.full and (args.against is not None or args.format not in ("text", "markdown")):
+        args.usage_error("--full is for the report of one run, as text or markdown")
+
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     if args.format == "html" and importlib.util.find_spec("bokeh") is None:
         args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
-        render = {"text": render_text, "markdown": render_markdown, "json": to_json, "html": _page}[args.format]
-        print(render(load_report(args.file)).rstrip("\n"))
+        report = load_report(args.file)
+        if args.format in ("text", "markdown"):
+            print({"text": render_text, "markdown": render_markdown}[args.format](report, full=args.full))
+        else:
+            print({"json": to_json, "html": _page}[args.format](report).rstrip("\n"))
         return 0
     try:
         new, old = load_report(args.file), load_report(args.against)
