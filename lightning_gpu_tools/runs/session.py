@@ -371,7 +371,7 @@ class Session:
             if self._monitored and self.gpus is not None and self.run.place.rank != 0:
                 metrics, facts["troubles"] = self.gpus.take()
                 summaries = self.gpus.summaries(at_end=at_end)
-                facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
+                facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
                 facts["metrics"] = metrics
             share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
             if share is not None:  # without what would be a long message
@@ -433,11 +433,7 @@ class Session:
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
-        return tuple(
-            GpuSummary(**{**gpu, "errors": tuple(gpu["errors"])})
-            for entry in self._entries
-            for gpu in entry.get("gpus", ())
-        )
+        return tuple(read(GpuSummary, gpu, {}) for entry in self._entries for gpu in entry.get("gpus", ()))
 
     def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
         """Return what the memory of each GPU was used for.
