@@ -296,7 +296,7 @@ def train(slow: Sequence[int], *, nodes: int = 4) -> dict[str, Any]:
             for node in range(nodes)
         ]
         texts = [agent.communicate() for agent in agents]
-        assert not any(agent.returncode for agent in agents), texts
+        assert not any(agent.returncode for agent in agents), texts[0][1][-3000:]
         report = load_report(folder)
         stragglers = [one for one in report.diagnosis.findings if one.cause == "straggler"]
         return {
