@@ -329,9 +329,17 @@ class Session:
         return [] if self._exchange is None else self._exchange.entries()
 
     @property
+    def _threads(self) -> list[BackgroundJobs | RankExchange | StallWatch]:
+        return [one for one in (self.background, self._exchange, self.stall_watch) if one is not None]
+
+    @property
     def _faults(self) -> list[str]:
-        threads = (self.background, self._exchange, self.stall_watch)
-        return [fault for one in threads if one is not None for fault in one.faults]
+        return [fault for one in self._threads for fault in one.faults]
+
+    @property
+    def thread_cpu_s(self) -> float:
+        """CPU time of all threads of the session so far but that of the GPUs' sampler."""
+        return sum(one.cpu_s for one in self._threads)
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
@@ -365,6 +373,7 @@ class Session:
         assert self._exchange is not None
         self._find_own_pids()
         facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
+        metrics: Mapping[str, float] | None = None
         if self.run.place.world_size > 1:
             facts["throttled"] = {} if self.gpus is None else self.gpus.throttled_percent()
             facts["largest_batch_size"] = self.recorder.largest_batch_size()
@@ -372,11 +381,12 @@ class Session:
                 metrics, facts["troubles"] = self.gpus.take()
                 summaries = self.gpus.summaries(at_end=at_end)
                 facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
-                facts["metrics"] = metrics
             share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
             if share is not None:  # without what would be a long message
                 share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
                 facts["memory"] = dataclasses.asdict(share)
+            if metrics is not None:  # the first that is left out where an entry is too long
+                facts["metrics"] = metrics
         self._exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> None:
