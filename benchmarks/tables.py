@@ -508,7 +508,7 @@ def figures() -> str:
             "step_overhead",
         ),
         (
-            "a cold `pick` on 8 fake GPUs",
+            f"a cold `pick` on {picks['gpus']} GPUs",
             ms["lightning-gpu-tools pick"],
             f"bare nvidia-ml-py {ms['bare nvidia-ml-py']}, nvisel {ms['nvisel']}, gpu-gate {ms['gpu-gate']}",
             "pick_speed",
