@@ -14,8 +14,8 @@ def as_markdown(text: str) -> str:
     """Return a docstring with links for roles, and with fences around examples and tables."""
 
     def link(match: re.Match[str]) -> str:
-        name = match[1].rpartition(".")[2]
-        return f"[`{name}`][lightning_gpu_tools.{name}]"
+        package, _, name = match[1].rpartition(".")
+        return f"[`{name}`][{match[1]}]" if package == "lightning_gpu_tools" else f"`{name}`"
 
     def example(match: re.Match[str]) -> str:
         code = re.sub(r"^    ", "", match[1], flags=re.MULTILINE).strip("\n")
