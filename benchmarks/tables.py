@@ -451,7 +451,7 @@ def commands() -> str:
         nested = next((one for one in actions if isinstance(one, argparse._SubParsersAction)), None)
         if nested is None:
             rows = [(f"`{in_words(one)}`", (one.help or "") % vars(one)) for one in actions]
-            parts.extend([f"### {command.prog}", command.description or "", table(("argument", "meaning"), *rows)])
+            parts.extend([f"## {command.prog}", command.description or "", table(("argument", "meaning"), *rows)])
         for one in dict.fromkeys(nested.choices.values()) if nested else ():
             add(one)
 

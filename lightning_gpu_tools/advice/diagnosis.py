@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.data_loading import data_loading
+from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
@@ -49,6 +50,7 @@ def diagnose(
     searched: LoaderResult | None = None,
     growth: Sequence[MemoryGrowth] = (),
     out_of_memory: OutOfMemory | None = None,
+    failure: Failure | None = None,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
 ) -> Diagnosis:
@@ -59,6 +61,7 @@ def diagnose(
         searched: What a search for the loader's settings has found in this run.
         growth: Memory that has grown steadily.
         out_of_memory: The out-of-memory error that has ended the run.
+        failure: What has ended the run, where more is known than its error.
         min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
         min_steps: Steady steps needed to judge; 50 by default.
     """
@@ -85,6 +88,8 @@ def diagnose(
         if not findings:
             next_step = growing[0].advice
         findings = (*findings, *growing)
+    if failure is not None and out_of_memory is None:
+        next_step = f"{failure.next_step} {next_step}" if findings else failure.next_step
     return Diagnosis(
         verdict=verdict,
         findings=findings,

@@ -57,7 +57,6 @@ def render_text(report: Report) -> str:
         [
             _paragraph("Run", _header(report)),
             _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
-            *([_paragraph("Error", report.failure)] if report.failure else []),
             _paragraph("Why", diagnosis.why),
             _paragraph("Next", diagnosis.next_step),
             *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
@@ -80,7 +79,6 @@ def render_markdown(report: Report) -> str:
             f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
             "",
             f"- **Run:** {escape_markdown(_header(report))}",
-            *([f"- **Error:** {escape_markdown(report.failure)}"] if report.failure else []),
             f"- **Why:** {escape_markdown(diagnosis.why)}",
             f"- **Next:** {escape_markdown(diagnosis.next_step)}",
             "",

@@ -68,7 +68,7 @@ def explain(
         return None
     if message.is_certain:
         session.begin()  # it may have come before training did
-    run, clock, failures = session.run, session.clock, session.failures
+    run, clock, failures = session.run, session.clock, session.ending.allocator
     memory = None if session.timer.memory is None else session.timer.memory.facts()
     failure = failures.last if failures is not None and message.source == "allocator" else None
     phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED

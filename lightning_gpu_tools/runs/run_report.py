@@ -63,7 +63,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
     measured = session.begin().measurements(host)
     diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
-    run, clock, watch = session.run, session.clock, session.gpus
+    run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
     settings = _settings(run, measured.host.cores)
     threads = (session.background, session.stall_watch)
@@ -96,9 +96,9 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
         memory=session.memory_accounts(all_ranks=ended),
-        allocator_failures=session.allocator_failures,
+        allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
-        failure=None if session.failure is None else str(session.failure),
+        failure=None if ending.failure is None else str(ending.failure),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
         process=ProcessId.of(os.getpid()),

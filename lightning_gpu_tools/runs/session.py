@@ -12,12 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.growth import pace
 from lightning_gpu_tools.advice.loader_trials import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -25,11 +23,8 @@ from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.host import oom_kills
-from lightning_gpu_tools.loaders.settings import first_tensor
 from lightning_gpu_tools.reports.typed_json import read
-from lightning_gpu_tools.runs.failures import explain_failure, worker_exits
-from lightning_gpu_tools.runs.out_of_memory import explain
+from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_memory import MemoryShare, accounts, own_share
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -38,7 +33,6 @@ from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.memory_failures import MemoryFailures
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, RankExchange
@@ -49,7 +43,6 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 # Names the board of each training with several ranks, which all of them train in the same order.
 _trainings = itertools.count()
 _WARM_UP_POLL_S = 0.4
-COMPLETED = "completed"
 
 
 def check_interval(interval_s: float) -> None:
@@ -107,11 +100,8 @@ class Session:
         started_s: When training began, seconds since the epoch.
         thresholds: Those of the diagnosis that are not its defaults; whoever advises sets them.
         loader_result: What ``NumWorkersFinder`` has found, as soon as it sets it.
-        failures: Counts the failures of torch's allocator; ``None`` without a GPU.
-        failure: What has ended the training, where more is known than its error; else ``None``.
-        out_of_memory: The out-of-memory error that has ended the training; ``None`` if none has.
+        ending: How the training ends, and what is kept for the case that an error ends it.
         stall_watch: Watches for stalls; ``None`` if nobody has asked for that.
-        oom_kills_before: How many processes the kernel had killed for want of memory when the session began.
     """
 
     def __init__(self, run: Run, timer: Callable[[StepClock, Callable[[sampler.Phase], None]], Timer]) -> None:
@@ -125,24 +115,17 @@ class Session:
         self.started_s = 0.0
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
-        self.out_of_memory: OutOfMemory | None = None
-        self.oom_kills_before = oom_kills()
-        self.failures = None if run.gpu is None else MemoryFailures(run.gpu, lambda: self.clock.current.phase)
-        if self.failures is not None:
-            self.failures.listen()
+        self.ending = Ending(run, self.clock)
         self.stall_watch: StallWatch | None = None
         self._monitored: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
         self._turn = self._epochs_published = 0
         self._own_pids: frozenset[int] | None = None
         self._pids_are_ours = False
-        self._last_step = self._begun_step = -1
-        self._begun_validation = (-1, -1)
+        self._last_step = -1
         self._logs: int | None = None
         self._warned: set[str] = set()
         self._finished = False
-        self._outcome = COMPLETED
-        self.failure: Failure | None = None
         self._diagnosis: Diagnosis | None = None
         self._name = f"training {next(_trainings) if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
@@ -155,8 +138,7 @@ class Session:
         self.timer.stop()
         if self.gpus is not None:
             self.gpus.close()
-        if self.failures is not None:
-            self.failures.close()
+        self.ending.close()
 
     def monitor(
         self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool, stall_after_s: StallAfter
@@ -173,8 +155,7 @@ class Session:
         if self.recorder is None:
             place = self.run.place
             self.started_s = time.time()
-            if self.failures is not None:
-                self.failures.listen()
+            self.ending.listen()
             self.memory = MemoryHistory(
                 self.timer.memory,
                 worker_pids=lambda: compat.worker_pids(self.run.iterator),
@@ -240,19 +221,11 @@ class Session:
         if self.timer.memory is not None:
             self.timer.memory.enter(phase)
 
-    def begin_step(self, batch: Any) -> None:
-        """Note, for the case that memory runs out, the batch of a step that begins."""
-        if self.failures is not None and self.clock.steps != self._begun_step:
-            self._begun_step = self.clock.steps
-            self.failures.begin_step(self.clock.steps, _shape(batch))
-
     def begin_validation_batch(self, batch: Any, number: int) -> None:
-        """Note the same of a batch of validation, and of the first one that another validation begins."""
+        """Note that a batch of validation begins; number 0 begins another validation."""
         if self.stall_watch is not None:
             self.stall_watch.beats += 1
-        if self.failures is not None and (number, self.clock.steps) != self._begun_validation:
-            self._begun_validation = number, self.clock.steps
-            self.failures.begin_validation_batch(number, _shape(batch))
+        self.ending.begin_validation_batch(batch, number)
 
     def after_step(self, batch: Any = None) -> None:
         """Sample what has to be sampled after a step; nearly always this does nothing.
@@ -375,7 +348,7 @@ class Session:
         if self._finished:
             return
         if self.stall_watch is not None:
-            self.stall_watch.close(self._outcome)
+            self.stall_watch.close(self.ending.outcome)
             self.stall_watch.pass_on()
         self.background.close()
         self._finished = True
@@ -386,42 +359,11 @@ class Session:
             if self.run.place.rank == 0:
                 self._wait_for_ranks(self._exchange, timeout_s)
 
-    def ended_by(self, error: BaseException, step: int) -> str:
-        """Return the outcome of a training that an error has ended, and keep what explains it if memory ran out.
-
-        Args:
-            error: The error, with its traceback.
-            step: Where it came, as the training counts its steps.
-        """
-        if self._outcome == COMPLETED:  # the first one who hears of it
-            is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
-            exits = [] if is_wanted else worker_exits(self.run, error)
-            kills = oom_kills() - self.oom_kills_before
-            self.out_of_memory = explain(self, error, step, exits, kills)
-            self.failure = None if is_wanted else explain_failure(error, exits, kills)
-            if self.failure is not None:
-                self.begin()  # it may have come before training did
-            self._outcome = f"stopped by {type(error).__name__} at step {step}"
-            if self.out_of_memory is not None:
-                self._outcome = f"out of memory in {self.out_of_memory.place} at step {step}"
-            elif self.failure is not None:
-                self._outcome += f": {self.failure.what}"
-            if self.failure is not None and hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(str(self.failure))
-        return self._outcome
-
     @property
     def own_pids(self) -> frozenset[int] | None:
         """This job's processes on the node by the driver's numbers; ``None`` if they are not known."""
         self._find_own_pids()
         return self._own_pids
-
-    @property
-    def allocator_failures(self) -> int:
-        """How often torch's allocator has failed on this rank, and the training went on."""
-        count = 0 if self.failures is None else self.failures.count
-        has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
-        return max(0, count - has_ended)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
         """Return each GPU of this node over the whole run so far; at its end they are polled once more."""
@@ -466,7 +408,8 @@ class Session:
             measured,
             searched=self.loader_result,
             growth=self.memory.growth() if self._finished else self.memory.alarms,
-            out_of_memory=self.out_of_memory,
+            out_of_memory=self.ending.out_of_memory,
+            failure=self.ending.failure,
             **self.thresholds,
         )
         if self._finished:
@@ -485,8 +428,3 @@ class Session:
             *(["torch.distributed's store"] if deaf else ()),
             *([f"torch's counters of memory ({uncounted!r})"] if uncounted is not None else ()),
         ]
-
-
-def _shape(batch: Any) -> tuple[int, ...] | None:
-    first = first_tensor(batch)
-    return None if first is None else tuple(first.shape)

@@ -6,19 +6,26 @@ returns ``None``. What is wrapped by its name (``fit_timer``) and is not there i
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from lightning_gpu_tools.trainer.families import Trainer
+from lightning_gpu_tools.trainer.families import Trainer, version_of
 
 # What Lightning calls forward, backward and optimizer. Without it what it does between them counts as the Trainer's own
 # work.
 RUN_STEP = "run_training_batch"
 
-# Where every step of several ranks begins by asking all of them whether one was told to stop. Without it, as in a
-# release that does not ask, this is the Trainer's own work.
+# Where every step of several ranks begins by asking all of them whether one was told to stop, since Lightning 2.5.2.
+# Without it this is the Trainer's own work.
 SIGNAL_CHECK = "fit_loop.epoch_loop._broadcast_sigterm_tensor"
+_SIGNAL_CHECK_SINCE = [2, 5, 2]
 # Where the metrics of ``self.log`` are collected. Without it this is the Trainer's own work.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
+
+
+def asks_for_signals(trainer: Trainer) -> bool:
+    """Return whether this Lightning has a :data:`SIGNAL_CHECK`."""
+    return [int(part) for part in re.findall(r"\d+", version_of(trainer)[1])[:3]] >= _SIGNAL_CHECK_SINCE
 
 
 def fetch_action(trainer: Trainer) -> str:

@@ -167,7 +167,8 @@ class FitTimer:
 
     def _book_rank_waits(self) -> None:
         self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
-        self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
+        if compat.asks_for_signals(self._trainer):
+            self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
         self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
         if is_plain_ddp(self._trainer):
             self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)

@@ -131,9 +131,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
             rank_zero_info(session.gpu_note)
         if self.report and trainer.is_global_zero and session.clock.ran:
             self._running = RunningReport(session, ReportFile(self._folder))
-        if self.memory_history and self.report and session.failures is not None:
+        if self.memory_history and self.report and session.ending.allocator is not None:
             rank = f"_rank{trainer.global_rank}" if trainer.global_rank else ""
-            session.failures.record_history(Path(self._folder) / f"cuda_memory_snapshot{rank}.pickle")
+            session.ending.allocator.record_history(Path(self._folder) / f"cuda_memory_snapshot{rank}.pickle")
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
             self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(session.gpus))
 
@@ -149,10 +149,10 @@ class GPUUtilizationMonitor(MeasuringCallback):
         if session.recorder is None or not self.report:  # without a recorder, no training
             return
         if not trainer.is_global_zero:
-            if session.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:
+            if session.ending.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:
                 say_verdict(diagnosis)  # rank 0 may wait for this rank for good
             return
-        if not session.clock.ran and session.out_of_memory is None and session.failure is None:
+        if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
             say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
             return
@@ -160,7 +160,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         running, self._running = self._running, None
         # There is none if another callback failed when training started, before it was this one's turn.
         file = ReportFile(self._folder) if running is None else running.file
-        publish(report, file, session.run, None if session.failures is None else session.failures.snapshot)
+        publish(report, file, session.run, session.ending.snapshot)
 
     @override
     def _give_up(self) -> None:

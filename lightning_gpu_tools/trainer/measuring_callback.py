@@ -68,7 +68,7 @@ class MeasuringCallback(GuardedCallback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._session is not None:
-            self._session.begin_step(batch)
+            self._session.ending.begin_step(batch)
 
     @override
     def on_validation_batch_start(
@@ -96,7 +96,8 @@ class MeasuringCallback(GuardedCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None:
             with deaths_ignored():
-                self._end(trainer, self._session.ended_by(exception, trainer.global_step), timeout_s=0.0)
+                outcome = self._session.ending.explain(self._session, exception, trainer.global_step)
+                self._end(trainer, outcome, timeout_s=0.0)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -192,7 +192,7 @@ class TrainingWatch:
     def _end_fetch(self, timer: LoopTimer, loop: Loop, batch: object) -> None:
         session = self._session
         if timer.end_fetch(loop) and session is not None:
-            session.begin_step(batch)
+            session.ending.begin_step(batch)
             session.begin().note_batch(batch)
         elif loop.is_validation and session is not None:
             session.begin_validation_batch(batch, loop.batches)
@@ -211,13 +211,13 @@ class TrainingWatch:
             timer.end_step()
             outcome = "completed"
         else:
-            outcome = session.ended_by(error, session.run.logged_step)
+            outcome = session.ending.explain(session, error, session.run.logged_step)
         session.finish(TIMEOUT_S if error is None else 0.0)
         self._diagnosis = session.diagnosis()
         running, self._running = self._running, None
         if running is not None:
             publish(describe(session, outcome), running.file, session.run)
-        elif session.out_of_memory is not None and self._diagnosis is not None:
+        elif session.ending.out_of_memory is not None and self._diagnosis is not None:
             say_verdict(self._diagnosis)
 
     def _close(self) -> None:

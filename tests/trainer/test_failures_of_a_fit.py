@@ -66,6 +66,7 @@ def test_the_end_of_a_worker_is_told_with_what_to_do(tmp_path: Path, act: Callab
     assert report.failure is not None
     assert what in report.failure
     assert f": {report.failure[0].lower()}{report.failure[1:].partition('. ')[0]}" in report.outcome
+    assert report.failure.endswith(report.diagnosis.next_step)
     assert re.match(r"Worker 1 of the DataLoader (\(PID \d+\) )?", report.failure)
     if HAS_NOTES:
         assert raised.value.__notes__ == [report.failure]

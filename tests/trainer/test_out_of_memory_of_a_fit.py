@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainings import Model, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
-from lightning_gpu_tools.runs import session as sessions
+from lightning_gpu_tools.runs import ending
 from lightning_gpu_tools.training import memory_failures
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -246,7 +246,7 @@ def test_a_worker_that_the_kernel_killed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_the_kernel: bool
 ) -> None:
     counted = iter([3, 3 + by_the_kernel])
-    monkeypatch.setattr(sessions, "oom_kills", lambda: next(counted))
+    monkeypatch.setattr(ending, "oom_kills", lambda: next(counted))
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     # What the worker is doing at that moment decides what is raised here.
     with pytest.raises((RuntimeError, ConnectionResetError, EOFError)):

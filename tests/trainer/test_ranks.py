@@ -52,6 +52,7 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     report = load_report(report_file)
     assert [(one.node, one.index, one.utilization_percent_mean) for one in report.gpus] == [(0, 0, 90), (1, 0, 30)]
     assert report.settings["world_size"] == 2
+    assert report.unseen == ()
     is_asked = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")  # since Lightning 2.5.2
     assert (report.phase_s.get("rank_wait/signal check", 0) > 0) == is_asked
     assert [(one.rank, one.node) for one in report.ranks] == [(0, 0), (1, 1)]
