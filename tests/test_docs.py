@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from matrix import MATRIX
 from sample_report import REPORT
 
 import lightning_gpu_tools
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from tables import PAGES, REPOSITORY, ROOT, TABLES, filled, results
 
 DOCS = ROOT / "docs"
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()  # what .ci/run has
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools/"
 RAW = "https://raw.githubusercontent.com/lightning-gpu-tools/lightning_gpu_tools/main/"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
@@ -100,3 +102,13 @@ def test_the_classifiers_name_the_pythons_that_were_run() -> None:
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (DOCS.parent / "pyproject.toml").read_text())
     run = {one["machine"]["python"].rpartition(".")[0] for one in results("versions")["runs"]}
     assert set(named) == run
+
+
+def test_the_workflow_runs_the_matrix() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    run = re.findall(r'torch: "(.*?)", lightning: "(.*?)", python: "(.*?)"', workflow)
+    pinned = [re.search(rf"^{name}==(.*)", CONSTRAINTS, re.MULTILINE)[1] for name in ("torch", "lightning")]  # type: ignore[index]
+    assert [*MATRIX] == sorted(
+        [*((torch, lightning, f"python{python}") for torch, lightning, python in run), (*pinned, "python3.11")],
+        key=lambda one: [int(part) for part in one[0].split(".")],
+    )
