@@ -24,7 +24,7 @@ class NvmlUnavailableError(LightningGpuToolsError):
 
 
 class NotEnoughGpusError(LightningGpuToolsError):
-    """Fewer GPUs passed the filters than were requested.
+    """Fewer GPUs passed the filters than were requested; the message has each reason once, with the GPUs.
 
     Attributes:
         requested: How many GPUs were requested.
@@ -37,7 +37,7 @@ class NotEnoughGpusError(LightningGpuToolsError):
         self.rejected = tuple(rejected)
 
     def __str__(self) -> str:
-        return printable_lines("\n  ".join([str(self.args[0]), *self.rejected]))
+        return printable_lines(str(self.args[0]))
 
 
 class ClaimsError(LightningGpuToolsError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from itertools import groupby
 
 # Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI.
 _BYTES_PER_UNIT = {
@@ -19,6 +21,7 @@ _BYTES_PER_UNIT = {
 }
 _SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
+_MAX_RANGES = 8  # of :func:`number_ranges`: what fits in a line of 100 columns, up to 5 digits
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -86,6 +89,23 @@ def format_duration(duration_s: float) -> str:
         return f"{round(duration_s) // 60} min {round(duration_s) % 60:02d} s"
     minutes = round(duration_s / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Return numbers in order and as ranges, for example ``"0, 3, 4 and 8 to 1,023"``; ``""`` if there are none.
+
+    Repeated numbers count once. Of more than eight ranges the rest is counted: ``"0, 2, ..., 14 and 504 others"``.
+    """
+    ordered = sorted(set(numbers))
+    ranges: list[list[int]] = []
+    for _, consecutive in groupby(enumerate(ordered), lambda item: item[1] - item[0]):
+        run = [number for _, number in consecutive]
+        ranges += [run] if len(run) > 2 else [[number] for number in run]
+    parts = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in ranges[:_MAX_RANGES]]
+    others = sum(map(len, ranges[_MAX_RANGES:]))
+    if others:
+        parts.append(f"{others:,} other{'s' * (others > 1)}")
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
 def printable(text: object, max_length: int = 100) -> str:

@@ -87,6 +87,7 @@ def check_readings() -> None:
         assert 0 <= gpu.memory_free_bytes <= gpu.memory_total_bytes
         if gpu.mig_mode:
             assert all((instance.uuid or "").startswith("MIG-") for instance in gpu.mig_instances)
+            assert len({instance.number for instance in gpu.mig_instances}) == len(gpu.mig_instances)
         else:
             assert gpu.utilization_percent is not None
             assert 0 <= gpu.utilization_percent <= 100

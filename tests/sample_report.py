@@ -1,10 +1,13 @@
-"""A report for the tests that need one."""
+"""A report for the tests that need one, and the same of a job of any size."""
+
+from dataclasses import replace
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.memory_readings import MemoryPoint
+from lightning_gpu_tools.training.run_measurements import RankStep
 
 GIB = 2**30
 
@@ -75,3 +78,24 @@ REPORT = Report(
         "lightning": "2.6.6",
     },
 )
+
+
+def of_size(count: int, report: Report = REPORT, *, per_node: int = 8) -> Report:
+    """The report with its first GPU multiplied, and a rank for each: they differ a little, and none stands out."""
+    gpu = replace(report.gpus[0], power_watts_mean=300.0, temperature_celsius_max=65.0, energy_joules=3.6e6)
+    gpus = [
+        replace(
+            gpu,
+            index=i % per_node,
+            node=i // per_node,
+            uuid=f"GPU-{i}",
+            utilization_percent_mean=(gpu.utilization_percent_mean or 0.0) + i % 3,
+            power_watts_mean=300.0 + i % 7,
+            temperature_celsius_max=60.0 + i % 5,
+        )
+        for i in range(count)
+    ]
+    ranks = [RankStep(rank=i, node=one.node, own_step_s=0.02, phase_s={"forward": 0.02}) for i, one in enumerate(gpus)]
+    memory = [replace(report.memory[0], index=one.index, node=one.node, uuid=one.uuid) for one in gpus]
+    settings = {**report.settings, "world_size": count}
+    return replace(report, gpus=tuple(gpus), ranks=tuple(ranks), memory=tuple(memory), settings=settings)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.units import (
     format_bytes,
     format_duration,
+    number_ranges,
     parse_bytes,
     parse_duration,
     printable,
@@ -77,6 +78,22 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
 )
 def test_durations_are_written_in_the_unit_a_reader_expects(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([5], "5"),
+        ([4, 3], "3 and 4"),
+        ([2, 0, 2, 1], "0 to 2"),
+        ([0, 3, 4, *range(8, 1024)], "0, 3, 4 and 8 to 1,023"),
+        (range(0, 1024, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 504 others"),
+        (range(0, 18, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 1 other"),
+    ],
+)
+def test_numbers_are_written_as_few_ranges(numbers: list[int], text: str) -> None:
+    assert number_ranges(numbers) == text
 
 
 @given(st.one_of(st.text(), st.text(alphabet="\x1b\n\u202e\ud800a", min_size=90, max_size=130)), st.integers(2, 120))

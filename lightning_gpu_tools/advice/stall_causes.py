@@ -26,7 +26,7 @@ from lightning_gpu_tools.training.stall_facts import (
     WorkerFacts,
     users_frame,
 )
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
 StallCause = Literal[
     "blocked_worker",
@@ -52,7 +52,6 @@ _SWAP_PAGES_PER_S = 10_000
 # Our default: who uses less of a core waits.
 _COMPUTES = 0.2
 _BUSY_GPU_PERCENT = 90.0
-_MAX_RANKS = 8
 
 
 def collective_of(stack: Sequence[Frame], phase: str, ranks: int) -> str | None:
@@ -294,7 +293,7 @@ def _of_waiting(ranks: Sequence[RankFacts]) -> Explanation:
         )
     return Explanation(
         "communication",
-        f"All {len(ranks)} ranks wait in {printable(odd.collective)} at step {odd.step}.",
+        f"All {len(ranks):,} ranks wait in {printable(odd.collective)} at step {odd.step}.",
         "The network between them does not answer, or shapes differ. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL, and "
         "NCCL_DEBUG=INFO.",
     )
@@ -311,9 +310,7 @@ _EVERY_RANK = {
 
 
 def _names(ranks: Sequence[RankFacts]) -> str:
-    numbers = [str(one.rank) for one in ranks[:_MAX_RANKS]]
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {number_ranges(one.rank for one in ranks)}"
 
 
 def _doing(phase: str) -> str:

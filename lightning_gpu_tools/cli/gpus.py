@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.units import format_bytes, format_duration, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.table import Table
 
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
 
 _REFRESH_EVERY_S = 2.0
+_MIN_UUID = len("MIG-5e6f7a8b")
+_MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
 # Our default: who has begun less than five minutes ago may still load data.
 _MIN_AGE_S = 300.0
 
@@ -122,23 +125,43 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
+    # CUDA_VISIBLE_DEVICES takes the beginning of a UUID for it, too.
+    length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
+    rows = [row for gpu in gpus for row in _rows(gpu, claims, length)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", justify="right", no_wrap=True)
-    table.add_column("name", max_width=24)
+    table.add_column("name", overflow="fold", no_wrap=max((len(row[1]) for row in rows), default=0) <= _MAX_NAME)
     table.add_column("free", justify="right", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     table.add_column("util", justify="right", no_wrap=True)
     table.add_column("used by", overflow="fold")
     table.add_column("claimed by", overflow="fold")
-    for gpu in gpus:
-        # Text, so that rich does not take a bracket in a name for markup.
-        table.add_row(*map(Text, _row(str(gpu.index), gpu, claims)))
-        for instance in gpu.mig_instances:
-            table.add_row(*map(Text, _row("MIG", instance, claims)))
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text, so that rich does not take a bracket in a name for markup
     return table
 
 
-def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
+def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:
+    """Yield the row of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
+    yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims)
+    empty: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
+    for one in gpu.mig_instances:
+        profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims)
+        name = f"{profile} {printable(str(one.uuid)[:uuid_length])}"
+        if any(cells[-2:]):
+            yield one.number, name, *cells
+        else:
+            empty.setdefault((profile, *cells[:-2]), []).append((name, one))
+    for (profile, *sizes), alike in empty.items():
+        numbers = number_ranges(one.mig_index or 0 for _, one in alike)
+        short = numbers.replace(" to ", "-").replace(" and ", ",").replace(" ", "")
+        name = alike[0][0] if len(alike) == 1 else f"{len(alike)} x {profile}"
+        yield f"{gpu.index}:{short}", name, *sizes, "nobody", ""
+
+
+def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
+    """Return free and total memory, utilization, who uses the GPU, and who has claimed it."""
     now_s = time.time()
     claimed = [
         f"{claim.user} (pid {claim.pid}): {_what(claim)} for {format_duration(max(0.0, now_s - claim.since_s))}"
@@ -147,8 +170,6 @@ def _row(title: str, gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tupl
         if gpu.uuid in claim.uuids
     ]
     return (
-        title,
-        printable(gpu.name or "?"),
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),
         "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
@@ -162,7 +183,7 @@ def _use(gpu: GpuReading) -> str:
     if gpu.error:
         return f"cannot be used: {printable(gpu.error, 300)}"
     if gpu.mig_instances:
-        return "divided into MIG instances"
+        return f"{len(gpu.mig_instances)} MIG instances"
     if gpu.mig_mode:
         return "cannot be used: MIG mode without an instance"
     if gpu.compute_mode == "prohibited":

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_share,
         help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="list every GPU, stall, part and process of a large job; by default a report has at most 80 lines",
+    )
     parser.add_argument("--format", choices=["text", "markdown", "json"], default="text", help="default: %(default)s")
     parser.set_defaults(run=run, usage_error=parser.error)
 
@@ -52,11 +57,17 @@ def run(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.reports.report import load_report, to_json
     from lightning_gpu_tools.reports.text import render_markdown, render_text
 
+    if args.full and (args.against is not None or args.format == "json"):
+        args.usage_error("--full is for the report of one run, as text or markdown")
+
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     if args.against is None:
-        render = {"text": render_text, "markdown": render_markdown, "json": to_json}[args.format]
-        print(render(load_report(args.file)).rstrip("\n"))
+        report = load_report(args.file)
+        if args.format == "json":
+            print(to_json(report).rstrip("\n"))
+        else:
+            print({"text": render_text, "markdown": render_markdown}[args.format](report, full=args.full))
         return 0
     try:
         new, old = load_report(args.file), load_report(args.against)

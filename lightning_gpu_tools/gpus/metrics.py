@@ -7,8 +7,10 @@ field of :class:`GpuSummary`. Units are in the names; ``None`` = not reported.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading, UtilizationSample
@@ -231,6 +233,29 @@ def gpu_metrics(
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
     values |= {**dataclasses.asdict(sharing), "energy_joules": energy_joules}
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+
+
+# Our default: eight machines of eight GPUs. With a dozen metrics each, a page of charts shows no more than that.
+MAX_NAMED_GPUS = 64
+
+
+def count_gpus(by_node: Sequence[Mapping[str, float]], nodes: int) -> int:
+    """Return how many GPUs a job has on so many nodes, by the names of the metrics of those that could be heard."""
+    heard = [{name.partition("gpu/")[2].partition("/")[0] for name in metrics} for metrics in by_node if metrics]
+    return sum(map(len, heard)) * nodes // max(1, len(heard))
+
+
+def job_metrics(by_node: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what to log of all GPUs of a job instead of each by name: ``gpu/all/<metric>/{min,mean,max}``."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for metrics in by_node:
+        for name, value in metrics.items():
+            values[name.partition("gpu/")[2].partition("/")[2]].append(value)
+    found: dict[str, float] = {}
+    for name, known in values.items():
+        prefix = f"gpu/all/{name}"
+        found |= {f"{prefix}/min": min(known), f"{prefix}/mean": fmean(known), f"{prefix}/max": max(known)}
+    return found
 
 
 def gpu_summary(

@@ -52,6 +52,7 @@ class GpuReading:
             container the processes of others are invisible.
         mig_mode: Whether the GPU is divided into MIG instances; ``None`` if unknown.
         mig_instances: The instances, if it is divided.
+        mig_index: Of a MIG instance its number on its GPU, as the driver counts; ``None`` for a whole GPU.
         compute_mode: As set with ``nvidia-smi -c``.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
         error: Why this GPU cannot be used, in words with what to do; ``None`` if it could be read.
@@ -67,9 +68,15 @@ class GpuReading:
     processes: tuple[GpuProcess, ...] | None = None
     mig_mode: bool | None = None
     mig_instances: tuple[GpuReading, ...] = ()
+    mig_index: int | None = None
     compute_mode: ComputeMode | None = None
     integrated: bool | None = None
     error: str | None = None
+
+    @property
+    def number(self) -> str:
+        """What the driver's tools call it: ``"2"``, and an instance of it ``"2:0"``."""
+        return f"{self.index}" if self.mig_index is None else f"{self.index}:{self.mig_index}"
 
 
 class GpuClaim(NamedTuple):

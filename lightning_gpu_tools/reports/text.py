@@ -19,15 +19,15 @@ from lightning_gpu_tools.advice.memory_account import (
     OtherProcess,
 )
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
-from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.gpu_table import gpu_lines
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.phases import PHASES, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
-# A report is at most 80 lines long, whatever the job. The file has the rest.
-_MAX_GPUS = 8
+# Whatever the job, unless all of it is asked for. After training, where the files are follows within 80 lines.
+_MAX_LINES = 76
 _MAX_NAMES = 6
 _MAX_PROCESSES = 3
 _MAX_STALLS = 3
@@ -37,15 +37,63 @@ _CAUSE = "  ◀ cause"
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
-def render_text(report: Report) -> str:
-    """Return the report as lines of at most 100 columns: run, verdict, why, next; GPUs; where the wall time went."""
+def render_text(report: Report, *, full: bool = False) -> str:
+    """Return the report as less than 80 lines of at most 100 columns.
+
+    First the run, the verdict, why, and what to do next; then the GPUs, where the wall time went, and the memory.
+
+    Args:
+        report: Of a job of any size.
+        full: Whether to list every GPU, stall, part and process, in as many lines as that takes.
+    """
     diagnosis = report.diagnosis
-    gpus = sorted(report.gpus, key=lambda gpu: not gpu.errors)
-    details = [
+    head = [
+        _paragraph("Run", _header(report)),
+        _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
+        _paragraph("Why", diagnosis.why),
+        _paragraph("Next", diagnosis.next_step),
+        *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
+        "",
+    ]
+    return _joined(head, _details(report, full), [], full)
+
+
+def render_markdown(report: Report, *, full: bool = False) -> str:
+    """Return the report for a pull request: verdict, why and next; the rest in a collapsed block.
+
+    The arguments are those of :func:`render_text`.
+    """
+    diagnosis, details = report.diagnosis, _details(report, full)
+    fence = max(["``", *re.findall("`+", "\n".join(details))]) + "`"  # longer than any inside the block
+    head = [
+        f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
+        "",
+        f"- **Run:** {escape_markdown(_header(report))}",
+        f"- **Why:** {escape_markdown(diagnosis.why)}",
+        f"- **Next:** {escape_markdown(diagnosis.next_step)}",
+        "",
+        "<details><summary>Where the time went</summary>",
+        "",
+        f"{fence}text",
+    ]
+    return _joined(head, details, [fence, "", "</details>"], full)
+
+
+def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], full: bool) -> str:
+    """Return a report; of what does not fit the end of its details is left out."""
+    room = _MAX_LINES - len("\n".join(head).split("\n")) - len(foot)
+    lines = "\n".join(details).splitlines()
+    if len(lines) > room and not full:
+        more = len(lines) - room + 1
+        lines[room - 1 :] = [f"({more:,} more lines: lightning-gpu-tools report FILE --full)"]
+    return "\n".join([*head, *lines, *foot])
+
+
+def _details(report: Report, full: bool) -> list[str]:
+    sentences = [
         *_unfinished_lines(report),
-        *_stall_lines(report),
-        *map(_gpu_line, gpus[:_MAX_GPUS]),
-        *([f"{len(gpus) - _MAX_GPUS} more GPUs are in {FILE_NAME}."] if len(gpus) > _MAX_GPUS else []),
+        *_stall_lines(report, full),
+        *gpu_lines(report.gpus, full=full),
         *([report.gpu_note] if report.gpu_note else []),
         *_memory_lines(report),
         *_rank_lines(report),
@@ -53,44 +101,12 @@ def render_text(report: Report) -> str:
         *_gpu_step_lines(report),
         *([_loader_line(report.loader)] if report.loader is not None else []),
     ]
-    return "\n".join(
-        [
-            _paragraph("Run", _header(report)),
-            _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
-            _paragraph("Why", diagnosis.why),
-            _paragraph("Next", diagnosis.next_step),
-            *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
-            "",
-            *map(_wrapped, details),
-            *(_time_tree(report) if report.wall_s > 0 else []),
-            *_memory_tree(report),
-            *map(_wrapped, _measuring_lines(report)),
-        ]
-    )
-
-
-def render_markdown(report: Report) -> str:
-    """Return the report for a pull request: verdict, why and next; the rest in a collapsed block."""
-    diagnosis = report.diagnosis
-    details = render_text(report).split("\n\n", 1)[-1]
-    fence = max(["``", *re.findall("`+", details)]) + "`"  # longer than any inside the block
-    return "\n".join(
-        [
-            f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
-            "",
-            f"- **Run:** {escape_markdown(_header(report))}",
-            f"- **Why:** {escape_markdown(diagnosis.why)}",
-            f"- **Next:** {escape_markdown(diagnosis.next_step)}",
-            "",
-            "<details><summary>Where the time went</summary>",
-            "",
-            f"{fence}text",
-            details,
-            fence,
-            "",
-            "</details>",
-        ]
-    )
+    return [
+        *map(_wrapped, sentences),
+        *(_time_tree(report, full) if report.wall_s > 0 else []),
+        *_memory_trees(report, full),
+        *map(_wrapped, _measuring_lines(report)),
+    ]
 
 
 _VERDICT = {
@@ -143,8 +159,8 @@ def _unfinished_lines(report: Report) -> list[str]:
     return [f"The process ended before it could report: it was killed, or it crashed. {known}"]
 
 
-def _stall_lines(report: Report) -> list[str]:
-    longest = sorted(report.stalls, key=lambda one: -one.lasted_s)[:_MAX_STALLS]
+def _stall_lines(report: Report, full: bool) -> list[str]:
+    longest = sorted(report.stalls, key=lambda one: -one.lasted_s)[: None if full else _MAX_STALLS]
     more = len(report.stalls) - len(longest)
     return [
         *(
@@ -243,27 +259,6 @@ def _run_line(report: Report) -> str:
     return "; ".join(parts)
 
 
-def _gpu_line(gpu: GpuSummary) -> str:
-    busy, low, high = gpu.utilization_percent_mean, gpu.utilization_percent_p5, gpu.utilization_percent_p95
-    peak, total, others = gpu.memory_used_bytes_max, gpu.memory_total_bytes, gpu.others_memory_bytes_max
-    parts = [
-        *(_known("{:.0f} % busy (p5 {:.0f}, p95 {:.0f})", busy, low, high) or _known("{:.0f} % busy", busy)),
-        *(["utilization not reported"] if busy is None else []),
-        *_known("{:.0f} % busy with other jobs", gpu.others_utilization_percent or None),
-        *_known("SMs {:.0f} % active", gpu.sm_active_percent),
-        *_known("tensor cores {:.0f} %", gpu.tensor_active_percent),
-        *([f"peak memory {format_bytes(peak)} of {format_bytes(total)}"] if peak is not None and total else []),
-        *([f"other jobs up to {format_bytes(others)}"] if others else []),
-        *_known("{:.0f} W", gpu.power_watts_mean),
-        *_known("{:,.1f} Wh", None if gpu.energy_joules is None else gpu.energy_joules / 3600),
-        *_known("{:.0f} C", gpu.temperature_celsius_max),
-        *_known("throttled {:.0f} % of the time", gpu.throttled_percent),
-        *(["ERRORS: " + ", ".join(map(printable, gpu.errors))] if gpu.errors else []),
-    ]
-    node = f"node {gpu.node} " if gpu.node else ""
-    return f"{node}GPU {gpu.index} {printable(gpu.name or gpu.uuid)}: {', '.join(parts)}"
-
-
 def _known(template: str, *values: float | None) -> list[str]:
     """Return the template with these values, or nothing if one of them is unknown."""
     return [] if None in values else [template.format(*values)]
@@ -298,16 +293,16 @@ def cause_phase(report: Report) -> str | None:
     return None
 
 
-def _time_tree(report: Report) -> list[str]:
+def _time_tree(report: Report, full: bool) -> list[str]:
     cause = cause_phase(report)
     unexplained = report.phase_s.get(UNEXPLAINED, 0.0)
     explained = max(0.0, 1 - unexplained / report.wall_s)
     branches = []
     for group, parts in phase_groups(report.phase_s).items():
         named = [(name, seconds) for name, seconds in parts.items() if name]
-        if group == TRAINING_STEP:  # named one by one where it is worth a line
+        if group == TRAINING_STEP and not full:  # named one by one where it is worth a line
             named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
-        if len(named) > _MAX_NAMES:
+        if len(named) > _MAX_NAMES and not full:
             rest = named[_MAX_NAMES - 1 :]
             named[_MAX_NAMES - 1 :] = [(f"{len(rest)} others", sum(seconds for _, seconds in rest))]
         branches.append(
@@ -350,28 +345,34 @@ def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
     return lines
 
 
-def _memory_tree(report: Report) -> list[str]:
-    """Return what the memory of a GPU was used for; of several GPUs, that of the fullest."""
-    fullest = max(report.memory, key=_share_used, default=None)
-    if fullest is None:
-        return []
-    whole_bytes = max(1, sum(fullest.parts_bytes.values()))
+def _memory_trees(report: Report, full: bool) -> list[str]:
+    """Return what the memory of a GPU was used for; of several GPUs, that of the fullest, or of all of them."""
+    fullest = sorted(report.memory, key=_share_used, reverse=True)
+    lines = []
+    for place, account in enumerate(fullest if full else fullest[:1]):
+        lines += _memory_tree(account, len(fullest) if place == 0 else 1, full)
+    return lines
+
+
+def _memory_tree(account: MemoryAccount, gpus: int, full: bool) -> list[str]:
+    """Return what the memory of one GPU was used for, the fullest of so many."""
+    whole_bytes = max(1, sum(account.parts_bytes.values()))
 
     def line(label: str, size: int) -> _Line:
         return _Line(label, format_bytes(size), size / whole_bytes)
 
     groups: dict[str, dict[str, int]] = {}
-    for name, size in fullest.parts_bytes.items():
+    for name, size in account.parts_bytes.items():
         part = PARTS.get(name) or MemoryPart(name, name, "", "")  # a file may have unknown ones
         groups.setdefault(part.group or part.label, {})[part.label if part.group else ""] = size
     branches = []
     for group, parts in groups.items():
         leaves = sorted(((name, size) for name, size in parts.items() if name), key=lambda leaf: -leaf[1])
         if group == PARTS[OTHER_PROCESSES].label:
-            leaves = _processes(fullest.others)
-        shown = [line(*leaf) for leaf in leaves if leaf[1] >= _MIN_PART * whole_bytes]
+            leaves = _processes(account.others, full)
+        shown = [line(*leaf) for leaf in leaves if full or leaf[1] >= _MIN_PART * whole_bytes]
         branches.append((line(group, sum(parts.values())), shown))
-    return [_wrapped(_memory_head(fullest, whole_bytes, len(report.memory))), *_tree(branches), *_in_tensors(fullest)]
+    return [_wrapped(_memory_head(account, whole_bytes, gpus)), *_tree(branches), *_in_tensors(account)]
 
 
 def _share_used(account: MemoryAccount) -> float:
@@ -380,7 +381,7 @@ def _share_used(account: MemoryAccount) -> float:
 
 def _memory_head(account: MemoryAccount, whole_bytes: int, gpus: int) -> str:
     gpu = f"{f'node {account.node} ' if account.node else ''}GPU {account.index}"
-    gpu += f", the fullest of {gpus}," if gpus > 1 else ""
+    gpu += f", the fullest of {gpus:,}," if gpus > 1 else ""
     if account.used_bytes is None:
         return f"What the {format_bytes(whole_bytes)} are that torch has reserved on {gpu} (the driver gives no total)"
     free = "" if account.free_bytes is None else f"; {format_bytes(account.free_bytes)} are free"
@@ -388,14 +389,15 @@ def _memory_head(account: MemoryAccount, whole_bytes: int, gpus: int) -> str:
     return f"What the {format_bytes(whole_bytes)} in use on {gpu} are ({explained:.0f} % explained){free}"
 
 
-def _processes(others: Sequence[OtherProcess]) -> list[tuple[str, int]]:
+def _processes(others: Sequence[OtherProcess], full: bool) -> list[tuple[str, int]]:
     """Return a label and the size of the largest processes of other jobs, and of the rest."""
     named = [
         (" ".join(filter(None, (one.user and f"{one.user}:", one.name, f"(PID {one.pid})"))), one.used_bytes or 0)
         for one in others
     ]
-    rest = named[_MAX_PROCESSES:]
-    return named[:_MAX_PROCESSES] + [(f"{len(rest)} others", sum(size for _, size in rest))] * bool(rest)
+    shown = len(named) if full else _MAX_PROCESSES
+    rest = named[shown:]
+    return named[:shown] + [(f"{len(rest)} others", sum(size for _, size in rest))] * bool(rest)
 
 
 def _in_tensors(account: MemoryAccount) -> list[str]:

@@ -20,9 +20,10 @@ from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -43,6 +44,7 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 # Names the board of each training with several ranks, which all of them train in the same order.
 _trainings = itertools.count()
 _WARM_UP_POLL_S = 0.4
+_MAX_TROUBLES = 8  # of other nodes at the end of an epoch: what fits on a screen
 
 
 def check_interval(interval_s: float) -> None:
@@ -124,6 +126,7 @@ class Session:
         self._pids_are_ours = False
         self._last_step = -1
         self._logs: int | None = None
+        self._logged: Mapping[str, float] = {}
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
@@ -272,6 +275,7 @@ class Session:
             metrics, troubles = self.gpus.take()
             self._warn_once(troubles)
             self._log_metrics(metrics, step)
+            self._logged = metrics
 
     @property
     def _faults(self) -> list[str]:
@@ -308,10 +312,25 @@ class Session:
         self.publish(next_turn=True)
         if self._monitored is None or place.rank != 0 or place.nodes < 2:
             return
-        for facts in self._wait_for_ranks(self._exchange, TIMEOUT_S):
-            if facts["rank"] != place.rank:
-                self._warn_once(facts.get("troubles", []))
-                self._log_metrics(facts.get("metrics", {}), self.run.logged_step - 1)
+        published = self._wait_for_ranks(self._exchange, TIMEOUT_S)
+        self._log_other_nodes([facts for facts in published if facts["rank"] != place.rank and "metrics" in facts])
+
+    def _log_other_nodes(self, others: list[dict[str, Any]]) -> None:
+        """Log the GPUs of other nodes by what these have published, and warn of what went wrong there."""
+        known = [self._logged, *(facts["metrics"] for facts in others)]
+        count, notes = count_gpus(known, self.run.place.nodes), []
+        if count > MAX_NAMED_GPUS:
+            known[1:] = [job_metrics(known)]
+            notes = [
+                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
+                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
+            ]
+        for metrics in known[1:]:
+            self._log_metrics(metrics, self.run.logged_step - 1)
+        troubles = [trouble for facts in others for trouble in facts["troubles"] if trouble not in self._warned]
+        more = len(troubles) - _MAX_TROUBLES
+        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
+        self._warn_once([*notes, *troubles[:_MAX_TROUBLES], *rest])
 
     def _wait_for_ranks(self, exchange: RankExchange, timeout_s: float) -> list[dict[str, Any]]:
         published = exchange.read(self._turn, timeout_s)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection.request import Request
-from lightning_gpu_tools.units import format_bytes
+from lightning_gpu_tools.units import format_bytes, number_ranges
 
 # From here on a GPU counts as busy. Source: nvitop's default border between light and moderate load (its option
 # --gpu-util-thresh). A step and not a scale, because a percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
+# Our default: reasons that differ for each of 16 GPUs still fit on a screen of 24 lines.
+_MAX_REASONS = 16
 
 
 class Candidate(NamedTuple):
@@ -102,7 +104,8 @@ def rank_gpus(
         candidates = [candidate for candidate in candidates if candidate not in kept]
         reason = f"kept for {waiter.user} (pid {waiter.pid}), who has waited longer"
         rejections += [Rejection(gpu=candidate.gpu, reason=reason) for candidate in kept]
-    rejections.sort(key=lambda rejection: gpus.index(rejection.gpu))
+    places = {id(gpu): place for place, gpu in enumerate(gpus)}
+    rejections.sort(key=lambda rejection: places[id(rejection.gpu)])
     return Ranking(candidates=tuple(candidates), rejections=tuple(rejections))
 
 
@@ -168,9 +171,35 @@ def sharding_hint(
 
 
 def label(gpu: GpuReading) -> str:
-    """Return what messages call a GPU: ``GPU 2 (GPU-1a2b3c4d…)``."""
-    kind = "MIG instance of GPU" if gpu.uuid and gpu.uuid.startswith("MIG-") else "GPU"
-    return f"{kind} {gpu.index} ({_short(gpu.uuid) if gpu.uuid else 'UUID unknown'})"
+    """Return what messages call a GPU: ``GPU 2 (GPU-1a2b3c4d…)``, ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
+    kind = "GPU" if gpu.mig_index is None else "MIG instance"
+    return f"{kind} {gpu.number} ({_short(gpu.uuid) if gpu.uuid else 'UUID unknown'})"
+
+
+def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
+    """Return each reason once, with how many GPUs it concerns and which; of many reasons the first ones."""
+    rejected: dict[str, list[GpuReading]] = {}
+    for gpu, reason in rejections:
+        rejected.setdefault(reason, []).append(gpu)
+    sentences = [f"{_labels(gpus)}: {reason}" for reason, gpus in rejected.items()]
+    if len(sentences) <= _MAX_REASONS:
+        return sentences
+    others = [gpu for gpus in [*rejected.values()][_MAX_REASONS - 1 :] for gpu in gpus]
+    return [*sentences[: _MAX_REASONS - 1], f"{_labels(others)}: for other reasons, see `lightning-gpu-tools gpus`"]
+
+
+def _labels(gpus: Sequence[GpuReading]) -> str:
+    """Return what messages call several GPUs: ``8 GPUs (0 to 7)``, ``112 MIG instances (of GPUs 0 to 15)``."""
+    if len(gpus) == 1:
+        return label(gpus[0])
+    whole = [gpu.index for gpu in gpus if gpu.mig_index is None]
+    parts = [gpu for gpu in gpus if gpu.mig_index is not None]
+    parents = {gpu.index for gpu in parts}
+    named = [f"{len(whole)} GPU{'s' * (len(whole) > 1)} ({number_ranges(whole)})"] if whole else []
+    if parts:
+        of = f"of GPU{'s' * (len(parents) > 1)} {number_ranges(parents)}"
+        named.append(f"{len(parts)} MIG instance{'s' * (len(parts) > 1)} ({of})")
+    return " and ".join(named)
 
 
 def describe_process(process: GpuProcess) -> str:

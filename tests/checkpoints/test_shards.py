@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import weakref
 from collections import OrderedDict
@@ -266,7 +267,9 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> N
 def test_parts_by_dcp_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
     for distributed in (True, False):
         folder = tmp_path / str(distributed)
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=distributed)
+        is_new = "save_distributed" in inspect.signature(dcp.HuggingFaceStorageWriter).parameters
+        options = {"save_distributed" if is_new else "save_sharded": distributed}  # since torch 2.9, in 2.8
+        writer = dcp.HuggingFaceStorageWriter(str(folder), **options)
         dcp.save(dict(WEIGHTS), storage_writer=writer)
     file = next(folder.glob("*.safetensors"))  # its index says that this is all
     assert [load_weights(Net(), path).missing for path in (folder, file)] == [(), ()]

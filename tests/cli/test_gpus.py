@@ -45,12 +45,32 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
         f"pid {os.getpid()}",
         "9.00 GiB for",
         "fallen off the bus",
-        "4.00 GiB 10.0 GiB ?",
+        f"2:0 1g.10gb {driver.gpus[2].mig[0].uuid[:12]} 4.00 GiB 10.0 GiB ? nobody",
         "PROHIBITED",
         "MIG mode without an instance",
     ):
         assert words in text
     assert max(map(len, answer.stdout.splitlines())) <= 100
+
+
+def test_a_mig_server_has_a_line_for_each_instance_in_use(driver: Driver, run_cli: RunCli) -> None:
+    uuids = [f"MIG-12345678-{i}000-0000-0000-000000000000" for i in range(7)]
+    instances = [mig(uuid=uuid) for uuid in uuids]
+    instances[2] = mig(uuid=uuids[2], profile="3g.40gb", memory_total="40GiB")
+    used = [process(pid=4711, memory="3GiB", gpu_instance=4), process(pid=4712, memory="1GiB", gpu_instance=6)]
+    driver.gpus = [gpu(mig=instances, processes=used), *(gpu(mig=[mig() for _ in range(7)]) for _ in range(15))]
+    rows = [line.split() for line in run_cli("gpus").stdout.splitlines()[3:]]
+    assert [row[:3] for row in rows[1:5]] == [
+        ["0:3", "1g.10gb", "MIG-12345678-3"],
+        ["0:5", "1g.10gb", "MIG-12345678-5"],
+        ["0:0,1,4,6", "4", "x"],
+        ["0:2", "3g.40gb", "MIG-12345678-2"],
+    ]
+    assert len([row for row in rows if row]) == 5 + 2 * 15
+    assert [row[0] for row in rows[5:9]] == ["1", "1:0-6", "2", "2:0-6"]
+    listed = json.loads(run_cli("gpus", "--json").stdout)
+    assert [one["uuid"] for one in listed[0]["mig_instances"]] == uuids
+    assert [one["mig_index"] for one in listed[0]["mig_instances"]] == list(range(7))
 
 
 def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -> None:

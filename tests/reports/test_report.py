@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_report import FINDING, GIB, REPORT
+from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.growth import growing_memory
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial
-from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, summarize, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
-from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
 
 
@@ -66,7 +64,8 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     del lines[:3]
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
-    assert "GPU 3 NVIDIA H200: 34 % busy (p5 0, p95 99), peak memory 60.0 GiB of 140 GiB" in lines
+    table = ["GPU  busy  p5  p95  peak   of", "        %   %    %   GiB  GiB", "  3    34   0   99  60.0  140"]
+    assert [line for line in lines if line in table] == table
     assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
@@ -136,11 +135,10 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         ).split()
     )
     for words in (
-        "node 1 GPU 3 NVIDIA H200: 34 % busy",
-        "other jobs up to 5.00 GiB",
-        "300 W, 200.0 Wh",
-        "throttled 12 % of the time",
-        "ERRORS: Xid 31 (memory page fault)",
+        "node GPU busy p5 p95 peak of others power throttled % % % GiB GiB GiB W % "
+        "1 3 34 0 99 60.0 140 5.0 300 12 ◀ error",
+        "ERROR on node 1 GPU 3: Xid 31 (memory page fault)",
+        "Energy of the GPUs: 200.0 Wh.",
         "process grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
         "torch's allocator failed 2 times, and the run went on.",
         "Measuring added at least 14 us per step.",
@@ -196,25 +194,6 @@ def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str,
         gpus=(replace(REPORT.gpus[0], name=name[:60]),),
     )
     assert max(map(len, render_text(report).splitlines())) <= 100
-
-
-def test_a_large_job_has_a_report_of_80_lines() -> None:
-    gpus = [
-        replace(REPORT.gpus[0], index=i, others_utilization_percent=50.0, power_watts_mean=300.0) for i in range(64)
-    ]
-    names = [f"{group}/Name{i}" for group in ("callback", "logging", "training_step") for i in range(50)]
-    broken = replace(gpus[63], errors=("Xid 31 (memory page fault)",))
-    phase_s = {**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)}
-    others = tuple(OtherProcess(pid=pid, used_bytes=GIB) for pid in range(9))
-    account = replace(REPORT.memory[0], parts_bytes=dict.fromkeys(PARTS, GIB), others=others)
-    report = replace(
-        REPORT, gpus=(*gpus[:63], broken), phase_s=phase_s, wall_s=40.0, gpu_step_s=phase_s, memory=(account,) * 64
-    )
-    lines = render_text(report).splitlines()
-    assert len(lines) <= 80
-    assert "56 more GPUs are in gpu_report.json." in lines
-    assert any("ERRORS: Xid 31" in line for line in lines)
-    assert sum("45 others" in line and "45 s" in line for line in lines) == 3
 
 
 def test_a_part_of_the_step_is_a_line_from_two_percent_on() -> None:

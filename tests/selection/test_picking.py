@@ -117,6 +117,30 @@ def test_one_mig_instance_can_be_had_and_not_two(driver: Driver) -> None:
         select_gpus(2)
 
 
+def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="4GiB") for _ in range(6)] + [gpu(mig=[mig(), None, mig()]), gpu(mig=[mig(), mig()])]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(8)
+    assert "\n  4 MIG instances (of GPUs 6 and 7): CUDA shows a process only one" in str(caught.value)
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="20GiB")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[1] == "  6 GPUs (0 to 5): 4.00 GiB free, asked for 20.0 GiB"
+    assert lines[2] == "  4 MIG instances (of GPUs 6 and 7): 10.0 GiB free, asked for 20.0 GiB"
+    assert len(caught.value.rejected) == 10
+    assert caught.value.rejected[7].startswith(f"MIG instance 6:2 ({driver.gpus[6].mig[2].uuid[:12]}…): 10.0 GiB free")
+
+
+def test_many_different_reasons_fit_a_screen(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in range(40)]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="79GiB")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 17
+    assert lines[-1] == "  25 GPUs (15 to 39): for other reasons, see `lightning-gpu-tools gpus`"
+
+
 def test_a_model_too_big_for_one_gpu_gets_advice(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="79GiB"), gpu(memory_free="78GiB"), gpu(memory_free="40GiB")]
     with pytest.raises(NotEnoughGpusError) as caught:

@@ -109,7 +109,12 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
     instances = []
     for slot in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
         reading = GpuReading(
-            index=gpu.index, pci_bus_id=gpu.pci_bus_id, compute_mode=gpu.compute_mode, mig_mode=False, integrated=False
+            index=gpu.index,
+            pci_bus_id=gpu.pci_bus_id,
+            compute_mode=gpu.compute_mode,
+            mig_mode=False,
+            mig_index=slot,
+            integrated=False,
         )
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)

@@ -222,6 +222,7 @@ def test_one_broken_mig_instance_hurts_no_other(driver):
 def test_a_slot_without_an_instance_hides_no_later_one(driver):
     (reading,) = read(driver, gpu(mig=[None, mig(), None, mig()]))
     assert [one.uuid for one in reading.mig_instances] == [driver.gpus[0].mig[slot].uuid for slot in (1, 3)]
+    assert [one.number for one in (reading, *reading.mig_instances)] == ["0", "0:1", "0:3"]
 
 
 # GPUs that share the memory of the host

@@ -1,0 +1,242 @@
+"""The GPUs of a job as a table: a line for each GPU, or for each node, and what stands out from the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Literal, NamedTuple
+
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.units import number_ranges, printable
+
+# Our default: what fits on a screen beside the rest of the report. 16 GPUs are two machines of eight.
+_MAX_ROWS = 16
+_MAX_OUTLIERS = 8
+_MAX_ERRORS = 5
+_MAX_NODES_NAMED = 8
+# Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993): a modified z-score above 3.5, where 1.4826 times the
+# median absolute deviation estimates the standard deviation.
+_MAX_DEVIATIONS = 3.5 * 1.4826
+# Our default: less than 10 points of percent, 10 degrees, or 10 % of the median away from it is not worth a mark.
+_MARGIN = 10.0
+
+
+class _Column(NamedTuple):
+    """A column of the table.
+
+    Attributes:
+        title: Its first line.
+        unit: Its second line.
+        field: Of :class:`GpuSummary`.
+        of_node: Whether a line about a node has it.
+        compared: Whether a GPU can stand out by it.
+        shown: Whether there is a column: where something is known, where that is not all zero, or always.
+    """
+
+    title: str
+    unit: str
+    field: str
+    of_node: bool = True
+    compared: bool = True
+    shown: Literal["known", "not zero", "always"] = "known"
+
+    def is_shown(self, values: Sequence[float]) -> bool:
+        """Return whether these are worth a column."""
+        return {"known": bool(values), "not zero": any(values), "always": True}[self.shown]
+
+    def values(self, gpus: Iterable[GpuSummary]) -> list[float]:
+        """Return what is known of some GPUs, in its unit."""
+        known = [value for gpu in gpus if (value := getattr(gpu, self.field)) is not None]
+        return [value / 2**30 for value in known] if self.unit == "GiB" else known
+
+    def range(self, gpus: Iterable[GpuSummary]) -> str:
+        """Return minimum, median and maximum, or the one number that they are; ``"?"`` if nothing is known."""
+        values = self.values(gpus)
+        texts = [self.text(value) for value in (min(values), median(values), max(values))] if values else ["?"]
+        return "/".join(texts if len({*texts}) > 1 else texts[:1])
+
+    def text(self, value: float) -> str:
+        """Return a number of it."""
+        if abs(value) >= 1e6:  # which no GPU has, but a file may
+            return f"{value:.0e}"
+        return f"{value:.1f}" if self.unit == "GiB" and value < 99.95 else f"{value:.0f}"
+
+
+_COLUMNS = (
+    _Column("busy", "%", "utilization_percent_mean", shown="always"),
+    _Column("p5", "%", "utilization_percent_p5", of_node=False, compared=False),
+    _Column("p95", "%", "utilization_percent_p95", of_node=False, compared=False),
+    _Column("SMs", "%", "sm_active_percent"),
+    _Column("tensor", "%", "tensor_active_percent", of_node=False, compared=False),
+    _Column("peak", "GiB", "memory_used_bytes_max"),
+    _Column("of", "GiB", "memory_total_bytes", of_node=False),
+    _Column("others", "GiB", "others_memory_bytes_max", of_node=False, shown="not zero"),
+    _Column("others", "%", "others_utilization_percent", of_node=False, shown="not zero"),
+    _Column("power", "W", "power_watts_mean"),
+    _Column("temp", "C", "temperature_celsius_max"),
+    _Column("throttled", "%", "throttled_percent", shown="not zero"),
+)
+
+
+class _Compared(NamedTuple):
+    """A GPU beside the others.
+
+    Attributes:
+        gpu: The GPU.
+        excess: By how much it differs in each column in which it stands out, in multiples of what others do.
+    """
+
+    gpu: GpuSummary
+    excess: dict[_Column, float]
+
+    @property
+    def oddness(self) -> float:
+        """How much it stands out; 0 if it does not."""
+        return max([math.inf if self.gpu.errors else 0.0, *map(abs, self.excess.values())])
+
+
+def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
+    """Return what a report says of the GPUs: a table, whose lines have at most 100 columns, and sentences.
+
+    Args:
+        gpus: Those of the job.
+        full: Whether each GPU has a line, however many there are.
+    """
+    columns = [column for column in _COLUMNS if column.is_shown(column.values(gpus))]
+    compared = _compare(gpus, columns)
+    if not gpus:
+        lines = []
+    elif full or len(gpus) <= _MAX_ROWS:
+        lines = _table_of_gpus(compared, columns)
+    else:
+        nodes = len({gpu.node for gpu in gpus})
+        place = f"{len(gpus):,} GPUs on {nodes:,} node{'s' * (nodes > 1)}"
+        head = f"{place}: min/median/max (each GPU: lightning-gpu-tools report FILE --full)"
+        table = _table_of_nodes(compared, [column for column in columns if column.of_node])
+        lines = [head, *table, *_outliers(compared)]
+    energy_joules = sum(gpu.energy_joules or 0.0 for gpu in gpus)
+    return [*lines, *_products(gpus), *_errors(gpus, full), *([_energy(energy_joules)] if energy_joules else [])]
+
+
+def _compare(gpus: Sequence[GpuSummary], columns: Sequence[_Column]) -> list[_Compared]:
+    compared = [_Compared(gpu, {}) for gpu in gpus]
+    for column in columns:
+        values = column.values(gpus)
+        if not values or not column.compared:
+            continue
+        middle = median(values)
+        margin = _MARGIN if column.unit in ("%", "C") else max(1.0, middle * _MARGIN / 100)
+        limit = max(margin, _MAX_DEVIATIONS * median(abs(value - middle) for value in values))
+        for one in compared:
+            for value in column.values([one.gpu]):
+                if abs(value - middle) > limit:
+                    one.excess[column] = (value - middle) / limit
+    return compared
+
+
+def _table_of_gpus(compared: Sequence[_Compared], columns: Sequence[_Column]) -> list[str]:
+    has_nodes = any(one.gpu.node for one in compared)
+    heads = ["node", "GPU"] if has_nodes else ["GPU"]
+    rows = [
+        [*([f"{one.gpu.node}"] if has_nodes else []), f"{one.gpu.index}", *_cells([one], columns)] for one in compared
+    ]
+    marks = ["◀" * (one.oddness > 0) + " error" * bool(one.gpu.errors) for one in compared]
+    legend = ["* differs from the rest"] if any(one.excess for one in compared) else []
+    return [*_aligned(heads, columns, rows, marks), *legend]
+
+
+def _table_of_nodes(compared: Sequence[_Compared], columns: Sequence[_Column]) -> list[str]:
+    """Return a line for each node; of many nodes those where a GPU stands out, and one for the rest."""
+    nodes: dict[str, list[_Compared]] = {}
+    for one in sorted(compared, key=lambda one: one.gpu.node):
+        nodes.setdefault(f"{one.gpu.node}", []).append(one)
+    oddness = {node: max(one.oddness for one in inside) for node, inside in nodes.items()}
+    if len(nodes) > _MAX_ROWS:
+        oddest = sorted(nodes, key=lambda node: -oddness[node])[: _MAX_ROWS - 1]
+        odd = {node: inside for node, inside in nodes.items() if node in oddest and oddness[node]}
+        rest = [one for node, inside in nodes.items() if node not in odd for one in inside]
+        nodes = {**odd, "rest" if odd else "all": rest}
+    rows = [[node, f"{len(inside):,}", *_cells(inside, columns)] for node, inside in nodes.items()]
+    return _aligned(["node", "GPUs"], columns, rows, ["◀" * (oddness.get(node, 0.0) > 0) for node in nodes])
+
+
+def _cells(compared: Sequence[_Compared], columns: Sequence[_Column]) -> list[str]:
+    gpus = [one.gpu for one in compared]
+    return [column.range(gpus) + "*" * any(column in one.excess for one in compared) for column in columns]
+
+
+def _aligned(
+    heads: Sequence[str], columns: Sequence[_Column], rows: Sequence[Sequence[str]], marks: Sequence[str]
+) -> list[str]:
+    """Return the lines of a table, its cells aligned to the right but for the star behind them."""
+    titles = [[*heads, *(column.title for column in columns)], [*("" for _ in heads), *(one.unit for one in columns)]]
+    lines = [[cell if cell.endswith("*") else f"{cell} " for cell in line] for line in (*titles, *rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return [
+        f"{' '.join(map(str.rjust, line, widths))} {mark}".rstrip()
+        for line, mark in zip(lines, ["", "", *marks], strict=True)
+    ]
+
+
+def _outliers(compared: Sequence[_Compared]) -> list[str]:
+    """Return the GPUs that stand out, by name and why: those with the same reasons in one line."""
+    alike: defaultdict[tuple[object, ...], list[_Compared]] = defaultdict(list)
+    for one in compared:
+        if one.excess:
+            alike[tuple((column, by > 0) for column, by in one.excess.items())].append(one)
+    groups = sorted(alike.values(), key=lambda group: -max(one.oddness for one in group))
+    everyone = [one.gpu for one in compared]
+    lines = []
+    for group in groups[:_MAX_OUTLIERS]:
+        reasons = []
+        for column in group[0].excess:
+            values, usual = column.values(one.gpu for one in group), column.text(median(column.values(everyone)))
+            texts = dict.fromkeys(map(column.text, (min(values), max(values))))
+            reasons.append(f"{column.title} {' to '.join(texts)} {column.unit} (median {usual})")
+        lines.append(f"{_names([one.gpu for one in group], everyone)}: {', '.join(reasons)}")
+    rest = [one.gpu for group in groups[_MAX_OUTLIERS:] for one in group]
+    if rest:
+        lines.append(f"{_names(rest, everyone)} differ{'s' * (len(rest) == 1)}, too")
+    return ["* differs from the rest:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def _products(gpus: Sequence[GpuSummary]) -> list[str]:
+    """Return which GPU is of which product where there are several; of one the first line of the report has it."""
+    by_name: defaultdict[str, list[GpuSummary]] = defaultdict(list)
+    for gpu in gpus:
+        by_name[printable(gpu.name or "unknown")].append(gpu)
+    listed = [f"{_names(some, gpus)}: {name}" for name, some in by_name.items()]
+    return [f"Products: {'; '.join(listed)}."] if len(listed) > 1 else []
+
+
+def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
+    by_error: defaultdict[str, list[GpuSummary]] = defaultdict(list)
+    for gpu in gpus:
+        for error in gpu.errors:
+            by_error[printable(error)].append(gpu)
+    lines = [f"ERROR on {_names(some, gpus)}: {error}" for error, some in by_error.items()]
+    shown = lines if full else lines[:_MAX_ERRORS]
+    more = len(lines) - len(shown)
+    return [*shown, *([f"{more:,} more errors of GPUs (lightning-gpu-tools report FILE --full)"] if more else [])]
+
+
+def _energy(joules: float) -> str:
+    watt_hours = joules / 3600
+    amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
+    return f"Energy of the GPUs: {amount}."
+
+
+def _names(gpus: Sequence[GpuSummary], everyone: Sequence[GpuSummary]) -> str:
+    """Return what to call some of a job's GPUs: ``GPU 3``, ``node 2 GPUs 0 to 7``, ``9 GPUs on nodes 3 to 6``."""
+    by_node: defaultdict[int, list[int]] = defaultdict(list)
+    for gpu in gpus:
+        by_node[gpu.node].append(gpu.index)
+    if len(by_node) > _MAX_NODES_NAMED:
+        return f"{len(gpus):,} GPUs on nodes {number_ranges(by_node)}"
+    has_nodes = any(gpu.node for gpu in everyone)
+    return ", ".join(
+        f"{f'node {node} ' * has_nodes}GPU{'s' * (len(indices) > 1)} {number_ranges(indices)}"
+        for node, indices in by_node.items()
+    )

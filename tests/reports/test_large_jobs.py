@@ -1,0 +1,151 @@
+"""The report of jobs from one GPU to a thousand: a table that a person can read, with what differs marked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_report import GIB, REPORT, of_size
+
+from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
+from lightning_gpu_tools.advice.stalls import Stall
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.report import Report, ReportFile
+from lightning_gpu_tools.reports.text import render_markdown, render_text
+from lightning_gpu_tools.training.phases import PHASES
+
+SLOW = {"utilization_percent_mean": 5.0, "power_watts_mean": 120.0}
+BROKEN = {"errors": ("Xid 31 (memory page fault)",)}
+
+
+def with_odd(report: Report, odd: dict[int, dict[str, object]]) -> Report:
+    """The report with other values for some of its GPUs, by their place."""
+    gpus = [replace(gpu, **odd.get(place, {})) for place, gpu in enumerate(report.gpus)]  # type: ignore[arg-type]
+    return replace(report, gpus=tuple(gpus))
+
+
+def lines_of(report: Report, *, full: bool = False) -> list[str]:
+    return render_text(report, full=full).splitlines()
+
+
+@pytest.mark.parametrize("count", [1, 8, 17, 64, 1024])
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_a_report_of_any_size_fits_a_screen(count: int, is_odd: bool) -> None:
+    report = of_size(count)
+    if is_odd:
+        report = with_odd(report, {place: {**SLOW, **BROKEN} for place in range(0, count, 7)})
+    lines, markdown = lines_of(report), render_markdown(report).splitlines()
+    assert max(len(lines), len(markdown)) <= 80
+    assert max(map(len, lines)) <= 100
+    assert [line.partition(":")[0] for line in lines if line[:1].isupper()][:4] == ["Run", "Verdict", "Why", "Next"]
+    assert markdown[0].startswith("**GPU utilization: LOW**")
+    assert any(line.startswith("├─ waiting for data") for line in lines)
+    assert set(lines[lines.index("") + 1 :]) <= set(markdown)  # the same in both
+
+
+def test_everything_at_once_still_fits_and_names_the_rest() -> None:
+    names = [f"{group}/Name{i}" for group in ("callback", "logging", "training_step") for i in range(50)]
+    stall = Stall(
+        began_at="", lasted_s=9.0, is_over=True, step=1, phase="x", cause="code", why="a " * 200, next_step=""
+    )
+    account = replace(REPORT.memory[0], parts_bytes=dict.fromkeys(PARTS, GIB))
+    report = replace(
+        with_odd(of_size(1024), {place: SLOW | {"errors": (f"Xid {place}",)} for place in range(0, 1024, 5)}),
+        phase_s={**dict.fromkeys(PHASES, 1.0), **dict.fromkeys(names, 1.0)},
+        memory=(replace(account, others=tuple(OtherProcess(pid=pid, used_bytes=GIB) for pid in range(9))),) * 1024,
+        stalls=(stall,) * 9,
+    )
+    lines = lines_of(report)
+    assert len(lines) == len(render_markdown(report).splitlines()) == 76  # four more say where the files are
+    assert sum("45 others" in line and "45 s" in line for line in lines) == 3
+    assert lines[-1].endswith(" more lines: lightning-gpu-tools report FILE --full)")
+    assert len(lines_of(report, full=True)) > 2 * 1024
+
+
+def test_one_line_a_gpu_marks_what_differs() -> None:
+    lines = lines_of(with_odd(of_size(8), {5: SLOW, 6: BROKEN, 7: {"temperature_celsius_max": 92.0}}))
+    head = lines.index("GPU  busy  p5  p95  peak   of  power  temp")
+    assert lines[head + 1] == "        %   %    %   GiB  GiB      W     C"
+    rows = {int(line.split()[0]): line for line in lines[head + 2 : head + 10]}
+    assert rows[4] == "  4    35   0   99  60.0  140    304    64"
+    assert rows[5] == "  5     5*  0   99  60.0  140    120*   60  ◀"
+    assert rows[6] == "  6    34   0   99  60.0  140    306    61  ◀ error"
+    assert [number for number, row in rows.items() if "*" in row] == [5, 7]
+    assert lines[head + 10 : head + 12] == ["* differs from the rest", "ERROR on GPU 6: Xid 31 (memory page fault)"]
+
+
+def test_nodes_have_a_line_and_odd_gpus_their_names() -> None:
+    lines = lines_of(with_odd(of_size(64), {33: SLOW}))
+    head = lines.index("64 GPUs on 8 nodes: min/median/max (each GPU: lightning-gpu-tools report FILE --full)")
+    assert lines[head + 1].split() == ["node", "GPUs", "busy", "peak", "power", "temp"]
+    rows = lines[head + 3 : head + 11]
+    assert rows[0].split() == ["0", "8", "34/35/36", "60.0", "300/302/306", "60/62/64"]
+    assert rows[4].split() == ["4", "8", "5/35/36*", "60.0", "120/302/306*", "60/62/64", "◀"]
+    assert [row for row in rows if "*" in row] == [rows[4]]
+    odd = "  node 4 GPU 1: busy 5 % (median 35), power 120 W (median 303)"
+    assert lines[head + 11 : head + 13] == ["* differs from the rest:", odd]
+
+
+def test_a_slow_node_of_many_is_one_line_and_one_name() -> None:
+    slow = {place: {"utilization_percent_mean": 10.0 + place % 8} for place in range(800, 808)}
+    lines = lines_of(with_odd(of_size(1024), slow))
+    head = next(place for place, line in enumerate(lines) if line.startswith("1,024 GPUs on 128 nodes: "))
+    assert [row.split()[:3] for row in lines[head + 3 : head + 5]] == [
+        ["100", "8", "10/14/17*"],
+        ["rest", "1,016", "34/35/36"],
+    ]
+    assert lines[head + 6] == "  node 100 GPUs 0 to 7: busy 10 to 17 % (median 35)"
+
+
+def test_what_many_gpus_have_in_common_is_said_once() -> None:
+    everyone = {place: {"name": "NVIDIA A" if place < 512 else "NVIDIA B", **BROKEN} for place in range(1024)}
+    text = " ".join(render_text(with_odd(of_size(1024), everyone)).split())
+    assert "ERROR on 1,024 GPUs on nodes 0 to 127: Xid 31 (memory page fault)" in text
+    assert "512 GPUs on nodes 0 to 63: NVIDIA A; 512 GPUs on nodes 64 to 127: NVIDIA B." in text
+
+
+def test_full_lists_every_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ReportFile(tmp_path).save(of_size(64))
+    for options in ([], ["--format", "markdown"]):
+        assert main(["report", str(tmp_path), "--full", *options]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith(tuple("01234"))]
+        found = [(int(row[0]), int(row[1])) for row in rows if len(row) == 9]
+        assert found == [(node, index) for node in range(8) for index in range(8)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path), "--full", "--format", "json"])
+
+
+def test_two_gpus_or_noise_mark_nothing() -> None:
+    assert "*" not in render_text(with_odd(of_size(2), {1: SLOW}))
+    noisy = {place: {"utilization_percent_mean": 30.0 + place * 37 % 50} for place in range(16)}
+    assert "*" not in render_text(with_odd(of_size(16), noisy))
+
+
+OTHER_PERCENTS = (
+    *("utilization_percent_p5", "utilization_percent_p95", "sm_active_percent", "tensor_active_percent"),
+    *("others_utilization_percent", "power_watts_mean", "temperature_celsius_max", "throttled_percent"),
+)
+percents = st.none() | st.floats(0, 2.0**64)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64), percents, percents, st.booleans()), max_size=40))
+def test_no_value_of_a_file_makes_a_report_larger(values: list[tuple[int, float | None, float | None, bool]]) -> None:
+    gpus = tuple(
+        GpuSummary(
+            index=index,
+            uuid="",
+            node=index // 2,
+            utilization_percent_mean=busy,
+            **dict.fromkeys(OTHER_PERCENTS, other),
+            **dict.fromkeys(("memory_used_bytes_max", "memory_total_bytes", "others_memory_bytes_max"), index),
+            errors=(f"{index}" * 30,) * broken,
+        )
+        for index, busy, other, broken in values
+    )
+    lines = lines_of(replace(REPORT, gpus=gpus))
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 100
