@@ -74,20 +74,16 @@ def test_every_command_shown_is_accepted(command: str) -> None:
 
 
 @pytest.mark.usefixtures("driver", "claims_dir")
+@pytest.mark.filterwarnings("ignore:FreeMemoryDDPStrategy picks no GPU")
 def test_the_configurations_build_what_they_name(tmp_path: Path) -> None:
     arguments = []
     for number, block in enumerate(one for one in BLOCKS if one.language == "yaml"):
         (tmp_path / f"{number}.yaml").write_text(block.text)
         arguments += ["--config", str(tmp_path / f"{number}.yaml")]
-    with pytest.warns(UserWarning, match="FreeMemoryDDPStrategy picks no GPU"):
-        cli = LightningCLI(
-            BoringModel,
-            BoringDataModule,
-            run=False,
-            args=["--trainer.accelerator=cpu", *arguments],
-            save_config_callback=None,
-        )
-    trainer: Trainer = cli.trainer
+    options = ["--trainer.accelerator=cpu", *arguments]
+    trainer: Trainer = LightningCLI(
+        BoringModel, BoringDataModule, run=False, args=options, save_config_callback=None
+    ).trainer
     assert isinstance(trainer.strategy, FreeMemoryDDPStrategy)
     assert isinstance(trainer.strategy.checkpoint_io, PortableCheckpointIO)
     built = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
