@@ -33,6 +33,7 @@ from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Re
 from lightning_gpu_tools.selection.request import OPTIONS
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.timeline import Series
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -562,7 +563,7 @@ TABLES: dict[str, Callable[[], str]] = {
         kind.__name__: functools.partial(fields, kind)
         for kind in (
             *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
-            *(LoaderSummary, ProcessId, Stall),
+            *(LoaderSummary, ProcessId, Series, Stall),
         )
     },
 }

@@ -88,6 +88,9 @@ def format_duration(duration_s: float) -> str:
     if duration_s < 599.5:
         return f"{round(duration_s) // 60} min {round(duration_s) % 60:02d} s"
     minutes = round(duration_s / 60)
+    if minutes >= 48 * 60:
+        hours = round(duration_s / 3600)
+        return f"{hours // 24} days {hours % 24:02d} h"
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 

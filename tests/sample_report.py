@@ -8,6 +8,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.memory_readings import MemoryPoint
 from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.timeline import Series
 
 GIB = 2**30
 
@@ -44,7 +45,7 @@ REPORT = Report(
             utilization_percent_p95=99.0,
             memory_used_bytes_max=60 * GIB,
             memory_total_bytes=140 * GIB,
-            timelines={"utilization_percent": [[0.5, 30.0], [1.5, 38.0]]},
+            timelines={"utilization_percent": Series(0.0, 1.0, [30.0, 38.0])},
         ),
     ),
     memory=(

@@ -16,6 +16,7 @@ import traceback
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.gpus.nvml import read_gpus
 from lightning_gpu_tools.reports.report import load_report, to_json
+from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import printable
 
 STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"
@@ -167,7 +169,8 @@ def hostile_report() -> str:
     report |= dict.fromkeys(("outcome", "started_at", "gpu_note", "confirmation"), EVIL)
     report |= {"phase_s": {**report["phase_s"], **phases}, "unseen": [EVIL], "spans": [[0.0, 1.0, phases, 20]]}
     report["settings"] = {EVIL: [EVIL], "gpu": [EVIL], "batch_size": EVIL, "model": EVIL}
-    report["gpus"][0] |= {"uuid": EVIL, "name": EVIL, "errors": [EVIL], "timelines": {EVIL: [[0.0, 1.0]]}}
+    timelines = {EVIL: asdict(Series(0.0, 1.0, [1.0]))}
+    report["gpus"][0] |= {"uuid": EVIL, "name": EVIL, "errors": [EVIL], "timelines": timelines}
     report["diagnosis"] |= {"why": EVIL, "next_step": EVIL, "gpu_idle_percent": phases}
     report["diagnosis"]["findings"][0] |= {"advice": EVIL, "evidence": {EVIL: EVIL, "name": EVIL}}
     unknown = dict.fromkeys(("confirmed", "users_batches_per_s", "batches_per_s", "wait_share"))

@@ -28,6 +28,7 @@ HOMES: dict[str, set[str]] = {
     "lightning_utilities": {"trainer"},
     "pynvml": {"gpus/nvml"},
     "matplotlib": {"reports/plot"},
+    "bokeh": {"reports/page"},
     "torch": {"trainer", "runs", "loaders", "training", "checkpoints", "cli"},
 }
 # What decides on data: nothing but the standard library, and nothing of it that asks the world outside.

@@ -74,6 +74,7 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
         (112.9, "1 min 53 s"),
         (600.0, "10 min"),
         (7500.0, "2 h 05 min"),
+        (30.25 * 86400, "30 days 06 h"),
     ],
 )
 def test_durations_are_written_in_the_unit_a_reader_expects(duration_s: float, text: str) -> None:

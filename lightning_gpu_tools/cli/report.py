@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report import Report
@@ -37,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list every GPU, stall, part and process of a large job; by default a report has at most 80 lines",
     )
-    parser.add_argument("--format", choices=["text", "markdown", "json"], default="text", help="default: %(default)s")
+    parser.add_argument(
+        "--format",
+        choices=["text", "markdown", "json", "html"],
+        default="text",
+        help="html is a page for a browser, to be redirected to a file (default: %(default)s)",
+    )
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
@@ -57,17 +63,19 @@ def run(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.reports.report import load_report, to_json
     from lightning_gpu_tools.reports.text import render_markdown, render_text
 
-    if args.full and (args.against is not None or args.format == "json"):
+    if args.full and (args.against is not None or args.format not in ("text", "markdown")):
         args.usage_error("--full is for the report of one run, as text or markdown")
 
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
+    if args.format == "html" and importlib.util.find_spec("bokeh") is None:
+        args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
         report = load_report(args.file)
-        if args.format == "json":
-            print(to_json(report).rstrip("\n"))
-        else:
+        if args.format in ("text", "markdown"):
             print({"text": render_text, "markdown": render_markdown}[args.format](report, full=args.full))
+        else:
+            print({"json": to_json, "html": _page}[args.format](report).rstrip("\n"))
         return 0
     try:
         new, old = load_report(args.file), load_report(args.against)
@@ -75,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
         return 3
     return _compare(new, old, args.max_slowdown or 0.0, args.format)
+
+
+def _page(*runs: Any) -> str:
+    from lightning_gpu_tools.reports.page import render_page
+
+    return render_page(*runs)
 
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
@@ -88,6 +102,8 @@ def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
     result = [] if confirmation is None else [f"Result of the change: {confirmation}"]
     if form == "json":
         print(as_json(asdict(comparison)))
+    elif form == "html":
+        print(_page(new, old, max_slowdown))
     elif form == "markdown":
         print("\n\n".join([comparison_markdown(comparison), *map(escape_markdown, result)]))
     else:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading, UtilizationSample
 from lightning_gpu_tools.gpus.sharing import Sharing
+from lightning_gpu_tools.training.timeline import Series
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,8 +189,8 @@ class GpuSummary:
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
         errors: Errors that the GPU reported: Xid events, uncorrectable ECC errors.
-        timelines: Points (seconds since the start of training, value) of ``utilization_percent``,
-            ``memory_used_bytes`` and ``power_watts``, at most 2000 of each.
+        timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
+            intervals; of other nodes than the first only the first two, in at most 128 and 32.
     """
 
     index: int
@@ -215,7 +216,18 @@ class GpuSummary:
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     errors: tuple[str, ...] = ()
-    timelines: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
+    timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
+
+    def to_send(self, *, at_end: bool) -> GpuSummary:
+        """Return what another node needs of it: over the run only at its end, and then in little room."""
+        known = [(name, most) for name, most in _SENT.items() if name in self.timelines] if at_end else []
+        short = {name: self.timelines[name].at_most(most) for name, most in known}
+        rounded = {name: _rounded(series, series.begin_s) for name, series in short.items()}
+        return dataclasses.replace(self, timelines=rounded)
+
+
+# Our default for the points of timelines: with 1,024 GPUs these take 1 MB of a report.
+_SENT = {"utilization_percent": 128, "memory_used_bytes": 32}
 
 
 # What the report has of both phases together.
@@ -262,7 +274,7 @@ def gpu_summary(
     gpu: GpuReading,
     window: GpuWindow,
     validation: GpuWindow,
-    timelines: Mapping[str, Sequence[tuple[float, float]]],
+    timelines: Mapping[str, Series],
     *,
     node: int,
     started_s: float,
@@ -273,7 +285,7 @@ def gpu_summary(
 
     ``timelines`` is what ``Sampler.timelines`` gives; who shares the GPU is said as of the end.
     """
-    power = [watts for _, watts in timelines.get("power_watts", ())]
+    power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
     return GpuSummary(
         index=gpu.index,
         uuid=window.uuid,
@@ -286,12 +298,15 @@ def gpu_summary(
         own_utilization_percent=sharing.own_utilization_percent,
         others_utilization_percent=sharing.others_utilization_percent,
         errors=window.errors,
-        timelines={
-            name: [[round(time_s - started_s, 2), round(value, 2)] for time_s, value in points]
-            for name, points in timelines.items()
-        },
+        timelines={name: _rounded(series, series.begin_s - started_s) for name, series in timelines.items()},
         **{metric.reported: over_run(metric, window, validation) for metric in METRICS if metric.reported},
     )
+
+
+def _rounded(series: Series, begin_s: float) -> Series:
+    """Return the series as a file has it, beginning then: whole numbers of bytes, percent and watts to one decimal."""
+    values = [None if value is None else round(value, 1) if value < 1000 else round(value) for value in series.values]
+    return Series(max(0.0, round(begin_s, 2)), series.interval_s, values)
 
 
 def over_run(metric: Metric, window: GpuWindow, validation: GpuWindow) -> Any:

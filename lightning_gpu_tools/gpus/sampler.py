@@ -23,6 +23,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.utilization import mean_percent
 from lightning_gpu_tools.gpus.window import GpuTimelines, Phases, WindowBuilder
+from lightning_gpu_tools.training.timeline import Series
 
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]
@@ -30,7 +31,7 @@ Phase = Literal["training", "validation"]
 # The driver's buffer holds about 20 s; poll at least this often, so that nothing in it is overwritten unseen.
 _MAX_INTERVAL_S = 10.0
 
-# Enough for a chart as wide as a screen; about 100 kB a metric.
+# Enough for a chart as wide as a screen; about 10 kB of a report for each metric.
 _TIMELINE_POINTS = 2000
 
 # How long to wait for a poll that hangs in the driver, as it does with a GPU that is falling off the bus.
@@ -149,8 +150,8 @@ class Sampler:
         with self._polled:
             return dict(self._latest_listed)
 
-    def timelines(self, uuid: str) -> dict[str, list[tuple[float, float]]]:
-        """Return (seconds since the epoch, value) from the start on, by metric, in at most 2000 points each.
+    def timelines(self, uuid: str) -> dict[str, Series]:
+        """Return each metric over the whole time, in seconds since the epoch and at most 2000 points.
 
         The metrics are named as in ``GpuSample``; utilization is ``utilization_percent``. What the GPU does not report
         is absent.
@@ -158,7 +159,7 @@ class Sampler:
         if self._pid != os.getpid():
             return {}
         with self._polled:
-            return self._timelines[uuid].points()
+            return self._timelines[uuid].series()
 
     def close(self) -> None:
         """End the thread; what was collected can still be taken. Idempotent."""

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S, weights_s
-from lightning_gpu_tools.training.timeline import Timeline
+from lightning_gpu_tools.training.timeline import Series, Timeline
 
 # What a timeline is kept of, besides utilization.
 _TIMELINES = ("memory_used_bytes", "power_watts")
@@ -223,6 +223,6 @@ class GpuTimelines:
             if value is not None:
                 self._timelines[name].add(sample.time_s, value)
 
-    def points(self) -> dict[str, list[tuple[float, float]]]:
-        """Return the points of every metric that was reported."""
-        return {name: points for name, timeline in self._timelines.items() if (points := timeline.points())}
+    def series(self) -> dict[str, Series]:
+        """Return every metric that was reported, in seconds since the epoch."""
+        return {name: series for name, timeline in self._timelines.items() if (series := timeline.series()).values}

@@ -2,52 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.charts import (
+    MAX_LINES,
+    MAX_ROWS,
+    ROW_METRICS,
+    Row,
+    RowMetric,
+    gpu_label,
+    label_every,
+    phase_bands,
+    rows,
+    rows_title,
+    span_edges_s,
+    strips,
+    time_unit,
+    torch_account,
+    torch_bands,
+)
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
-from lightning_gpu_tools.reports.text import phase_groups, phase_label
-from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_UNKNOWN_COLOR = "#BBBBBB"
+    Panel = tuple[float, Callable[[Axes], None]]  # its height in inches, and what draws it
+
 # Lines of GPUs differ in dashes as well as in shade, so that they can be told apart in print.
-_LINES = (("#000000", "-"), ("#000000", ":"), ("#666666", "-"), ("#666666", "--"), ("#999999", "-"), ("#999999", ":"))
-# Panels below the phases: timeline, label, divisor, height against that of the phases.
-_PANELS = (
-    ("utilization_percent", "GPU busy (%)", 1.0, 2.0),
-    ("memory_used_bytes", "memory (GiB)", 2.0**30, 1.5),
-    ("power_watts", "power (W)", 1.0, 1.0),
-)
+_LINES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
+
+
+class _Lines(NamedTuple):
+    """A panel of lines."""
+
+    timeline: str
+    label: str
+    divisor: float
+    height: float  # in inches
+
+
+_UTILIZATION = _Lines("utilization_percent", "GPU busy (%)", 1.0, 2.8)
+_MEMORY = _Lines("memory_used_bytes", "memory (GiB)", 2.0**30, 2.1)
+_POWER = _Lines("power_watts", "power (W)", 1.0, 1.4)
+_MAX_POINTS = 600  # of a line; with more, four of them hide each other
+# Of a panel of rows, in inches: at most this much each and together, and room for a line of text.
+_ROW, _ROWS, _TEXT = 0.28, 7.0, 0.17
+# Distinguishable with every common color blindness, and equal steps look equal (Nunez, Anderton and Renslow, 2018).
+_COLORS = "cividis"
 # Whatever the user's own style is. Text may hold dollar signs, which are not meant as mathematics.
-# Bands of the memory of torch on the GPU of rank 0: field of ``MemoryPoint``, label, color (Okabe and Ito's).
-_BANDS = (
-    ("kept_bytes", "tensors kept between steps", "#0072B2"),
-    ("step_bytes", "activations and temporaries", "#009E73"),
-    ("reserved_bytes", "allocator cache", "#F0E442"),
-)
 _STYLE: list[Any] = ["default", {"text.parse_math": False}]
-_MIN_VISIBLE = 0.01  # of a span, which is a pixel of the panel's height
+# Beside the data, never on it.
+_LEGEND: dict[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.0, 1.0),
+    "borderaxespad": 0.0,
+    "fontsize": "small",
+    "frameon": False,
+}
 
 
 def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     """Draw the report into ``gpu_report.png`` in ``folder``, completely or not at all, and return its path.
 
-    From top to bottom: the phases of the wall time; how busy each GPU was, over the colors of the phases; memory;
-    power. What was not reported is left out.
+    From top to bottom: the phases of the wall time; how busy the GPUs were; memory. Up to four GPUs are lines, with
+    their power; more are a row each, whose color says how busy; of more than 32, each node is a row, with the GPU of it
+    that stands out below. What was not reported is left out.
 
     Raises:
         OSError: The folder is not writable.
@@ -59,99 +91,109 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
 
 
 def _draw(report: Report) -> Figure:
-    panels = [panel for panel in _PANELS if any(gpu.timelines.get(panel[0]) for gpu in report.gpus)]
-    heights = [1.0, *(height for *_, height in panels)]
-    figure = Figure(figsize=(11, 2.2 + 1.4 * sum(heights)), layout="constrained")
+    panels = _panels(report)
+    heights = [height for height, _ in panels]
+    figure = Figure(figsize=(12, 1.1 + sum(heights) + 0.25 * len(heights)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0])
     verdict = report.diagnosis.verdict.replace("_", " ").upper()
-    title = textwrap.fill(f"{verdict}: {printable(report.diagnosis.why, 1000)}", 110)
+    title = textwrap.fill(f"{verdict}: {printable(report.diagnosis.why, 1000)}", 120)
     figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
-    _draw_phases(axes[0], report)
-    axes[0].set_ylabel("time (%)")
-    for axis, (timeline, label, divisor, _) in zip(axes[1:], panels, strict=True):
-        if timeline == "utilization_percent":
-            _draw_phases(axis, report, alpha=0.2)
-        if timeline == "memory_used_bytes":
-            _draw_memory(axis, report.memory, divisor)
-        _draw_gpus(axis, report.gpus, timeline, divisor)
-        axis.set_ylabel(label)
-    for axis in axes:
+    for axis, (_, draw) in zip(axes, panels, strict=True):
+        draw(axis)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("time since training started (s)")
-    axes[-1].set_xlim(0, max(report.wall_s, 1e-9))
-    axes[0].set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")
-    figure.legend(handles=_legend(report), loc="outside lower left", ncols=4, fontsize="small", frameon=False)
+    unit = time_unit(report.wall_s)
+    axes[-1].set_xlabel(f"time since training started ({unit.name})")
+    axes[-1].set_xlim(0, max(report.wall_s, 1e-9) / unit.seconds)
     return figure
+
+
+def _panels(report: Report) -> list[Panel]:
+    """Return the panels from top to bottom."""
+    named = sum(band.is_visible for band in phase_bands(report))
+    panels: list[Panel] = [(max(1.4, _TEXT * named), functools.partial(_draw_where_time_went, report=report))]
+    gpus = [gpu for gpu in report.gpus if gpu.timelines]
+    lines: Sequence[_Lines] = (_UTILIZATION, _MEMORY, _POWER)
+    if len(gpus) > MAX_LINES:
+        for metric in ROW_METRICS:
+            shown = rows(report, metric)
+            draw = functools.partial(_draw_rows, report=report, metric=metric, shown=shown)
+            panels += [(min(_ROW * len(shown), _ROWS) + _TEXT, draw)] if shown else []
+        account = torch_account(report)
+        gpus, lines = [gpu for gpu in gpus if account is not None and gpu.uuid == account.uuid], [_MEMORY]
+    for panel in lines:
+        drawn = [gpu for gpu in gpus if panel.timeline in gpu.timelines]
+        draw = functools.partial(_draw_lines, report=report, gpus=drawn, panel=panel)
+        panels += [(panel.height, draw)] if drawn else []
+    return panels
+
+
+def _draw_where_time_went(axis: Axes, report: Report) -> None:
+    _draw_phases(axis, report)
+    handles = [
+        Patch(color=band.color, label=f"{band.label} {band.amount}") for band in phase_bands(report) if band.is_visible
+    ]
+    axis.legend(handles=handles[::-1], **_LEGEND)  # in the order of the stack
+    axis.set_ylabel("time (%)")
+    axis.set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")
 
 
 def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
     """Stack, span by span, the share of the time that each phase took."""
-    edges = [span.begin_s for span in report.spans] + [span.end_s for span in report.spans[-1:]]
-    bottom = [0.0] * len(report.spans)
-    for group in phase_groups(report.phase_s):
-        top = [min(low + 100 * share, 100.0) for low, share in zip(bottom, _shares(report, group), strict=True)]
-        color = _color(group)
-        axis.fill_between(
-            edges, [*bottom, *bottom[-1:]], [*top, *top[-1:]], step="post", color=color, alpha=alpha, linewidth=0
-        )
-        bottom = top
+    unit = time_unit(report.wall_s)
+    edges = [edge_s / unit.seconds for edge_s in span_edges_s(report)]
+    for band in phase_bands(report):
+        bottom, top = ([*side, *side[-1:]] for side in (band.bottom, band.top))
+        axis.fill_between(edges, bottom, top, step="post", color=band.color, alpha=alpha, linewidth=0)
     axis.set_ylim(0, 100)
 
 
-def _color(group: str) -> str:
-    return PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
-
-
-def _shares(report: Report, group: str) -> list[float]:
-    """Return which share of each span a group of phases took."""
-    return [span.phase_s.get(group, 0.0) / max(span.end_s - span.begin_s, 1e-9) for span in report.spans]
-
-
-def _draw_gpus(axis: Axes, gpus: Sequence[GpuSummary], timeline: str, divisor: float) -> None:
-    shown = [gpu for gpu in gpus if gpu.timelines.get(timeline)]
-    for place, gpu in enumerate(shown):
-        times, values = zip(*gpu.timelines[timeline], strict=True)
-        color, style = _LINES[place % len(_LINES)]
+def _draw_lines(axis: Axes, report: Report, gpus: Sequence[GpuSummary], panel: _Lines) -> None:
+    unit = time_unit(report.wall_s)
+    if panel is _UTILIZATION:
+        _draw_phases(axis, report, alpha=0.2)
+    account = torch_account(report)
+    if panel is _MEMORY and account is not None:  # what the driver says is drawn over it
+        times = [point.time_s / unit.seconds for point in account.timeline]
+        for band in torch_bands(account):
+            axis.fill_between(times, band.bottom, band.top, color=band.color, alpha=0.6, linewidth=0, label=band.label)
+        axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
+    for (color, dashes), gpu in zip(_LINES, gpus, strict=False):
+        points = gpu.timelines[panel.timeline].at_most(_MAX_POINTS).points()
         axis.plot(
-            times,
-            [value / divisor for value in values],
-            label=f"GPU {gpu.index}",
+            [time_s / unit.seconds for time_s, _ in points],
+            [value / panel.divisor for _, value in points],
+            label=gpu_label(gpu),
             color=color,
-            linestyle=style,
+            linestyle=dashes,
             linewidth=1.2,
         )
-    if timeline == "memory_used_bytes":
-        for total in {gpu.memory_total_bytes for gpu in shown if gpu.memory_total_bytes}:
-            axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--")
-            axis.text(0, total / divisor, " total", va="top", fontsize="small", color="#D55E00")
-    axis.set_ylim(0, 103 if timeline == "utilization_percent" else None)
+    for total in {gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes} if panel is _MEMORY else ():
+        label = f"all of it, {format_bytes(total)}"
+        axis.axhline(total / panel.divisor, color="#D55E00", linewidth=1, linestyle="--", label=label)
+    axis.set_ylim(0, 103 if panel is _UTILIZATION else None)
+    axis.set_ylabel(panel.label)
     axis.grid(alpha=0.25)
-    if len(shown) > 1 and timeline == "utilization_percent":
-        axis.legend(loc="upper right", ncols=8, fontsize="small")
+    axis.legend(**_LEGEND)
 
 
-def _draw_memory(axis: Axes, accounts: Sequence[MemoryAccount], divisor: float) -> None:
-    """Stack what torch used the memory of a GPU for; what the driver says is drawn over it."""
-    account = next((account for account in accounts if account.timeline), None)
-    if account is None:
-        return
-    times = [point.time_s for point in account.timeline]
-    bottom = [0.0] * len(times)
-    for field, label, color in _BANDS:
-        top = [max(low, getattr(point, field) / divisor) for low, point in zip(bottom, account.timeline, strict=True)]
-        axis.fill_between(times, bottom, top, color=color, alpha=0.6, linewidth=0, label=label)
-        bottom = top
-    axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
-    where: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-    axis.legend(**where, ncols=len(_BANDS), fontsize="small", frameon=False)
-
-
-def _legend(report: Report) -> list[Patch]:
-    """Return an entry for each group of phases that can be seen."""
-    patches = []
-    for group, parts in phase_groups(report.phase_s).items():
-        percent = 100 * sum(parts.values()) / max(report.wall_s, 1e-9)
-        if max([percent / 100, *_shares(report, group)]) >= _MIN_VISIBLE:
-            amount = f"{percent:.0f} %" if percent >= 0.5 else "< 1 %"
-            patches.append(Patch(color=_color(group), label=f"{phase_label(group)} {amount}"))
-    return patches
+def _draw_rows(axis: Axes, report: Report, metric: RowMetric, shown: Sequence[Row]) -> None:
+    """Draw a row of colors for each GPU, or for each node and below it the GPU that stands out."""
+    columns = len(shown[0].percent)
+    length = report.wall_s / time_unit(report.wall_s).seconds
+    parts = strips(shown, metric)
+    colors = axis.pcolormesh(
+        [length * column / columns for column in range(columns + 1)],
+        [*(part.place for part in parts), len(shown)],
+        [[math.nan if value is None else value for value in part.percent] for part in parts],
+        cmap=_COLORS,
+        vmin=0,
+        vmax=100,
+    )
+    if len(shown) <= MAX_ROWS:
+        axis.hlines(range(1, len(shown)), 0, length, color="white", linewidth=0.5)
+    axis.set_ylim(len(shown), 0)  # the first one at the top
+    every = label_every(len(shown), _ROWS / _ROW)
+    axis.set_yticks([place + 0.5 for place in range(0, len(shown), every)], [row.label for row in shown[::every]])
+    axis.tick_params(axis="y", labelsize="small", length=0)
+    axis.set_title(rows_title(shown, metric), loc="left", fontsize="medium")
+    axis.figure.colorbar(colors, cax=axis.inset_axes((1.01, 0.0, 0.012, 1.0)), label="%")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, trial_of
@@ -26,14 +27,16 @@ from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.training.timeline import series_of
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
-# The largest possible report has 6 MiB: 16 GPUs with timelines of 2000 points, 1,024 ranks, 401 spans.
+# One of 1,024 GPUs has 5 MB.
 _MAX_BYTES = 16 << 20
 PLOT_NAME = "gpu_report.png"
+PAGE_NAME = "gpu_report.html"
 RUNNING = "running"
 _CUT_OFF = "cut off"
 # How often the report of a run is written while it runs, at least.
@@ -167,9 +170,10 @@ def to_json(report: Report) -> str:
     return as_json({"schema_version": SCHEMA_VERSION, "summary": summary, **dataclasses.asdict(report)}) + "\n"
 
 
-def as_json(data: Any) -> str:
-    """Return plain data as ASCII JSON, with ``null`` for infinity and NaN."""
-    return json.dumps(_finite(data), indent=1)
+def as_json(data: Mapping[str, Any]) -> str:
+    """Return plain data as ASCII JSON, one line a field, with ``null`` for infinity and NaN."""
+    compact = functools.partial(json.dumps, separators=(",", ":"))
+    return "{\n" + ",\n".join(f"{compact(name)}: {compact(_finite(value))}" for name, value in data.items()) + "\n}"
 
 
 def _finite(value: Any) -> Any:
@@ -203,9 +207,13 @@ def from_json(text: str, source: str = "the text") -> Report:
                 f"{printable_path(source)} has schema version {printable(version)}, but this version of "
                 f"lightning_gpu_tools reads only up to {SCHEMA_VERSION}. Upgrade the package to read it."
             )
-        report: Report = read(Report, data, _AS_WRITTEN)
+        report: Report = read(Report, data, _AS_WRITTEN | (_AS_ONCE_WRITTEN if version < 2 else {}))
+        if version < 2:
+            report = dataclasses.replace(report, gpus=tuple(map(_with_series, report.gpus)))
         if min(report.step_s_blocks, default=1.0) < _SHORTEST_S:
             raise ValueError("step_s_blocks holds a step of less than a nanosecond")
+        if any(one.interval_s < _SHORTEST_S for gpu in report.gpus for one in gpu.timelines.values()):
+            raise ValueError("gpus holds a timeline with intervals of less than a nanosecond")
     except RecursionError:
         reason = "it is nested too deeply"
     except ValueError as error:
@@ -221,7 +229,23 @@ def from_json(text: str, source: str = "the text") -> Report:
 
 # Where to_json writes null for infinity and NaN.
 _AS_WRITTEN = {"ceiling": float | None, "ceiling_lower": float | None, "evidence": Mapping[str, Any]}
+
+
+class _Point(NamedTuple):
+    """Of a timeline in schema version 1."""
+
+    time: float
+    value: float
+
+
+_AS_ONCE_WRITTEN = {"timelines": Mapping[str, Sequence[_Point]]}
 _SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
+
+
+def _with_series(gpu: GpuSummary) -> GpuSummary:
+    """Return a GPU of schema version 1, whose timelines were lists of points, with series."""
+    timelines: Mapping[str, Any] = gpu.timelines
+    return dataclasses.replace(gpu, timelines={name: series_of(points) for name, points in timelines.items()})
 
 
 def _unbounded(finding: Finding) -> Finding:

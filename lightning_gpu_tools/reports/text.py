@@ -48,8 +48,8 @@ def render_text(report: Report, *, full: bool = False) -> str:
     """
     diagnosis = report.diagnosis
     head = [
-        _paragraph("Run", _header(report)),
-        _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({_run_line(report)})"),
+        _paragraph("Run", run_header(report)),
+        _paragraph("Verdict", f"{_VERDICT[diagnosis.verdict]} ({run_line(report)})"),
         _paragraph("Why", diagnosis.why),
         _paragraph("Next", diagnosis.next_step),
         *([_paragraph("Result", report.confirmation)] if report.confirmation else []),
@@ -66,9 +66,9 @@ def render_markdown(report: Report, *, full: bool = False) -> str:
     diagnosis, details = report.diagnosis, _details(report, full)
     fence = max(["``", *re.findall("`+", "\n".join(details))]) + "`"  # longer than any inside the block
     head = [
-        f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(_run_line(report))})",
+        f"**GPU utilization: {_VERDICT[diagnosis.verdict]}** ({escape_markdown(run_line(report))})",
         "",
-        f"- **Run:** {escape_markdown(_header(report))}",
+        f"- **Run:** {escape_markdown(run_header(report))}",
         f"- **Why:** {escape_markdown(diagnosis.why)}",
         f"- **Next:** {escape_markdown(diagnosis.next_step)}",
         "",
@@ -136,7 +136,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _header(report: Report) -> str:
+def run_header(report: Report) -> str:
     """Return what ran, how long, where and with which versions, as far as it is known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
@@ -249,7 +249,8 @@ def _measuring_lines(report: Report) -> list[str]:
     return lines
 
 
-def _run_line(report: Report) -> str:
+def run_line(report: Report) -> str:
+    """Return how the run ended, and how long its steps took."""
     parts = [printable(report.outcome)]
     if report.step_s_median:
         times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}

@@ -193,7 +193,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
 
     Args:
         report: Of a training that has ended.
-        file: Where it is written, and the plot beside it.
+        file: Where it is written, and the picture and the page beside it.
         run: Whose loggers get the summary.
         snapshot: What torch has written when memory ran out, if it did.
     """
@@ -212,6 +212,11 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
                 from lightning_gpu_tools.reports.plot import save_plot
 
                 paths.append(save_plot(report, folder))
+        with _failure_added_to(lines, "The page of the report could not be made"):
+            if importlib.util.find_spec("bokeh") is not None:
+                from lightning_gpu_tools.reports.page import save_page
+
+                paths.append(save_page(report, folder))
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)

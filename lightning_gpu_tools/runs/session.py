@@ -359,7 +359,7 @@ class Session:
         if next_turn and self._monitored and self.gpus is not None and self.run.place.rank != 0:
             facts["metrics"], facts["troubles"] = self.gpus.take()
             summaries = self.gpus.summaries(at_end=at_end)
-            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
+            facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
         self._exchange.publish(self._turn, **facts)
 
     def finish(self, timeout_s: float) -> None:
@@ -396,11 +396,7 @@ class Session:
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
         published = [] if self._exchange is None else self._exchange.read(self._turn)
-        return tuple(
-            GpuSummary(**{**gpu, "errors": tuple(gpu["errors"])})
-            for facts in published
-            for gpu in facts.get("gpus", ())
-        )
+        return tuple(read(GpuSummary, gpu, {}) for facts in published for gpu in facts.get("gpus", ()))
 
     def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
         """Return what the memory of each GPU was used for.

@@ -50,9 +50,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, where the
     wall time went, and what the memory of the GPU was used for, and writes the same as ``gpu_report.json`` and, with
-    the extra ``plot``, ``gpu_report.png`` into the Trainer's log directory. Without a GPU the report holds the host's
-    part. Where the directory cannot be written, that is said when the fit begins, and the report is printed only. No
-    fault of the monitor stops the training.
+    the extra ``plot``, as a picture and a page, ``gpu_report.png`` and ``gpu_report.html``, into the Trainer's log
+    directory. Without a GPU the report holds the host's part. Where the directory cannot be written, that is said when
+    the fit begins, and the report is printed only. No fault of the monitor stops the training.
     A training that makes no progress is named while it stands: since when, in which phase, who waits for what, and the
     stack of the training thread. With several ranks, the one that all wait for is named.
 

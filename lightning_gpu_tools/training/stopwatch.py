@@ -166,8 +166,9 @@ class PhaseTimeline:
         self._spans.append(PhaseSpan(self._begin_s, now_s, spent, steps - self._steps_before))
         self._before, self._begin_s, self._steps_before = dict(seconds), now_s, steps
         if len(self._spans) > self._max_spans:
-            self._width_s *= 2
             self._spans = [_join(self._spans[i : i + 2]) for i in range(0, len(self._spans), 2)]
+            # No shorter than these, or where steps are longer than a span the first ones would be joined over and over.
+            self._width_s = max(2 * self._width_s, (now_s - self._start_s) / len(self._spans))
         self.due_s = now_s + self._width_s
 
     def cut_at_edge(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:

@@ -3,35 +3,114 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A quantity over time, as its mean in each of many intervals of one length.
+
+    Attributes:
+        begin_s: When the first interval began: in seconds since training started.
+        interval_s: Length of each interval.
+        values: Mean in each interval, the first one first; ``None`` where nothing was reported.
+    """
+
+    begin_s: float
+    interval_s: float
+    values: Sequence[float | None]
+
+    def points(self) -> list[tuple[float, float]]:
+        """Return (the middle of an interval, its mean) for those with one, oldest first."""
+        return [
+            (self.begin_s + (number + 0.5) * self.interval_s, value)
+            for number, value in enumerate(self.values)
+            if value is not None
+        ]
+
+    def means(self, edges_s: Sequence[float]) -> list[float | None]:
+        """Return the mean between each two neighbors of these moments; ``None`` where nothing was reported.
+
+        An interval counts where its middle is. Where the moments are closer, each has the value of its interval.
+        """
+        places = [(edge_s - self.begin_s) / self.interval_s for edge_s in edges_s]
+        found: list[float | None] = []
+        for begin, end in pairwise(places):
+            first, after = math.ceil(begin - 0.5), math.ceil(end - 0.5)
+            if first == after:
+                first = math.floor((begin + end) / 2)
+                after = first + 1
+            known = [value for value in self.values[max(0, first) : max(0, after)] if value is not None]
+            found.append(math.fsum(known) / len(known) if known else None)
+        return found
+
+    def at_most(self, count: int) -> Series:
+        """Return the series in at most so many intervals, which are longer by a power of two if need be."""
+        if len(self.values) <= count:
+            return self
+        interval_s = 2 * self.interval_s
+        edges_s = [self.begin_s + number * interval_s for number in range((len(self.values) + 1) // 2 + 1)]
+        return Series(self.begin_s, interval_s, self.means(edges_s)).at_most(count)
+
+
+_MIN_WIDTH_S = 0.01  # which is what their times were rounded to
 
 
 class Timeline:
-    """A quantity over time in a bounded number of points: when they are used up, two neighbors become one."""
+    """A quantity over time in a bounded number of points: when they are used up, two neighbors become one.
 
-    def __init__(self, max_points: int, width_s: float) -> None:
+    Args:
+        max_points: How many there can be.
+        width_s: Length of the interval that a point stands for, at first.
+        origin_s: When the first one begins; by default at the first entry. What was before counts as then.
+    """
+
+    def __init__(self, max_points: int, width_s: float, origin_s: float | None = None) -> None:
         self._max_points = max_points
         self._width_s = width_s
-        self._origin_s: float | None = None
-        self._points: dict[int, tuple[float, float]] = {}  # number of the interval -> value x weight, weight
+        self._origin_s = origin_s
+        # Of each interval: the sum of values times weights, and of weights.
+        self._totals: list[float] = []
+        self._weights: list[float] = []
 
     def add(self, time_s: float, value: float, weight: float = 1.0) -> None:
         """Add a value; within one point the values are averaged by weight."""
         if self._origin_s is None:
             self._origin_s = time_s
-        number = math.floor((time_s - self._origin_s) / self._width_s)
-        total, total_weight = self._points.get(number, (0.0, 0.0))
-        self._points[number] = total + value * weight, total_weight + weight
-        while len(self._points) > self._max_points:
+        number = max(0, math.floor((time_s - self._origin_s) / self._width_s))
+        while number >= self._max_points:
+            number //= 2
             self._width_s *= 2
-            points, self._points = self._points, {}
-            for number, (total, total_weight) in points.items():
-                merged, merged_weight = self._points.get(number // 2, (0.0, 0.0))
-                self._points[number // 2] = merged + total, merged_weight + total_weight
+            self._totals = _in_pairs(self._totals)
+            self._weights = _in_pairs(self._weights)
+        missing = [0.0] * (number + 1 - len(self._totals))
+        self._totals += missing
+        self._weights += missing
+        self._totals[number] += value * weight
+        self._weights[number] += weight
+
+    def series(self) -> Series:
+        """Return the mean of every interval, by the time in which entries were added."""
+        sums = zip(self._totals, self._weights, strict=True)
+        means = [total / weight if weight > 0 else None for total, weight in sums]
+        return Series(self._origin_s or 0.0, self._width_s, means)
 
     def points(self) -> list[tuple[float, float]]:
-        """Return (seconds since the epoch, mean), oldest first; the time is the middle of the point's interval."""
-        return [
-            ((self._origin_s or 0.0) + (number + 0.5) * self._width_s, total / weight)
-            for number, (total, weight) in sorted(self._points.items())
-            if weight > 0
-        ]
+        """Return (time, mean), oldest first; the time is the middle of the point's interval."""
+        return self.series().points()
+
+
+def series_of(points: Sequence[tuple[float, float]]) -> Series:
+    """Return points at even distances, some of which may be missing, as a series."""
+    width_s = min((later - before for (before, _), (later, _) in pairwise(points) if later > before), default=1.0)
+    begin_s = max(0.0, points[0][0] - width_s / 2) if points else 0.0
+    timeline = Timeline(max(2, 2 * len(points)), max(width_s, _MIN_WIDTH_S), begin_s)
+    for time_s, value in points:
+        timeline.add(time_s, value)
+    return timeline.series()
+
+
+def _in_pairs(sums: Sequence[float]) -> list[float]:
+    return [sum(sums[i : i + 2]) for i in range(0, len(sums), 2)]

@@ -120,10 +120,10 @@ def test_a_timeline_covers_the_run(clock):
             reader.take(wait_s=TIMEOUT_S)
             clock.advance(1)
         timelines = reader.timelines(uuid)
-    percents = [value for _, value in timelines["utilization_percent"]]
+    percents = timelines["utilization_percent"].values
     assert (percents[0], percents[-1]) == (0, 100)
     assert "power_watts" not in timelines  # what the GPU does not report
-    times = [time_s for time_s, _ in timelines["memory_used_bytes"]]
+    times = [time_s for time_s, _ in timelines["memory_used_bytes"].points()]
     assert times == sorted(times)
     assert times[-1] - times[0] == pytest.approx(6)
 

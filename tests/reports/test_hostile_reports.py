@@ -124,7 +124,7 @@ def test_a_full_report_is_read_back_unchanged() -> None:
     assert from_json(to_json(FULL)) == FULL
     summary = FULL.diagnosis.summary()
     assert json.loads(to_json(FULL)) == json.loads(
-        json.dumps({"schema_version": 1, "summary": summary, **asdict(FULL)})
+        json.dumps({"schema_version": 2, "summary": summary, **asdict(FULL)})
     )
 
 
@@ -144,7 +144,9 @@ def test_a_full_report_is_read_back_unchanged() -> None:
         (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items; at most 20,000 are allowed"),
         (("outcome",), ["completed"], "outcome must be a string, got a list"),
         (("gpus", 0, "name"), 5, "gpus[0].name must be a string or null, got 5"),
-        (("gpus", 0, "timelines", "power_watts"), [[0.0, "1"]], 'power_watts[0][1] must be a number, got "1"'),
+        (("gpus", 0, "timelines", "utilization_percent", "values", 0), "1", "values[0] must be a number or null, got"),
+        (("gpus", 0, "timelines", "utilization_percent", "interval_s"), 0, "intervals of less than a nanosecond"),
+        (("gpus", 0, "timelines", "utilization_percent", "begin_s"), -1, "begin_s must not be negative, got -1"),
         (("gpus", 0), {}, "gpus[0] has no 'index'"),
         (("loader", "applied"), 1, "loader.applied must be true or false, got 1"),
         (("diagnosis", "findings"), {}, "diagnosis.findings must be a list, got an object"),
@@ -153,7 +155,7 @@ def test_a_full_report_is_read_back_unchanged() -> None:
         (("diagnosis", "verdict"), "odd", "diagnosis.verdict must be one of healthy, low, too_short"),
         (("step_s_blocks",), [None], "step_s_blocks[0] must be a number, got null"),
         (("schema_version",), "1", "not an object with an integer schema_version"),
-        (("schema_version",), 10**40, "but this version of lightning_gpu_tools reads only up to 1"),
+        (("schema_version",), 10**40, "but this version of lightning_gpu_tools reads only up to 2"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: Any, says: str) -> None:
@@ -175,7 +177,7 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "a loop": lambda path: path.symlink_to(path),
     "a folder": lambda path: path.mkdir(),
     "no object": lambda path: path.write_text("[]"),
-    "of a later version": lambda path: path.write_text('{"schema_version": 2}'),
+    "of a later version": lambda path: path.write_text('{"schema_version": 3}'),
     "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
 }
 

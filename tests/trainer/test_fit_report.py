@@ -21,7 +21,7 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports import plot
+from lightning_gpu_tools.reports import page, plot
 from lightning_gpu_tools.reports.report import ReportFile
 from lightning_gpu_tools.runs import run_report, session
 from lightning_gpu_tools.runs.run_report import publish
@@ -70,14 +70,18 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
     assert f"Report: {tmp_path / 'gpu_report.json'}" in printed
 
 
+ALL = ["html", "json", "png"]
+
+
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("owner", "name", "says", "files"),
     [
-        (run_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["json", "png"]),
-        (run_report, "earlier_report", "The previous report could not be compared with: Zero", ["json", "png"]),
+        (run_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ALL),
+        (run_report, "earlier_report", "The previous report could not be compared with: Zero", ALL),
         (ReportFile, "save", "The report could not be written to", []),
-        (plot, "save_plot", "The report could not be drawn: ZeroDivision", ["json"]),
+        (plot, "save_plot", "The report could not be drawn: ZeroDivision", ["html", "json"]),
+        (page, "save_page", "The page of the report could not be made: ZeroDivision", ["json", "png"]),
     ],
 )
 def test_a_fault_in_the_report_costs_only_itself_and_is_printed(
@@ -187,7 +191,7 @@ def test_a_warning_that_is_an_error_costs_only_the_picture(tmp_path: Path, capsy
         warnings.simplefilter("error")
         publish(unknown_letter, ReportFile(tmp_path))
     assert "The report could not be drawn: UserWarning: Glyph" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu_report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_report.html", "gpu_report.json"]
 
 
 @pytest.mark.parametrize("folders", [("my runs", "my runs"), ("version_0", "version_1")])

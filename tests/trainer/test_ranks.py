@@ -51,6 +51,7 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     assert set(other.values()) == {30.0}
     report = load_report(report_file)
     assert [(one.node, one.index, one.utilization_percent_mean) for one in report.gpus] == [(0, 0, 90), (1, 0, 30)]
+    assert [{*one.timelines} >= {"utilization_percent", "memory_used_bytes"} for one in report.gpus] == [True, True]
     assert report.settings["world_size"] == 2
     assert report.unseen == ()
     is_asked = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")  # since Lightning 2.5.2

@@ -1,0 +1,307 @@
+"""The report of a training run as a page for a browser (needs the extra ``plot``).
+
+One file that loads nothing else. All that its charts show stands in tables, too. A report may come from a file that
+anyone has written: no text of it gets into the page but as text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import bokeh
+from bokeh.embed import components
+
+from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
+from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.charts import MAX_LINES, ROW_METRICS, gpu_label, phase_color, rows, torch_account
+from lightning_gpu_tools.reports.comparison import compare, render_comparison
+from lightning_gpu_tools.reports.confirmation import confirm
+from lightning_gpu_tools.reports.markup import Bar, element, escaped, table
+from lightning_gpu_tools.reports.page_charts import LINES, Charts
+from lightning_gpu_tools.reports.report import PAGE_NAME, Report
+from lightning_gpu_tools.reports.text import cause_phase, phase_groups, phase_label, run_header, run_line
+from lightning_gpu_tools.units import format_bytes, format_duration
+
+# The account of memory has a column for each of at most this many GPUs, the fullest.
+_MAX_ACCOUNTS = 8
+
+
+def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
+    """Write the report as ``gpu_report.html`` into ``folder``, completely or not at all, and return its path.
+
+    Raises:
+        OSError: The folder is not writable.
+    """
+    target = Path(folder) / PAGE_NAME
+    with replacing(str(target)) as file:
+        file.write(render_page(report).encode())
+    return target
+
+
+def render_page(report: Report, against: Report | None = None, max_slowdown: float = 0.0) -> str:
+    """Return the report as HTML that needs no network, of one to two megabytes.
+
+    Args:
+        report: The report.
+        against: An older run to show beside it, with what has changed.
+        max_slowdown: How much slower the newer run may be: 0.05 = 5 %.
+    """
+    charts = [Charts(report, "now")]
+    articles = [_article(report, charts[0], "Now: " if against else "")]
+    introduction = ""
+    if against is not None:
+        charts.insert(0, Charts(against, "before"))
+        articles.insert(0, _article(against, charts[0], "Before: "))
+        verdict, *details = render_comparison(compare(report, against, max_slowdown)).split("\n")
+        confirmation = confirm(report, against)
+        details += [] if confirmation is None else [f"Result of the change: {confirmation}"]
+        introduction = element("h1", verdict) + "".join(element("p", line) for line in details)
+    content = f'{introduction}<main class="runs">{"".join(articles)}</main>'
+    plots = {mark: plot for one in charts for mark, plot in one.plots.items()}
+    script, places = components(plots) if plots else ("", {})
+    for mark, place in places.items():
+        content = content.replace(mark, place)
+    library = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
+    return _PAGE.format(
+        title=escaped(f"GPU report of {report.settings.get('model') or 'a training'}"),
+        style=_STYLE,
+        library=library.read_text("utf-8") if plots else "",
+        content=content,
+        script=script,
+        choice=_CHOICE,
+    )
+
+
+# Its own scripts and styles are all that it may use, so that nothing is loaded from anywhere.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:">
+<title>{title}</title>
+<style>{style}</style>
+<script>{library}</script>
+</head>
+<body>
+{content}
+{script}
+<script>{choice}</script>
+</body>
+</html>
+"""
+_STYLE = """
+:root { color-scheme: light; font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
+body { margin: 0 auto; padding: 1rem 1.5rem; max-width: 90rem; }
+.runs { display: grid; gap: 2.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); }
+article { min-width: 0; }
+h1, h2 { font-size: 1.5rem; margin: .5rem 0; }
+h3 { font-size: 1.15rem; margin: 2rem 0 .3rem; border-bottom: 1px solid #767676; }
+h4 { margin: 1rem 0 .2rem; }
+p { margin: .3rem 0; max-width: 60rem; overflow-wrap: anywhere; }
+.next { font-weight: 600; }
+figure { margin: 1.2rem 0; }
+figcaption { font-weight: 600; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
+caption { text-align: left; font-weight: 600; padding: .2rem 0; white-space: nowrap; }
+th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
+thead th { border-bottom: 1px solid #767676; vertical-align: bottom; }
+th:first-child { text-align: left; }
+tbody th { font-weight: 400; }
+td.text { text-align: left; white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
+.part th { padding-left: 1.4rem; }
+.cause > * { font-weight: 700; }
+.bar, .chip, .scale { display: inline-block; border: 1px solid #555; vertical-align: middle; }
+.bar { height: .8em; }
+.chip { width: 1em; height: .8em; }
+.scale { width: 10rem; height: .8em; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .2rem 0; }
+"""
+# Shows the lines of the GPU that is chosen.
+_CHOICE = """
+for (const data of document.querySelectorAll("script[data-of]")) {
+  const series = JSON.parse(data.textContent)
+  const select = document.getElementById(data.dataset.of)
+  select.addEventListener("change", () => {
+    for (const [name, [begin, step, values]] of Object.entries(series[select.value])) {
+      const points = {x: values.map((_, i) => begin + (i + 0.5) * step), y: values.map((value) => value ?? NaN)}
+      for (const charts of Bokeh.documents) {
+        const source = charts.get_model_by_name(name)
+        if (source != null) source.data = points
+      }
+    }
+  })
+}
+"""
+
+
+def _article(report: Report, charts: Charts, title: str) -> str:
+    """Return one run, with marks where its charts are to stand."""
+    diagnosis = report.diagnosis
+    sections = {
+        "Findings": _findings(report),
+        f"Where the {format_duration(report.wall_s)} went": _time(report, charts),
+        "GPUs": _gpus(report, charts),
+        "GPU memory": _memory(report, charts),
+        "Ranks": _ranks(report),
+        "Notes": _notes(report),
+        "Settings": [table("What the run was made with", ("setting", "value"), _settings(report))],
+    }
+    contents = {name: "".join(parts) for name, parts in sections.items()}
+    return "".join(
+        [
+            "<article>",
+            element("h2" if title else "h1", f"{title}{diagnosis.verdict.replace('_', ' ').upper()}"),
+            element("p", run_header(report)),
+            element("p", run_line(report)),
+            element("p", f"Why: {diagnosis.why}"),
+            element("p", f"Next: {diagnosis.next_step}", "next"),
+            *([element("p", f"Result: {report.confirmation}")] if report.confirmation else []),
+            *(f"<section>{element('h3', name)}{content}</section>" for name, content in contents.items() if content),
+            "</article>",
+        ]
+    )
+
+
+def _findings(report: Report) -> Iterable[str]:
+    for finding in report.diagnosis.findings:
+        gain = "" if math.isinf(finding.ceiling) else f"; at most {finding.ceiling:.2f}x as fast without it"
+        share = f"{100 * finding.share:.0f} % of the time{gain}; " if finding.share else ""
+        yield element("h4", finding.cause.replace("_", " "))
+        yield element("p", f"{share}{finding.basis}.")
+        yield element("p", finding.advice)
+        values = finding.evidence.items()
+        evidence = [(name, f"{value:.6g}" if isinstance(value, float) else value) for name, value in values]
+        yield table("Evidence", ("what", "value"), evidence)
+
+
+def _time(report: Report, charts: Charts) -> Iterable[str]:
+    if report.spans:
+        yield charts.phases()
+    cause, wall_s = cause_phase(report), max(report.wall_s, 1e-9)
+    lines, css = [], []
+    for group, parts in phase_groups(report.phase_s).items():
+        named = [(f"{group}/{name}", name, seconds) for name, seconds in parts.items() if name]
+        for phase, label, seconds in [(group, phase_label(group), sum(parts.values())), *named]:
+            share, per_step = seconds / wall_s, format_duration(seconds / max(1, report.steps))
+            marked = f"{label} ◀ cause" if phase == cause else label
+            bar = Bar(share, phase_color(group))
+            lines.append((marked, format_duration(seconds), f"{100 * share:.1f} %", per_step, bar))
+            css.append("cause" if phase == cause else "part" if phase != group else "")
+    yield table("Where the time went", ("phase", "time", "share", "mean per step", ""), lines, css)
+
+
+def _gpus(report: Report, charts: Charts) -> Iterable[str]:
+    gpus = [gpu for gpu in report.gpus if gpu.timelines]
+    if len(gpus) > MAX_LINES:
+        found = {metric: shown for metric in ROW_METRICS if (shown := rows(report, metric))}
+        for metric, shown in found.items():
+            yield charts.rows(metric, shown)
+        gpus = [row.gpu for shown in list(found.values())[:1] for row in shown] or gpus
+        yield charts.choice(gpus)
+        for timeline in LINES:
+            is_known = any(timeline in gpu.timelines for gpu in gpus)
+            yield charts.lines(timeline, gpus[:1], chosen=True) if is_known else ""
+    else:
+        for timeline in LINES:
+            having = [gpu for gpu in gpus if timeline in gpu.timelines]
+            yield charts.lines(timeline, having) if having else ""
+    columns = {name: [show(gpu) for gpu in report.gpus] for name, show in _COLUMNS.items()}
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    yield table("The GPUs over the whole run", [*columns], list(zip(*columns.values(), strict=True)))
+
+
+def _number(value: float | None, unit: str, digits: int = 0) -> str:
+    return "" if value is None else f"{value:,.{digits}f} {unit}"
+
+
+def _size(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else format_bytes(size_bytes)
+
+
+# Of the table of GPUs; a column of which nothing was reported is left out.
+_COLUMNS: dict[str, Callable[[GpuSummary], str]] = {
+    "GPU": gpu_label,
+    "name": lambda gpu: gpu.name or gpu.uuid,
+    "busy": lambda gpu: _number(gpu.utilization_percent_mean, "%"),
+    "p5": lambda gpu: _number(gpu.utilization_percent_p5, "%"),
+    "p95": lambda gpu: _number(gpu.utilization_percent_p95, "%"),
+    "in validation": lambda gpu: _number(gpu.validation_utilization_percent_mean, "%"),
+    "by other jobs": lambda gpu: _number(gpu.others_utilization_percent or None, "%"),
+    "SMs active": lambda gpu: _number(gpu.sm_active_percent, "%"),
+    "tensor cores": lambda gpu: _number(gpu.tensor_active_percent, "%"),
+    "peak memory": lambda gpu: _size(gpu.memory_used_bytes_max),
+    "of": lambda gpu: _size(gpu.memory_total_bytes),
+    "of other jobs": lambda gpu: _size(gpu.others_memory_bytes_max or None),
+    "power": lambda gpu: _number(gpu.power_watts_mean, "W"),
+    "energy": lambda gpu: _number(None if gpu.energy_joules is None else gpu.energy_joules / 3.6e6, "kWh", 2),
+    "hottest": lambda gpu: _number(gpu.temperature_celsius_max, "°C"),
+    "throttled": lambda gpu: _number(gpu.throttled_percent, "%"),
+    "errors": lambda gpu: ", ".join(gpu.errors),
+}
+
+
+def _memory(report: Report, charts: Charts) -> Iterable[str]:
+    drawn = torch_account(report)
+    if drawn is not None:
+        yield charts.torch_memory(drawn)
+    fullest = sorted(report.memory, key=_used, reverse=True)[:_MAX_ACCOUNTS]
+    shown = sorted(fullest, key=lambda account: (account.node, account.index))
+    names = dict.fromkeys([*PARTS, *(name for account in shown for name in account.parts_bytes)])
+    lines = [
+        (PARTS[name].label if name in PARTS else name, *(_size(account.parts_bytes.get(name)) for account in shown))
+        for name in names
+        if any(name in account.parts_bytes for account in shown)
+    ]
+    lines += [("all of these", *map(format_bytes, map(_used, shown)))]
+    lines += [("free", *(_size(account.free_bytes) for account in shown))]
+    of = f", of the {len(shown)} fullest of {len(report.memory)} GPUs" if len(shown) < len(report.memory) else ""
+    head = [f"{f'node {account.node} ' if account.node else ''}GPU {account.index}" for account in shown]
+    yield table(f"What the memory was used for{of}", ("part", *head), lines) if shown else ""
+
+
+def _used(account: MemoryAccount) -> int:
+    return sum(account.parts_bytes.values())
+
+
+def _ranks(report: Report) -> Iterable[str]:
+    phases = dict.fromkeys(phase for rank in report.ranks for phase in rank.phase_s)
+    lines = [
+        (
+            rank.rank,
+            rank.node,
+            format_duration(rank.own_step_s),
+            *(format_duration(rank.phase_s[phase]) if phase in rank.phase_s else "" for phase in phases),
+            "" if rank.wait_s is None else format_duration(rank.wait_s),
+        )
+        for rank in report.ranks
+    ]
+    yield table("A step of each rank", ("rank", "node", "own work", *phases, "waits for others"), lines)
+
+
+def _notes(report: Report) -> Iterable[str]:
+    for stall in report.stalls:
+        yield element("p", f"No progress for {format_duration(stall.lasted_s)} at step {stall.step}: {stall.why}")
+    if report.gpu_note:
+        yield element("p", report.gpu_note)
+    if report.loader is not None:
+        yield element("p", f"NumWorkersFinder: {report.loader.reason}")
+    for missing in report.unseen:
+        yield element("p", f"Not measured, because this version of Lightning or torch lacks it: {missing}")
+    if report.monitor_us_per_step is not None:
+        yield element("p", f"Measuring added at least {report.monitor_us_per_step:.0f} us per step.")
+
+
+def _settings(report: Report) -> Sequence[tuple[str, Any]]:
+    return [
+        (name, ", ".join(map(str, value)) if isinstance(value, list) else value)
+        for name, value in report.settings.items()
+        if value is not None
+    ]
