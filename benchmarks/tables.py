@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/: figures from benchmarks/results/, the report's fields from docstrings.
+"""Writes the tables of README.md and docs/: figures from benchmarks/results/, fields from docstrings, and options.
 
     python -m benchmarks.tables
 
@@ -8,6 +8,7 @@ again, and on what machine they were measured. A test fails where a table is not
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import inspect
@@ -25,16 +26,20 @@ from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.advice.stalls import Stall
+from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
+from lightning_gpu_tools.selection.request import OPTIONS
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import format_bytes, format_duration
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Links are absolute, because a package index shows README and the site shows docs/.
+REPOSITORY = "https://github.com/lightning-gpu-tools/lightning_gpu_tools/blob/main"
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 QUIET = 1.2  # load average from which a reader should know of it
@@ -52,7 +57,7 @@ def source(command: str, *names: str) -> str:
     """Return how the figures came about: by which command, when, on which machine, with links to them."""
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
-    links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
+    links = ", ".join(f"[{name}.json]({REPOSITORY}/benchmarks/results/{name}.json)" for name in names)
     before = f", load average {load:.1f} before" if load > QUIET else ""
     repeat = ", to be repeated on a quiet machine" if load > machine["cores"] else ""
     return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{before}{repeat}: {links}."
@@ -275,8 +280,8 @@ def versions() -> str:
     dates = ", ".join(sorted({run["machine"]["date"] for run in runs}))
     return block(
         table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
-        f"`python tests/matrix.py` on {machines}, {dates}: [versions.json](benchmarks/results/versions.json)."
-        + "".join(notes),
+        f"`python tests/matrix.py` on {machines}, {dates}: "
+        f"[versions.json]({REPOSITORY}/benchmarks/results/versions.json)." + "".join(notes),
     )
 
 
@@ -374,7 +379,7 @@ def how_projects_ran(*names: str) -> str:
         f"Rounds: {rounds}; medians, and ranges if there were several, of times compared within a round. Threads of "
         f"PyTorch (`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
         f"{', '.join(sorted(versions))}. `python benchmarks/real_projects.py {' '.join(names)}`, "
-        f"{'; '.join(sorted(machines))}: [real_projects.json](../benchmarks/results/real_projects.json)."
+        f"{'; '.join(sorted(machines))}: [real_projects.json]({REPOSITORY}/benchmarks/results/real_projects.json)."
     )
 
 
@@ -386,7 +391,7 @@ def scale() -> str:
         return name, *map(value, sizes)
 
     rows = [
-        row("to publish, in the training thread", lambda one: format_duration(one["publish_s"])),
+        row("to hand over what it publishes, in the training thread", lambda one: format_duration(one["publish_s"])),
         row("to read all ranks, in a thread", lambda one: format_duration(one["gather_s"])),
         row("of that, CPU time", lambda one: format_duration(one["gather_cpu_s"])),
         row("the same rank by rank, as a comparison", lambda one: format_duration(one["one_by_one_s"])),
@@ -423,7 +428,7 @@ def stalls() -> str:
         f"Of {quiet} of {len(healthy)} healthy trainings nothing was said: "
         + ", ".join(one["training"] for one in healthy)
         + ". "
-        + source("stall_suite.py", "stall_suite").replace("](", "](../"),
+        + source("stall_suite.py", "stall_suite"),
     )
 
 
@@ -465,6 +470,113 @@ def memory_parts() -> str:
     return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
 
 
+def options() -> str:
+    """Return the options of a selection, which the accelerator and the strategies share."""
+    return table(("option", "meaning"), *((f"`{name}`", text) for name, text in OPTIONS.items()))
+
+
+def commands() -> str:
+    """Return what each command does, with its arguments."""
+    parts = []
+
+    def add(command: argparse.ArgumentParser) -> None:
+        actions = [one for one in command._actions if not isinstance(one, argparse._HelpAction)]
+        nested = next((one for one in actions if isinstance(one, argparse._SubParsersAction)), None)
+        if nested is None:
+            rows = [(f"`{in_words(one)}`", (one.help or "") % vars(one)) for one in actions]
+            parts.extend([f"## {command.prog}", command.description or "", table(("argument", "meaning"), *rows)])
+        for one in dict.fromkeys(nested.choices.values()) if nested else ():
+            add(one)
+
+    add(parser())
+    return "\n\n".join(part if part.startswith(("|", "#")) else block(part) for part in parts)
+
+
+def in_words(action: argparse.Action) -> str:
+    """Return an argument as a reader of ``--help`` knows it."""
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
+    value = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper())
+    return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+def figures() -> str:
+    """Return the figures that README shows; docs/comparison.md has all of them."""
+    peers, overhead, picks = results("diagnosis_peers"), results("step_overhead")["measured_us"], results("pick_speed")
+    loads, saves, searches = results("checkpoint_keys"), results("checkpoint_io"), results("loader_settings")
+    stalls = [one for one in results("stall_suite")["answers"] if one["known"]]
+    large = next(one for one in results("scale")["sizes"] if one["ranks"] == 1024)
+
+    def beyond_us(name: str) -> str:
+        pairs = zip(overhead[name][name]["wall"], overhead[name]["no callbacks"]["wall"], strict=True)
+        return f"{median(a - b for a, b in pairs):.0f} us"
+
+    def saved_s(who: str) -> str:
+        return f"{saves['results']['memory'][f'save, {who}']['seconds_median']:.1f} s"
+
+    def loaded(*tools: str) -> str:
+        return ", ".join(f"{tool} {[*loads['files'][tool].values()].count('loads')}" for tool in tools)
+
+    def took_s(key: str) -> str:
+        seconds = [one[key] for one in searches["loaders"].values()]
+        return f"{min(seconds):.1f} to {max(seconds):.1f} s"
+
+    ms = {name: f"{1e3 * seconds:.0f} ms" for name, seconds in picks["median_s"].items()}
+    device_stats = "DeviceStatsMonitor, log_every_n_steps=50"
+    step_ms = median(overhead["monitor + advisor"]["no callbacks"]["wall"]) / 1e3
+    rows = [
+        (
+            f"right cause of {peers['both']} slow and healthy trainings on the CPU (our own)",
+            str(peers["ours"]["names"]),
+            f"TraceML {peers['traceml']['names']}",
+            "diagnosis_peers",
+        ),
+        (
+            f"cause of {len(stalls)} kinds of hanging trainings",
+            str(sum(one["right"] for one in stalls)),
+            "",
+            "stall_suite",
+        ),
+        (
+            f"added to a step of {step_ms:.1f} ms, everything at its defaults",
+            beyond_us("monitor + advisor"),
+            f"DeviceStatsMonitor {beyond_us(device_stats)}, TraceML {beyond_us('TraceML')}",
+            "step_overhead",
+        ),
+        (
+            f"rank 0 of {large['ranks']:,} reads what all publish, in a thread, once a minute",
+            format_duration(large["gather_s"]),
+            f"rank by rank {format_duration(large['one_by_one_s'])}",
+            "scale",
+        ),
+        (
+            f"a cold `pick` on {picks['gpus']} GPUs",
+            ms["lightning-gpu-tools pick"],
+            f"bare nvidia-ml-py {ms['bare nvidia-ml-py']}, nvisel {ms['nvisel']}, gpu-gate {ms['gpu-gate']}",
+            "pick_speed",
+        ),
+        ("search for DataLoader settings", took_s("finder_s"), f"the whole grid {took_s('grid_s')}", "loader_settings"),
+        (
+            f"kinds of checkpoints that load into a bare network, of {len(loads['files']['ours'])}",
+            str([*loads["files"]["ours"].values()].count("loads")),
+            loaded("timm", "mmengine", "accelerate", "torch"),
+            "checkpoint_keys",
+        ),
+        (
+            f"saving {saves['gib']:g} GiB to memory",
+            saved_s("PortableCheckpointIO"),
+            f"Lightning {saved_s('TorchCheckpointIO')}",
+            "checkpoint_io",
+        ),
+    ]
+    measured = [(*row[:3], f"`{row[3]}.py`, {results(row[3])['machine']['date']}") for row in rows]
+    machines = sorted({hardware(results(row[3])["machine"]) for row in rows})
+    return block(
+        table(("", "this package", "others", "measured by"), *measured),
+        f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes "
+        f"[the raw results]({REPOSITORY}/benchmarks/results).",
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{
         one.__name__: one
@@ -481,6 +593,9 @@ TABLES: dict[str, Callable[[], str]] = {
             real_projects,
             scale,
             stalls,
+            options,
+            commands,
+            figures,
         )
     },
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},

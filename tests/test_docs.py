@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from matrix import MATRIX
 from sample_report import REPORT
 
+import lightning_gpu_tools
 from lightning_gpu_tools.advice import data_loading, uneven_steps
 from lightning_gpu_tools.advice.findings import Cause, Verdict
 from lightning_gpu_tools.advice.stall_causes import StallCause
@@ -17,9 +19,12 @@ from lightning_gpu_tools.reports.text import render_text
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from tables import PAGES, TABLES, filled, results
+from tables import PAGES, REPOSITORY, ROOT, TABLES, filled, results
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()  # what .ci/run has
+SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools/"
+RAW = "https://raw.githubusercontent.com/lightning-gpu-tools/lightning_gpu_tools/main/"
 LOW = (DOCS / "low_gpu_utilization.md").read_text()
 FULL = (DOCS / "out_of_memory.md").read_text()
 HANGS = (DOCS / "hanging_training.md").read_text()
@@ -43,14 +48,46 @@ def test_every_verdict_is_explained() -> None:
         assert f"`{text.partition('Verdict: ')[2].partition(' (')[0]}`" in READ, verdict
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: str(page.name))
+def linked_file(target: str, page: Path) -> Path | None:
+    """Return the file of this repository that a link leads to; ``None`` if it leads elsewhere."""
+    for address, folder in ((f"{REPOSITORY}/", ROOT), (RAW, ROOT)):
+        if target.startswith(address):
+            return folder / target.removeprefix(address)
+    if target.startswith(SITE):
+        return DOCS / f"{target.removeprefix(SITE).strip('/') or 'index'}.md"
+    return None if "://" in target else page.parent / target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a link to a place in the page can name, as Markdown makes it of the headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = [re.sub(r"[^\w\s-]", "", one).strip().lower() for one in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
+    return {re.sub(r"[-\s]+", "-", one) for one in headings} | set(re.findall(r"\{ #(\w+) \}", text))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_work_and_reports_fit_a_terminal(page: Path) -> None:
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in target:
-            assert (DOCS / target).exists(), target
+    for target, _, anchor in (one.partition("#") for one in re.findall(r"\]\(([^)\s]+)\)", text)):
+        file = linked_file(target, page) if target else page
+        assert file is None or file.exists(), target
+        if file is not None and anchor:
+            assert anchor in anchors(file), f"{target}#{anchor}"
+    if page.name == "README.md":  # which a package index shows, too
+        assert re.findall(r"\]\((?!https://|#)(.*?)\)", text) == []
     for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL):
         assert max(len(line) for line in block.splitlines()) <= 100
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: (\S+)", "".join(page.read_text() for page in DOCS.rglob("*.md")), re.MULTILINE)
+    public = {f"lightning_gpu_tools.{name}" for name in lightning_gpu_tools.__all__ if name != "__version__"}
+    assert sorted(shown) == sorted(public)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    shown = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 def test_every_table_is_what_its_source_gives() -> None:
@@ -65,3 +102,13 @@ def test_the_classifiers_name_the_pythons_that_were_run() -> None:
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (DOCS.parent / "pyproject.toml").read_text())
     run = {one["machine"]["python"].rpartition(".")[0] for one in results("versions")["runs"]}
     assert set(named) == run
+
+
+def test_the_workflow_runs_the_matrix() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    run = re.findall(r'torch: "(.*?)", lightning: "(.*?)", python: "(.*?)"', workflow)
+    pinned = [re.search(rf"^{name}==(.*)", CONSTRAINTS, re.MULTILINE)[1] for name in ("torch", "lightning")]  # type: ignore[index]
+    assert [*MATRIX] == sorted(
+        [*((torch, lightning, f"python{python}") for torch, lightning, python in run), (*pinned, "python3.11")],
+        key=lambda one: [int(part) for part in one[0].split(".")],
+    )

@@ -1,5 +1,6 @@
 """The installed package: the facade's names and cost, the entry point, the wheel."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 
 import lightning_gpu_tools
+from lightning_gpu_tools.cli import parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,6 +44,30 @@ assert not imported(["torch", "lightning"])
     assert result.returncode == 0, result.stderr
 
 
+def test_the_version_is_shown(run_cli: Run) -> None:
+    assert run_cli("--version").stdout == f"lightning-gpu-tools {lightning_gpu_tools.__version__}\n"
+
+
+def test_citation_and_conda_recipe_agree_with_the_package() -> None:
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+    for text in (recipe, (ROOT / "CITATION.cff").read_text()):
+        assert re.search(rf"^ *version: {re.escape(lightning_gpu_tools.__version__)}$", text, re.MULTILINE)
+    project = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    run = re.search(r"^  run:\n((?:    - .*\n)+)", recipe, re.MULTILINE)
+    assert project is not None
+    assert run is not None
+    needed = [line.replace("torch>", "pytorch>") for line in re.findall(r'^    "(.*)",', project[1], re.MULTILINE)]
+    assert sorted(line.replace(" ", "") for line in re.findall(r"- (?!python )(.*)", run[1])) == sorted(needed)
+
+
+def test_shells_complete_commands_and_options() -> None:
+    shtab = pytest.importorskip("shtab")
+    for shell in ("bash", "zsh"):
+        completion = shtab.complete(parser(), shell)
+        assert "--max-utilization" in completion
+        assert "convert" in completion
+
+
 def test_the_callbacks_factories_add_nothing_unasked(run_python: Run) -> None:
     groups = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
     program = (
@@ -62,6 +88,7 @@ def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (scripts,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
+    assert wheel.stat().st_size < 600_000  # source alone; a picture or a font would show here
     assert "lightning_gpu_tools/py.typed" in names
     assert not [name for name in names if name.startswith("tests")]
     assert "lightning-gpu-tools = lightning_gpu_tools.cli:main" in scripts

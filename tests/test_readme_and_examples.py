@@ -1,4 +1,4 @@
-"""The README's code blocks and the examples, run as a reader would."""
+"""The code blocks of README.md and docs/, and the examples, run as a reader would."""
 
 import contextlib
 import dataclasses
@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from code_blocks import ROOT, code_blocks
 from fake_driver import Driver, gpu
 from rank_processes import run_ranks
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-# Blocks under this comment need hardware.
-RUNNABLE = re.findall(r"(?<!<!-- needs a GPU -->\n)^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+RUNNABLE = {block.place: block.text for block in code_blocks() if block.language == "python" and not block.needs}
 
 
 def test_the_readme_has_a_runnable_block_for_every_part() -> None:
-    for name in ("select_gpus", "GPUUtilizationMonitor", "GPUUtilizationAdvisor", "NumWorkersFinder", "load_weights"):
-        assert any(name in block for block in RUNNABLE), name
+    shown = "".join(text for place, text in RUNNABLE.items() if place.startswith("README"))
+    for name in (".apply()", "GPUUtilizationMonitor", "GPUUtilizationAdvisor", "NumWorkersFinder", "load_weights"):
+        assert name in shown
 
 
 EXAMPLES = {path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
-PROGRAMS = {f"README block {number}": block for number, block in enumerate(RUNNABLE)} | EXAMPLES
+PROGRAMS = RUNNABLE | EXAMPLES
 OPTIONS = {"train.py": "--epochs 1 --batch-size 2 --num-workers 1 --devices 1 --min-free 500MB"}
 
 
@@ -45,7 +44,7 @@ def run_programs(folder: Path, rank: int, environ: dict[str, str]) -> None:
         os.environ.update(before)
 
 
-def test_readme_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
+def test_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
     """One process runs them all, each in a namespace of its own. The fake GPUs can be picked, but not computed on."""
     driver.gpus = [gpu(), gpu()]
     assert len(EXAMPLES) == 6
@@ -73,7 +72,7 @@ def test_readme_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_pa
     assert list((tmp_path / "train.py").rglob("*.ckpt"))
 
 
-def test_the_metrics_of_readme_and_docstring_are_the_logged_ones() -> None:
+def test_the_metrics_of_docs_and_docstring_are_the_logged_ones() -> None:
     from lightning_gpu_tools import GPUUtilizationMonitor
     from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
     from lightning_gpu_tools.gpus.sharing import Sharing
@@ -83,7 +82,8 @@ def test_the_metrics_of_readme_and_docstring_are_the_logged_ones() -> None:
 
     logged = gpu_metrics(0, filled(GpuWindow), filled(Sharing), energy_joules=1.0)
     docstring = str(inspect.getdoc(GPUUtilizationMonitor)).replace("``", "`")
-    for text, cells in ((README, r"^\| (`.*?`) \|"), (docstring, r"^((?:`[^`]+`(?:, )?)+) ")):
+    page = (ROOT / "docs" / "measurements.md").read_text().partition("| metric of each GPU")[2].partition("\n\n")[0]
+    for text, cells in ((page, r"^\| (`.*?`) \|"), (docstring, r"^((?:`[^`]+`(?:, )?)+) ")):
         listed = set()
         for name in re.findall(r"`(.*?)`", "".join(re.findall(cells, text, re.MULTILINE))):
             before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from lightning_gpu_tools.environment import VERSION
@@ -68,24 +68,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
-    args = _parse(sys.argv[1:] if argv is None else list(argv))
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = parser(arguments[:1]).parse_args(arguments)  # only --help and --version can precede the command
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         return _run(args)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the arguments of some commands; by default of all, for shtab."""
+    made = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    made.add_argument("--version", action="version", version=f"lightning-gpu-tools {VERSION}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
-        if name in arguments[:1]:  # only --help can precede the command
+        if name in called:
             importlib.import_module(f"lightning_gpu_tools.cli.{name}").add_arguments(command)
-    return parser.parse_args(arguments)
+    return made
 
 
 def _run(args: argparse.Namespace) -> int:
