@@ -120,7 +120,7 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
             node=number // gpus,
             own_step_s=sum(step.values()),
             phase_s=step,
-            own_s_over_time=[round(sum(step.values()) * (0.9 + 0.2 * chance.random()), 6) for _ in range(16)],
+            own_s_over_time=tuple(round(sum(step.values()) * (0.9 + 0.2 * chance.random()), 6) for _ in range(16)),
             steps_over_time=1280,
             wait_s=0.01,
             gpu=number % gpus,

@@ -73,7 +73,7 @@ def a_job(nodes: int, local_ranks: int, more_s: Over, phase: str = "forward", **
                 node=rank // local_ranks,
                 own_step_s=fmean(over_time),
                 phase_s={phase: fmean(over_time)},
-                own_s_over_time=over_time,
+                own_s_over_time=tuple(over_time),
                 steps_over_time=STEPS,
                 gpu=rank % local_ranks,
                 **{name: of_rank(rank) for name, of_rank in options.items()},
@@ -153,7 +153,7 @@ def test_noise_in_both_directions_is_no_straggler() -> None:
 def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
     run = a_job(2, 2, lambda rank, part: 0.03 * (rank == 3 and part >= 8))
     halved = [
-        dataclasses.replace(one, own_s_over_time=[*map(fmean, batched(one.own_s_over_time))], steps_over_time=200)
+        dataclasses.replace(one, own_s_over_time=tuple(map(fmean, batched(one.own_s_over_time))), steps_over_time=200)
         for one in run.ranks[:2]
     ]
     finding = straggler(dataclasses.replace(run, ranks=(*halved, *run.ranks[2:])))

@@ -145,6 +145,19 @@ def test_absent_entries_are_found_out_without_waiting_for_them() -> None:
     assert counting.calls == {"multi_get": 1}
 
 
+def test_ranks_whose_nodes_first_rank_is_silent_are_read_directly() -> None:
+    store = server()
+    first, _, silent, mate = (Board("stalls", place, store) for place in places(2, 2))
+    for step in range(3):
+        mate.post(step=step)
+        if step == 0:
+            silent.post(step=step)
+            silent.read([3])
+            silent.post_node()
+        first.read_all()
+        assert {rank: entry["step"] for rank, entry in first.entries.items()} == {2: 0, 3: step}
+
+
 @pytest.mark.parametrize("ranks_before", [2, 3])
 def test_what_an_earlier_start_has_left_in_the_store_does_not_count(ranks_before: int) -> None:
     store = server()
