@@ -21,7 +21,7 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 # gradients are averaged over all.
 TIMEOUT_S = 5.0
 # Our default: the entries of 128 ranks fit in the 8 MiB that torch's store takes for one value, those of 8,192 ranks in
-# 512 MiB on the host of rank 0. Usually an entry has 1 to 2 KiB, that of a node's first rank some 3 KiB for each GPU.
+# 512 MiB on the host of rank 0. Usually an entry has about 1 KiB, that of a node's first rank 2 to 3 KiB for each GPU.
 MAX_ENTRY_BYTES = 64 << 10
 # Our defaults: soon enough for the diagnosis of a short training, and in a long one as often as its report is written;
 # by when the time since training began has become half as long again.
