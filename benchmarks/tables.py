@@ -34,6 +34,7 @@ from lightning_gpu_tools.selection.request import OPTIONS
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.timeline import Series
+from lightning_gpu_tools.units import format_bytes, format_duration
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -382,6 +383,37 @@ def how_projects_ran(*names: str) -> str:
     )
 
 
+def scale() -> str:
+    found = results("scale")
+    sizes = found["sizes"]
+
+    def row(name: str, value: Callable[[Results], str]) -> tuple[str, ...]:
+        return name, *map(value, sizes)
+
+    rows = [
+        row("to hand over what it publishes, in the training thread", lambda one: format_duration(one["publish_s"])),
+        row("to read all ranks, in a thread", lambda one: format_duration(one["gather_s"])),
+        row("of that, CPU time", lambda one: format_duration(one["gather_cpu_s"])),
+        row("the same rank by rank, as a comparison", lambda one: format_duration(one["one_by_one_s"])),
+        row("to take in what came, in that thread", lambda one: format_duration(one["list_s"])),
+        row("to compare the ranks", lambda one: format_duration(one["judge_s"])),
+        row("to end, all ranks there", lambda one: format_duration(one["end_s"])),
+        row("to end, all others dead", lambda one: format_duration(one["end_dead_s"]["all others"])),
+        row("report as text", lambda one: f"{one['text_lines']} lines, {format_duration(one['text_s'])}"),
+        row("`gpu_report.json`", lambda one: f"{format_bytes(one['json_bytes'])}, {format_duration(one['json_s'])}"),
+        row("picture", lambda one: f"{format_bytes(one['picture_bytes'])}, {format_duration(one['picture_s'])}"),
+    ]
+    named = [one["named"] or "nobody" for one in found["real"]]
+    ranks = len(found["real"][0]["ranks"])
+    return block(
+        table(("rank 0 of a job of", *(f"{one['ranks']:,} ranks" for one in sizes)), *rows),
+        "Eight ranks a node, as entries in a real TCPStore, over a relay with a round trip of "
+        f"{format_duration(found['round_trip_s'])}. {ranks} real ranks with gloo, on four nodes of torchrun that are "
+        f"one machine, made one report with all ranks each time. It named {named[1]} where that was slow, {named[2]} "
+        f"where all ranks of that were, and {named[0]} where none was. " + source("scale.py", "scale"),
+    )
+
+
 def stalls() -> str:
     found = results("stall_suite")
     rows = [
@@ -472,6 +504,7 @@ def figures() -> str:
     peers, overhead, picks = results("diagnosis_peers"), results("step_overhead")["measured_us"], results("pick_speed")
     loads, saves, searches = results("checkpoint_keys"), results("checkpoint_io"), results("loader_settings")
     stalls = [one for one in results("stall_suite")["answers"] if one["known"]]
+    large = next(one for one in results("scale")["sizes"] if one["ranks"] == 1024)
 
     def beyond_us(name: str) -> str:
         pairs = zip(overhead[name][name]["wall"], overhead[name]["no callbacks"]["wall"], strict=True)
@@ -508,6 +541,12 @@ def figures() -> str:
             beyond_us("monitor + advisor"),
             f"DeviceStatsMonitor {beyond_us(device_stats)}, TraceML {beyond_us('TraceML')}",
             "step_overhead",
+        ),
+        (
+            f"rank 0 of {large['ranks']:,} reads what all publish, in a thread, once a minute",
+            format_duration(large["gather_s"]),
+            f"rank by rank {format_duration(large['one_by_one_s'])}",
+            "scale",
         ),
         (
             f"a cold `pick` on {picks['gpus']} GPUs",
@@ -552,6 +591,7 @@ TABLES: dict[str, Callable[[], str]] = {
             phases,
             memory_parts,
             real_projects,
+            scale,
             stalls,
             options,
             commands,

@@ -59,6 +59,7 @@ def start_ranks(
     for rank in range(ranks):
         node, local_rank = divmod(rank, ranks // nodes)
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": ranks}
+        place |= {"LOCAL_WORLD_SIZE": ranks // nodes, "GROUP_WORLD_SIZE": nodes}
         env = {name: str(number) for name, number in place.items() if ranks > 1}
         if ranks > 1:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
@@ -93,20 +94,20 @@ def _run(
 
 
 def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank: int | None) -> None:
-    """Train two epochs of 40 steps.
+    """Train two epochs of 50 steps.
 
     Args:
         folder: Where to log.
         rank: This one.
         slower_s: How long the second rank takes to load a sample.
-        failing_rank: The rank that fails at step 45.
+        failing_rank: The rank that fails at step 70.
     """
     trainer = quiet_trainer(
         folder,
         callbacks=[
             GPUUtilizationMonitor(interval_s=0.02, devices="all"),
             GPUUtilizationAdvisor(min_seconds=1e9 if rank else 0.1, min_steps=20),  # rank 0 alone decides when to warn
-            *([Raise(at_step=45)] if rank == failing_rank else ()),
+            *([Raise(at_step=70)] if rank == failing_rank else ()),
         ],
         logger=CSVLogger(folder, version=0),
         devices=1,
@@ -115,7 +116,7 @@ def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank
         max_epochs=2,
         log_every_n_steps=10,
     )
-    trainer.fit(Model(), loader(Samples(2 * 40, time.sleep, slower_s * rank)))
+    trainer.fit(Model(), loader(Samples(2 * 50, time.sleep, slower_s * rank)))
 
 
 class _SlowSaving(TorchCheckpointIO):

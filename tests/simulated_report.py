@@ -116,7 +116,15 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
     def rank(number: int) -> RankStep:
         step = {phase: share * 0.2 * (0.9 + 0.2 * chance.random()) for phase, share in _STEP.items()}
         return RankStep(
-            rank=number, node=number // gpus, own_step_s=sum(step.values()), phase_s=step, phase_iqr_s=step, wait_s=0.01
+            rank=number,
+            node=number // gpus,
+            own_step_s=sum(step.values()),
+            phase_s=step,
+            own_s_over_time=[round(sum(step.values()) * (0.9 + 0.2 * chance.random()), 6) for _ in range(16)],
+            steps_over_time=1280,
+            wait_s=0.01,
+            gpu=number % gpus,
+            throttled_percent=0.2,
         )
 
     every = range(nodes * gpus)

@@ -230,7 +230,7 @@ _COSTS = {
     "garbage_collection": "Python's garbage collector takes",
     "slow_steps": "Slow steps take",
     "communication": "Waiting for other ranks takes",
-    "straggler": "Waiting for rank {rank} takes",
+    "straggler": "Waiting for {who} takes",
     "thermal_throttling": "Thermal throttling costs",
     "power_cap": "Throttling at the power limit costs",
 }

@@ -1,22 +1,35 @@
-"""The rank that all others wait for, and what they wait otherwise."""
+"""The ranks that all others wait for, and what they wait otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median, median_low
+from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Finding, counted
-from lightning_gpu_tools.training.phases import PHASES, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
 # TraceML's rule: report an excess over the median rank from 10 % of the step on, and blame a phase only if it accounts
 # for 80 % of that excess.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
+# Of normal noise, a standard deviation is so many times the median absolute deviation (Hampel's identifier).
+_SIGMA_PER_MAD = 1.4826
 # Our default: no rank is blamed unless the others wait longer than it does, by half of its excess. It is not more
 # because they also wait for each other, now and then.
 _MIN_WAITED = 0.50
+# Our defaults: a rank that is late in nine parts of ten is always late. What happens in one part or two is an accident,
+# unless there are not many more.
+_ALWAYS = 0.90
+_MIN_LATE_PARTS = 3
+# Our defaults: from here on slow storage, or clocks that are held down, explain why a rank is slow, if the median rank
+# has half of that at most.
+_MIN_STORAGE_PERCENT = 30.0
+_MIN_THROTTLED_PERCENT = 20.0
 
 _ADVICE = {
     "data_loading": "compare its storage, its cores and its loader's settings with those of the other ranks",
@@ -38,6 +51,20 @@ _ADVICE_IN_OWN_LOOP = {
 _IN_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 
 
+class _Lateness(NamedTuple):
+    """When a rank took longer than the median rank.
+
+    Attributes:
+        share: In how many of the parts of the run that are known.
+        when: The same in words; empty if it is not known.
+        is_certain: Whether it is more than an accident, or noise.
+    """
+
+    share: float
+    when: str
+    is_certain: bool
+
+
 def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
     """Return the rank that works longest on a step, and how many seconds longer than the median rank.
 
@@ -46,31 +73,51 @@ def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
     """
     if len(ranks) < 2:
         return None
-    unknown = [part for part in _IN_STEP if not all(part in rank.phase_s for rank in ranks)]
-    own_s = [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
+    own_s = _own_s(ranks)
     slowest = max(range(len(ranks)), key=own_s.__getitem__)
     return ranks[slowest], own_s[slowest] - median_low(own_s)
 
 
+def _own_s(ranks: Sequence[RankStep]) -> list[float]:
+    unknown = _unknown(ranks)
+    return [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
+
+
+def _unknown(ranks: Sequence[RankStep]) -> list[str]:
+    """Return the parts of the step that some ranks know of themselves, and others do not."""
+    knowing = {part: sum(part in rank.phase_s for rank in ranks) for part in _IN_STEP}
+    return [part for part, count in knowing.items() if 0 < count < len(ranks)]
+
+
 def straggler(run: RunMeasurements) -> Finding | None:
-    """Return the rank that all others wait for, with the phase in which it loses its time if there is one."""
-    found = slowest_rank(run.ranks)
+    """Return the rank or the node that all others wait for, with the phase in which it loses its time if there is one.
+
+    Its share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
+    """
+    ranks, found = run.ranks, slowest_rank(run.ranks)
     if found is None:
         return None
     slow, excess_s = found
-    share = min(excess_s / run.step_s, 1.0)
-    phase = _phase_behind(run.ranks, slow, excess_s)
-    # Busy cores make any rank slow at times: an excess counts beyond what this rank's steps vary by themselves.
-    noise_s = sum(slow.phase_iqr_s.values()) if phase is None else slow.phase_iqr_s.get(phase, 0.0)
-    if share < _MIN_EXCESS or excess_s <= noise_s or not _is_waited_for(slow, excess_s, run.ranks):
+    phase = _phase_behind(ranks, slow, excess_s)
+    own_s = _own_s(ranks)
+    behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
+    usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
+    share = min((max(own_s) - usual_s) / run.step_s, 1.0)
+    if share < _MIN_EXCESS or not _is_waited_for(slow, excess_s, ranks):
         return None
+    late = _lateness(ranks, slow, excess_s, run.step_s)
+    if not late.is_certain:
+        return None
+    who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
     evidence: dict[str, float | str] = {
+        "who": who,
         "rank": slow.rank,
         "node": slow.node,
         "behind_ms_per_step": excess_s * 1e3,
         "own_ms_per_step": slow.own_step_s * 1e3,
         "median_ms_per_step": (slow.own_step_s - excess_s) * 1e3,
-        "ranks": len(run.ranks),
+        "late_percent": 100 * late.share,
+        "ranks": len(ranks),
     }
     if phase is None:
         where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
@@ -78,13 +125,108 @@ def straggler(run: RunMeasurements) -> Finding | None:
         evidence["phase"] = phase
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[base_phase(phase)]
         where = f"It loses the time in {_in_words(phase)}: {advice}."
-    return counted(
-        "straggler",
-        share,
-        evidence=evidence,
-        advice=f"All ranks wait for rank {slow.rank} (node {slow.node}), which takes {format_duration(excess_s)} "
-        f"per step longer than the median of {len(run.ranks)} ranks. {where}",
+    sentences = (
+        f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
+        f"{len(ranks):,} ranks.",
+        late.when,
+        others,
+        where,
+        _hardware_behind(ranks, slow, phase, evidence),
     )
+    return counted("straggler", share, evidence=evidence, advice=" ".join(filter(None, sentences)))
+
+
+def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
+    """Return the places of the values that are larger than the noise of all explains."""
+    typical_s = median_low(values_s)
+    sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
+    # Of n values with normal noise, the highest is about sqrt(2 ln n) standard deviations above the mean. One more
+    # stands out.
+    least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
+    return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
+
+
+def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
+    """Return what to call the slowest rank, in short and at length, and a sentence about others that are slow, too.
+
+    It is its node if all ranks of that are slow, and there are other nodes.
+    """
+    members: defaultdict[int, set[int]] = defaultdict(set)
+    for rank in ranks:
+        members[rank.node].add(rank.rank)
+    nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= behind}
+    if slow.node in nodes and len(members) > 1:
+        who, named = f"node {slow.node}", f"node {slow.node} (ranks {number_ranges(members[slow.node])})"
+        return who, named, _slow_too("Node", nodes - {slow.node})
+    gpu = "" if slow.gpu is None else f", GPU {slow.gpu}"
+    who = f"rank {slow.rank}"
+    return who, f"{who} (node {slow.node}{gpu})", _slow_too("Rank", behind - {slow.rank})
+
+
+def _slow_too(kind: str, numbers: set[int]) -> str:
+    if not numbers:
+        return ""
+    several = len(numbers) > 1
+    return f"{kind}{'s' * several} {number_ranges(numbers)} {'are' if several else 'is'} slow, too."
+
+
+def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> _Lateness:
+    """Return when a rank was slower than the median rank, by the parts of the run that all of them know.
+
+    Args:
+        ranks: All of them.
+        slow: The one.
+        excess_s: By how much it is slower, on average.
+        step_s: How long a step takes.
+    """
+    steps = max(rank.steps_over_time for rank in ranks)
+    parts = [_in_parts_of(steps, rank) for rank in ranks]
+    count = min(map(len, parts))
+    typical_s = map(median_low, zip(*(one[:count] for one in parts), strict=True))
+    seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
+    if count < 2 or _unknown(ranks) or fmean(seen_s) < excess_s / 2:  # in what is not part of a steady step
+        return _Lateness(1.0, "", is_certain=True)
+    late = [one_s > fmean(seen_s) / 2 for one_s in seen_s]
+    numbers = [number for number, is_late in enumerate(late) if is_late]
+    lasted, whole = (format_duration(number * steps * step_s) for number in (len(numbers), count))
+    if len(numbers) >= _ALWAYS * count:
+        when = "It is late throughout the run."
+    elif all(late[numbers[0] :]):
+        when = f"It has been late since about step {numbers[0] * steps:,}, for {lasted}."
+    elif all(late[: numbers[-1] + 1]):
+        when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
+    else:
+        when = f"It is late now and then, for {lasted} of {whole}."
+    # Noise goes both ways: at other times such a rank is faster than the others by as much.
+    is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
+    return _Lateness(len(numbers) / count, when, is_certain)
+
+
+def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
+    """Return a rank's own work over time in parts of so many steps, a power of two times as many as it has."""
+    parts, length = list(rank.own_s_over_time), rank.steps_over_time
+    while 0 < length < steps:
+        parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
+        length *= 2
+    return parts
+
+
+def _hardware_behind(
+    ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: dict[str, float | str]
+) -> str:
+    """Return in words, and add to the evidence, what is wrong with the slow rank's hardware and not with others'."""
+    if phase in (DATA_LOADING, EPOCH_START):
+        name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
+    elif phase is None or phase in _IN_STEP:
+        name, least, what, those = "throttled_percent", _MIN_THROTTLED_PERCENT, "GPU is throttled", "that"
+    else:
+        return ""
+    known = [percent for rank in ranks if (percent := getattr(rank, name)) is not None]
+    own_percent = getattr(slow, name)
+    if own_percent is None or own_percent < max(least, 2 * median_low(known)):
+        return ""
+    evidence[name] = own_percent
+    return f"Its {what} {own_percent:.0f} % of the time, {those} of the median rank {median_low(known):.0f} %."
 
 
 def waiting_for_ranks(run: RunMeasurements) -> Finding | None:

@@ -64,6 +64,12 @@ class GpuWatch:
         """Return the whole run so far of the GPUs that the model trains on."""
         return [window for uuid, window in self._sampler.whole(phase=phase).items() if uuid in self._trained_on]
 
+    def throttled_percent(self) -> dict[int, float]:
+        """Return, of the GPUs that the model trains on, the share of the run so far in which clocks were held down."""
+        windows = {window.uuid: window.throttled_percent for window in self.trained_on()}
+        shares = {gpu.index: windows.get(uuid) for uuid, gpu in self._gpus.items()}
+        return {index: share for index, share in shares.items() if share is not None}
+
     def sharing(self, window: GpuWindow) -> Sharing:
         """Return who uses what of a GPU."""
         return share_out(window.processes, self._own_pids())

@@ -72,10 +72,9 @@ class Advisor:
         if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:  # spares judging what is too short
             self._next_judgment = later
             return
-        session.publish(next_turn=False)  # each rank judges at a moment of its own
         measured = session.begin().measurements()
         diagnosis = session.diagnosis(measured)
-        if diagnosis is None or diagnosis.verdict == "too_short":
+        if diagnosis is None or diagnosis.verdict == "too_short" or session.misses_ranks(measured):
             self._next_judgment = later
             return
         steps = self._look_inside(measured) if diagnosis.verdict == "low" else 0

@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-
-
-class Place(NamedTuple):
-    """Which of its job's processes this one is.
-
-    Attributes:
-        rank: Its number, counted over all nodes.
-        world_size: How many there are.
-        local_rank: Its number on its node.
-        node: The number of its node.
-        nodes: How many nodes there are.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    node: int = 0
-    nodes: int = 1
-
-    @property
-    def local_ranks(self) -> int:
-        """How many of the processes run on this machine."""
-        return max(1, self.world_size // max(1, self.nodes))
+from lightning_gpu_tools.training.rank_exchange import Place
 
 
 class Run(Protocol):

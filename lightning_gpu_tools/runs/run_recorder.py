@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import quantiles
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,17 +21,11 @@ from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu,
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
-    CALLBACK,
-    CHECKPOINT,
     EPOCH_START,
     FORWARD,
-    LOGGING,
     OPTIMIZER,
-    SELF_LOG,
-    VALIDATION,
-    base_phase,
+    is_beside_step,
 )
-from lightning_gpu_tools.training.rank_exchange import RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
@@ -39,6 +33,7 @@ from lightning_gpu_tools.training.run_measurements import (
     ProfiledSteps,
     RankStep,
     RunMeasurements,
+    StepBlock,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
@@ -46,9 +41,10 @@ from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 _Number = TypeVar("_Number", int, float)
 
 _POLL_EVERY_STEPS = 10
-_NOT_IN_EVERY_STEP = (CALLBACK, LOGGING, CHECKPOINT, VALIDATION, EPOCH_START)
 # Our default: from this many samples of a GPU's steps on, their medians are compared between ranks.
 _MIN_GPU_SAMPLES = 5
+# Our default: in so many parts of a run shows when a rank was slow.
+_MAX_PARTS = 16
 # What GpuFacts has of the windows of the GPUs that the model trains on.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -85,7 +81,6 @@ class RunRecorder:
     Args:
         run: The training.
         clock: Its step clock.
-        exchange: Where the ranks publish how fast they are, under ``own_step``.
         rank_waits: Takes waiting for them out of the clock's phases.
         gpus: Samples the GPUs; ``None`` without any.
         memory: Counts the memory of this rank's GPU; ``None`` on another device.
@@ -99,7 +94,6 @@ class RunRecorder:
         self,
         run: Run,
         clock: StepClock,
-        exchange: RankExchange,
         rank_waits: RankWaits,
         gpus: GpuWatch | None,
         memory: MemoryCounters | None,
@@ -107,7 +101,8 @@ class RunRecorder:
         self.profile: ProfiledSteps | None = None
         self._run = run
         self._clock = clock
-        self._exchange = exchange
+        self._ranks: tuple[RankStep, ...] = ()
+        self._batch_sizes: list[int] = []
         self._rank_waits = rank_waits
         self._gpus = gpus
         self._memory = memory
@@ -157,26 +152,42 @@ class RunRecorder:
 
     def own_step(self) -> dict[str, Any] | None:
         """Return the fields of ``RankStep`` but who this rank is, for the other ranks; ``None`` so far."""
-        clock = self._clock
+        clock, run = self._clock, self._run
         if not clock.blocks:
             return None
         parts = ["data_loading", "host_to_device_copy"]
-        wait_s = None
-        if not self._on_gpu:
-            wait_s = sum(block.rank_wait_s for block in clock.blocks) / sum(block.steps for block in clock.blocks)
-            if self._run.is_plain_ddp:
-                parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
-        times_s = {part: [getattr(block, f"{part}_s") / block.steps for block in clock.blocks] for part in parts}
-        phase_s, phase_iqr_s = {}, {}
-        for part, each_s in (times_s | self._own_gpu_s()).items():
-            low_s, phase_s[part], high_s = quantiles(each_s * 2, method="inclusive")  # which one is too few for
-            phase_iqr_s[part] = high_s - low_s
+        if not self._on_gpu and run.is_plain_ddp:
+            parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
+        blocks = list(clock.blocks)
+        steps = sum(block.steps for block in blocks)
+        phase_s = {part: sum(getattr(block, f"{part}_s") for block in blocks) / steps for part in parts}
+        gpu_s = self._own_gpu_s()
         for phase, seconds in clock.seconds.items():
-            if base_phase(phase) in _NOT_IN_EVERY_STEP and phase != f"{LOGGING}/{SELF_LOG}":  # which may gather
+            if is_beside_step(phase) or phase == EPOCH_START:
                 phase_s[phase] = seconds / max(1, clock.steps)
-        return {"own_step_s": sum(phase_s.values()), "phase_s": phase_s, "phase_iqr_s": phase_iqr_s, "wait_s": wait_s}
+        while len(blocks) > _MAX_PARTS:
+            pairs = zip(blocks[::2], blocks[1::2], strict=False)  # a last one alone waits for the next
+            blocks = [first + second for first, second in pairs]
+        gpu_step_s = sum(gpu_s.values())
 
-    def _own_gpu_s(self) -> dict[str, list[float]]:
+        def own_s(block: StepBlock) -> float:
+            on_host_s: float = sum(getattr(block, f"{part}_s") for part in parts) + block.beside_s
+            on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
+            return on_host_s / block.steps + on_gpu_s
+
+        phase_s |= gpu_s
+        waiting = self._workers.facts().storage_wait_share
+        return {
+            "own_step_s": sum(phase_s.values()),
+            "phase_s": {phase: round(seconds, 9) for phase, seconds in phase_s.items()},
+            "own_s_over_time": [round(own_s(block), 6) for block in blocks],
+            "steps_over_time": blocks[0].steps,
+            "wait_s": None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps,
+            "gpu": None if run.gpu is None else run.gpu.index,
+            "storage_wait_percent": None if waiting is None else round(100 * waiting, 1),
+        }
+
+    def _own_gpu_s(self) -> dict[str, float]:
         """Return the GPU's own times for the parts of sampled steps; empty if it waits for other ranks within them.
 
         A GPU that waits for others in forward, as for the statistics of SyncBatchNorm, does so in backward, too.
@@ -187,16 +198,28 @@ class RunRecorder:
         if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
             return {}
         own = (FORWARD, BACKWARD, OPTIMIZER)
-        return {phase.partition("/")[2]: [step.get(phase, 0.0) for step in idle.last_steps] for phase in own}
+        return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
-    def ranks(self) -> tuple[RankStep, ...]:
-        """Return how fast the ranks are, as far as they could be heard; empty with one rank."""
-        found = [
-            RankStep(rank=facts["rank"], node=facts["node"], **facts["own_step"])
-            for facts in self._exchange.read(0)
-            if facts.get("own_step") is not None
-        ]
-        return tuple(found) if len(found) > 1 else ()
+    def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what all ranks have published; any thread may do so."""
+        # By JSON, whose keys are texts, from other ranks.
+        throttled = {
+            (entry["node"], int(gpu)): percent
+            for entry in entries
+            for gpu, percent in entry.get("throttled", {}).items()
+        }
+        ranks = tuple(
+            RankStep(
+                rank=entry["rank"],
+                node=entry["node"],
+                throttled_percent=throttled.get((entry["node"], own["gpu"])),
+                **own,
+            )
+            for entry in entries
+            if (own := entry.get("own_step")) is not None
+        )
+        self._ranks = ranks if len(ranks) > 1 else ()
+        self._batch_sizes = [size for entry in entries if (size := entry.get("largest_batch_size")) is not None]
 
     def read_host(self) -> HostReading:
         """Ask the host; any thread may do so, for some milliseconds."""
@@ -243,7 +266,7 @@ class RunRecorder:
             gpu_idle=clock.gpu_idle(),
             memory=None if self._memory is None else self._memory.facts(),
             profile=self.profile,
-            ranks=self.ranks(),
+            ranks=self._ranks,
             precision=run.precision,
             matmul_precision=torch.get_float32_matmul_precision(),
             spans=clock.timeline.spans(),
@@ -269,7 +292,7 @@ class RunRecorder:
 
     def _smallest_largest_batch(self) -> int | None:
         """Return the same for all ranks: each can fail."""
-        sizes = [self.largest_batch_size(), *(facts.get("largest_batch_size") for facts in self._exchange.read(0))]
+        sizes = [self.largest_batch_size(), *self._batch_sizes]
         return min((size for size in sizes if size is not None), default=None)
 
     def _gpu_facts(self) -> GpuFacts:

@@ -8,7 +8,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
@@ -36,15 +37,16 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, RankExchange
+from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Board, Entry, RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+from lightning_gpu_tools.units import format_bytes, number_ranges, printable
 
-# Names the board of each training with several ranks, which all of them train in the same order.
+# Counts the trainings with several ranks, which all of them train in the same order.
 _trainings = itertools.count()
 _WARM_UP_POLL_S = 0.4
-_MAX_TROUBLES = 8  # of other nodes at the end of an epoch: what fits on a screen
+_MAX_TROUBLES = 8  # of other nodes at a time: what fits on a screen
 
 
 def check_interval(interval_s: float) -> None:
@@ -121,7 +123,9 @@ class Session:
         self.stall_watch: StallWatch | None = None
         self._monitored: dict[str, Any] | None = None
         self._exchange: RankExchange | None = None
-        self._turn = self._epochs_published = 0
+        self._heard: dict[str, float] = {}
+        self._heard_troubles: list[str] = []
+        self._heard_turns: dict[int, int] = {}
         self._own_pids: frozenset[int] | None = None
         self._pids_are_ours = False
         self._last_step = -1
@@ -130,7 +134,8 @@ class Session:
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
-        self._name = f"training {next(_trainings) if run.place.world_size > 1 else 0}"
+        # A rank that begins the next training must not replace what rank 0 has yet to read of this one.
+        self._name = f"training {next(_trainings) % 2 if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
 
     def close(self) -> None:
@@ -138,6 +143,8 @@ class Session:
         if self.stall_watch is not None:
             self.stall_watch.close()
         self.background.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self.timer.stop()
         if self.gpus is not None:
             self.gpus.close()
@@ -149,7 +156,8 @@ class Session:
         """Ask, before training begins, for it to be logged, watched and reported; see ``GPUUtilizationMonitor``."""
         self._monitored = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
         if stall_after_s is not None and self.stall_watch is None:
-            self.stall_watch = StallWatch(self, stall_after_s, self.board("stalls", compat.own_store))
+            board = Board(f"{self._name}/stalls", self.run.place, self._own_store)
+            self.stall_watch = StallWatch(self, stall_after_s, board)
 
     def begin(self) -> RunRecorder:
         """Begin to measure what is known only when training starts: the loader, the GPUs, the ranks."""
@@ -166,21 +174,26 @@ class Session:
             )
             if self._monitored is not None and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)
-            self._exchange = self.board("measured")
-            self._exchange.publish(0, node=place.node, pid=os.getpid())
+            self._exchange = RankExchange(f"{self._name}/measured", place, self._store, self._hear)
+            self._exchange.publish(pid=os.getpid())
             if place.local_rank == 0 and self.gpus is None:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**(self._monitored or {"devices": "trainer", "interval_s": 1.0, "gpm": True}))
-            self.recorder = RunRecorder(
-                self.run, self.clock, self._exchange, self.timer.rank_waits, self.gpus, self.timer.memory
-            )
+            self.recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, self.timer.memory)
             if self.timer.memory is not None and self.gpus is not None:
                 self.timer.memory.when_read = self.gpus.note_memory
         return self.recorder
 
-    def board(self, name: str, connect: Callable[[], Any] = compat.default_store) -> RankExchange:
-        """Return a new board, in a store, on which the ranks of this training exchange something."""
-        place = self.run.place
-        return RankExchange(f"{self._name}/{name}", rank=place.rank, ranks=place.world_size, connect=connect)
+    @cached_property
+    def _own_store(self) -> Any:
+        return compat.own_store() if self.run.place.world_size > 1 else None
+
+    @property
+    def _store(self) -> Any:
+        return self._own_store or compat.default_store()
+
+    def board(self, name: str) -> Board:
+        """Return a new board on which the ranks of this training exchange something."""
+        return Board(f"{self._name}/{name}", self.run.place, self._store)
 
     def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
         trained_on = gpu_readings(self.run.gpus)
@@ -211,11 +224,10 @@ class Session:
 
     def _find_own_pids(self) -> None:
         """Find out this job's processes on the node by the driver's numbers, as soon as all ranks have published."""
-        exchange = self._exchange
+        exchange, place = self._exchange, self.run.place
         if self._own_pids is None and self._pids_are_ours and exchange is not None:
-            place = self.run.place
-            mates = [facts["pid"] for facts in exchange.read(0) if facts["node"] == place.node]
-            if len(mates) >= max(1, exchange.ranks // max(1, place.nodes)):
+            mates = [entry["pid"] for entry in exchange.entries() if entry["node"] == place.node]
+            if len(mates) >= min(place.local_ranks, exchange.ranks):
                 self._own_pids = frozenset(mates)
 
     def _enter(self, phase: sampler.Phase) -> None:
@@ -241,6 +253,8 @@ class Session:
             if batch is not None:
                 self.recorder.note_batch(batch)
             self.recorder.after_step()
+            if self._exchange is not None and self._exchange.wanted:
+                self.clock.as_own_work(self._publish)
             if self.stall_watch is not None and self.stall_watch.notes:
                 self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first and self._monitored is not None and self.run.place.rank == 0:
@@ -276,10 +290,56 @@ class Session:
             self._warn_once(troubles)
             self._log_metrics(metrics, step)
             self._logged = metrics
+        self._log_other_nodes(step)
+
+    def _log_other_nodes(self, step: int) -> None:
+        """Log what has been heard of the GPUs of other nodes since the last time; what is late comes the next time."""
+        metrics, self._heard = self._heard, {}
+        self._log_metrics(metrics, step)
+        troubles, self._heard_troubles = self._heard_troubles, []
+        self._warn_once(troubles)
+
+    def _hear(self, entries: Sequence[Entry]) -> None:
+        """Take in, on rank 0, what the ranks have published; in the thread of the exchange."""
+        if self.recorder is not None:
+            self.recorder.hear(entries)
+        others = [entry for entry in entries if "metrics" in entry]
+        news = [entry for entry in others if entry["turn"] > self._heard_turns.get(entry["rank"], 0)]
+        self._heard_turns |= {entry["rank"]: entry["turn"] for entry in news}
+        if not news:
+            return
+        known, notes = [self._logged, *(entry["metrics"] for entry in others)], []
+        count = count_gpus(known, self.run.place.nodes)
+        heard = [self._heard, *(entry["metrics"] for entry in news)]
+        if count > MAX_NAMED_GPUS:
+            heard = [job_metrics(known)]
+            notes = [
+                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
+                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
+            ]
+        self._heard = {name: value for metrics in heard for name, value in metrics.items()}
+        troubles = [trouble for entry in news for trouble in entry["troubles"] if trouble not in self._warned]
+        more = len(troubles) - _MAX_TROUBLES
+        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
+        self._heard_troubles = [*self._heard_troubles, *notes, *troubles[:_MAX_TROUBLES], *rest]
+
+    @property
+    def _entries(self) -> list[Entry]:
+        """What was published by each rank that was heard; see ``RankExchange.entries``."""
+        return [] if self._exchange is None else self._exchange.entries()
+
+    @property
+    def _threads(self) -> list[BackgroundJobs | RankExchange | StallWatch]:
+        return [one for one in (self.background, self._exchange, self.stall_watch) if one is not None]
 
     @property
     def _faults(self) -> list[str]:
-        return [*self.background.faults, *(() if self.stall_watch is None else self.stall_watch.faults)]
+        return [fault for one in self._threads for fault in one.faults]
+
+    @property
+    def thread_cpu_s(self) -> float:
+        """CPU time of all threads of the session so far but that of the GPUs' sampler."""
+        return sum(one.cpu_s for one in self._threads)
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
@@ -303,64 +363,31 @@ class Session:
         if self.run.place.rank == 0:
             warnings.warn(message, category, stacklevel=2)
 
-    def end_epoch(self) -> None:
-        """Publish for the other ranks how this epoch went; on rank 0, log the GPUs of the other nodes."""
-        place = self.run.place
-        if self._exchange is None or self._epochs_published == self.clock.epochs:
-            return
-        self._epochs_published = self.clock.epochs
-        self.publish(next_turn=True)
-        if self._monitored is None or place.rank != 0 or place.nodes < 2:
-            return
-        published = self._wait_for_ranks(self._exchange, TIMEOUT_S)
-        self._log_other_nodes([facts for facts in published if facts["rank"] != place.rank and "metrics" in facts])
-
-    def _log_other_nodes(self, others: list[dict[str, Any]]) -> None:
-        """Log the GPUs of other nodes by what these have published, and warn of what went wrong there."""
-        known = [self._logged, *(facts["metrics"] for facts in others)]
-        count, notes = count_gpus(known, self.run.place.nodes), []
-        if count > MAX_NAMED_GPUS:
-            known[1:] = [job_metrics(known)]
-            notes = [
-                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
-                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
-            ]
-        for metrics in known[1:]:
-            self._log_metrics(metrics, self.run.logged_step - 1)
-        troubles = [trouble for facts in others for trouble in facts["troubles"] if trouble not in self._warned]
-        more = len(troubles) - _MAX_TROUBLES
-        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
-        self._warn_once([*notes, *troubles[:_MAX_TROUBLES], *rest])
-
-    def _wait_for_ranks(self, exchange: RankExchange, timeout_s: float) -> list[dict[str, Any]]:
-        published = exchange.read(self._turn, timeout_s)
-        if exchange.missed:
-            self._warn_once([f"Ranks {exchange.missed} reported nothing within {TIMEOUT_S:.0f} s; they are left out."])
-        return published
-
-    def publish(self, *, next_turn: bool, at_end: bool = False) -> None:
-        """Publish how fast this rank is, and from other nodes than the first also what their GPUs did.
+    def _publish(self, *, at_end: bool = False) -> None:
+        """Publish how fast this rank is, and from the first rank of another node also what its GPUs did.
 
         Args:
-            next_turn: Whether all ranks do this at the same moment, so that others may wait for it.
             at_end: Whether to poll the GPUs once more.
         """
-        if self.recorder is None or self._exchange is None:
-            return
+        assert self.recorder is not None
+        assert self._exchange is not None
         self._find_own_pids()
-        self._turn += next_turn
         facts: dict[str, Any] = {"own_step": self.recorder.own_step()}
+        metrics: Mapping[str, float] | None = None
         if self.run.place.world_size > 1:
+            facts["throttled"] = {} if self.gpus is None else self.gpus.throttled_percent()
             facts["largest_batch_size"] = self.recorder.largest_batch_size()
+            if self._monitored and self.gpus is not None and self.run.place.rank != 0:
+                metrics, facts["troubles"] = self.gpus.take()
+                summaries = self.gpus.summaries(at_end=at_end)
+                facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
             share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
             if share is not None:  # without what would be a long message
                 share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
                 facts["memory"] = dataclasses.asdict(share)
-        if next_turn and self._monitored and self.gpus is not None and self.run.place.rank != 0:
-            facts["metrics"], facts["troubles"] = self.gpus.take()
-            summaries = self.gpus.summaries(at_end=at_end)
-            facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
-        self._exchange.publish(self._turn, **facts)
+            if metrics is not None:  # the first that is left out where an entry is too long
+                facts["metrics"] = metrics
+        self._exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> None:
         """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks to do so."""
@@ -374,9 +401,30 @@ class Session:
         self._warn_once(self._faults)
         self.timer.stop()
         if self.recorder is not None and self._exchange is not None and self.clock.ran:
-            self.publish(next_turn=True, at_end=True)
+            self._publish(at_end=True)
+            late = self._exchange.finish(timeout_s)
             if self.run.place.rank == 0:
-                self._wait_for_ranks(self._exchange, timeout_s)
+                self._warn_of_ranks(late, timeout_s)
+                if self._monitored:
+                    self._log_other_nodes(self.run.logged_step - 1)
+
+    def _warn_of_ranks(self, late: list[int], timeout_s: float) -> None:
+        if late and timeout_s:
+            self._warn_once(
+                [
+                    f"{_ranks(late)} did not report within {timeout_s:.0f} s after the end. The report has what came "
+                    "from there before."
+                ]
+            )
+        cut = [entry["rank"] for entry in self._entries if "left_out" in entry]
+        if cut:
+            names = sorted({name for entry in self._entries for name in entry.get("left_out", ())})
+            self._warn_once(
+                [
+                    f"{_ranks(cut)} had more to report than {format_bytes(MAX_ENTRY_BYTES)}. Left out: "
+                    f"{', '.join(map(printable, names))}."
+                ]
+            )
 
     @property
     def own_pids(self) -> frozenset[int] | None:
@@ -395,8 +443,7 @@ class Session:
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
-        published = [] if self._exchange is None else self._exchange.read(self._turn)
-        return tuple(read(GpuSummary, gpu, {}) for facts in published for gpu in facts.get("gpus", ()))
+        return tuple(read(GpuSummary, gpu, {}) for entry in self._entries for gpu in entry.get("gpus", ()))
 
     def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
         """Return what the memory of each GPU was used for.
@@ -407,10 +454,15 @@ class Session:
         self._find_own_pids()
         share = own_share(self.run, self.timer.memory, self.gpus, self._own_pids)
         shares = [] if share is None else [share]
-        if all_ranks and self._exchange is not None:
-            others = (one for one in self._exchange.read(self._turn) if one["rank"] != self.run.place.rank)
-            shares += (read(MemoryShare, facts["memory"], {}) for facts in others if facts.get("memory"))
+        if all_ranks:
+            others = (entry for entry in self._entries if entry["rank"] != self.run.place.rank)
+            shares += (read(MemoryShare, entry["memory"], {}) for entry in others if entry.get("memory"))
         return accounts(shares)
+
+    def misses_ranks(self, measured: RunMeasurements) -> bool:
+        """Return whether it is too early to judge: not every rank that can be heard has said how fast it is."""
+        ranks = 1 if self._exchange is None or self.run.place.rank else self._exchange.ranks
+        return ranks > 1 and len(measured.ranks) < ranks
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
         """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""
@@ -443,3 +495,7 @@ class Session:
             *(["torch.distributed's store"] if deaf else ()),
             *([f"torch's counters of memory ({uncounted!r})"] if uncounted is not None else ()),
         ]
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"Rank{'s' * (len(numbers) > 1)} {number_ranges(numbers)}"

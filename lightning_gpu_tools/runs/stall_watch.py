@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import threading
 import time
@@ -33,7 +32,7 @@ from lightning_gpu_tools.training.process_activity import (
     swapped_pages,
     written_bytes,
 )
-from lightning_gpu_tools.training.rank_exchange import RankExchange
+from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.stacks import ForkedStacks, LockAlarm, frames_of, stack_in_fit
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, StallFacts, WorkerFacts
 from lightning_gpu_tools.units import format_duration, printable
@@ -87,7 +86,7 @@ class StallWatch:
         ended: How the training has ended; ``None`` if it has not.
     """
 
-    def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: RankExchange) -> None:
+    def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: Board) -> None:
         self.stalls: tuple[Stall, ...] = ()
         self.notes: list[str] = []
         self.beats = 0
@@ -99,7 +98,6 @@ class StallWatch:
         self._interval_s = min(_MAX_INTERVAL_S, first_s / _POLLS)
         self._grace_s = min(_LOCK_GRACE_S, first_s)
         self._patience = Patience(stall_after_s, self._interval_s)
-        self._turns = itertools.count(1)
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank: its last turn, and when it came
         self._own: Explanation | None = None
         self._written = 0
@@ -228,7 +226,7 @@ class StallWatch:
     def _publish(self, phase: str) -> None:
         """Publish where this rank stands; the store does not answer, so nothing is waited for."""
         if self._session.run.place.world_size > 1:
-            self._ranks.publish(next(self._turns), facts=dataclasses.asdict(self._own_facts(phase)))
+            self._ranks.post(facts=dataclasses.asdict(self._own_facts(phase)))
 
     def _own_facts(self, phase: str) -> RankFacts:
         place, clock, patience, own = self._session.run.place, self._session.clock, self._patience, self._own
@@ -252,25 +250,33 @@ class StallWatch:
 
     def _hear(self) -> list[RankFacts] | None:
         """Return where all ranks stand; ``None`` where a lower rank is there to speak for all."""
-        place = self._session.run.place
-        found = []
-        for rank in range(place.world_size):
-            one = self._own_facts(self._phase) if rank == place.rank else self._read_rank(rank)
-            if one is not None:  # without a store, or before it has published anything
-                if rank < place.rank and one.ended is None and not one.silent_s:
-                    return None
-                found.append(one)
-        return found
+        place, board = self._session.run.place, self._ranks
+        if place.local_rank == 0 and place.rank > 0:
+            board.read(place.mates)
+            board.post_node()
+        for rank in range(place.rank):
+            board.read([rank])
+            one = self._facts_of(rank)
+            if one is not None and one.ended is None and not one.silent_s:
+                return None
+        if place.world_size > 1:
+            board.read_all()
+        found = [
+            self._own_facts(self._phase) if rank == place.rank else self._facts_of(rank)
+            for rank in range(place.world_size)
+        ]
+        return [one for one in found if one is not None]
 
-    def _read_rank(self, rank: int) -> RankFacts | None:
-        read = self._ranks.read_one(rank)
-        if read is None:
+    def _facts_of(self, rank: int) -> RankFacts | None:
+        """Return where another rank stands by its last entry; ``None`` without a store, or before the first one."""
+        entry = self._ranks.entries.get(rank)
+        if entry is None:
             return None
         now_s = time.monotonic()
         turn, came_s = self._heard.get(rank, (-1, now_s))
-        if read["turn"] != turn:
-            turn, came_s = self._heard[rank] = read["turn"], now_s
-        facts = RankFacts(**read["facts"])
+        if entry["turn"] != turn:
+            turn, came_s = self._heard[rank] = entry["turn"], now_s
+        facts = RankFacts(**entry["facts"])
         silent_s = now_s - came_s
         is_silent = facts.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
         return dataclasses.replace(facts, silent_s=silent_s if is_silent else 0.0)

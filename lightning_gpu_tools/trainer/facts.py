@@ -11,9 +11,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.runs.run import Place, Run
+from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
+from lightning_gpu_tools.training.rank_exchange import Place
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -23,12 +24,14 @@ def trains_on_gpu(trainer: Any) -> bool:
 
 def place_of(trainer: Any) -> Place:
     """Return which rank of a Trainer or a Fabric this is."""
+    nodes = max(1, getattr(trainer.strategy, "num_nodes", 1))
     return Place(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         local_rank=trainer.local_rank,
         node=trainer.node_rank,
-        nodes=getattr(trainer.strategy, "num_nodes", 1),
+        nodes=nodes,
+        local_ranks=max(1, trainer.world_size // nodes),
     )
 
 

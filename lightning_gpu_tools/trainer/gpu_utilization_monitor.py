@@ -25,9 +25,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     One thread of this process reads the driver's own buffer of samples, so that no sample is missed and the training
     thread never asks the driver. Global rank 0 logs the GPUs of its node, through every logger of the Trainer, at the
-    Trainer's ``log_every_n_steps``, and once an epoch, without a collective, those of other nodes; in a job of more
-    than 64 GPUs, ``gpu/all/<metric>/{min,mean,max}`` instead of these. What the hardware does not report is absent,
-    never 0. Validation is kept apart: it is in the report only.
+    Trainer's ``log_every_n_steps``, and about once a minute, without a collective, those of other nodes; in a job of
+    more than 64 GPUs, ``gpu/all/<metric>/{min,mean,max}`` instead of these. What the hardware does not report is
+    absent, never 0. Validation is kept apart: it is in the report only.
 
     Logged metrics, for each GPU ``i`` (torch device index; with ``devices="all"`` the index that ``nvidia-smi`` shows;
     on node ``n`` > 0 ``node<n>/gpu/<i>/...``), over the time since the last point unless it says otherwise:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.runs.run import Place
 from lightning_gpu_tools.trainer.facts import gpus_of, place_of, settings_of
+from lightning_gpu_tools.training.rank_exchange import Place
 
 # Lightning's own default.
 _LOG_EVERY_N_STEPS = 50
@@ -62,7 +62,8 @@ class LoopRun:
             world_size=world_size,
             local_rank=_number("LOCAL_RANK", rank % local_ranks),
             node=_number("GROUP_RANK", rank // local_ranks),
-            nodes=max(1, world_size // local_ranks),
+            nodes=_number("GROUP_WORLD_SIZE", max(1, world_size // local_ranks)),
+            local_ranks=local_ranks,
         )
 
     def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:

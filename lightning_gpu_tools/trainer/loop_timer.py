@@ -222,21 +222,21 @@ class LoopTimer:
         self._clock.switch(self._forward)
         return True
 
-    def close(self, loop: Loop) -> bool:
-        """End a pass, whatever has ended it; return whether steps were counted by it, and no batch is left."""
+    def close(self, loop: Loop) -> None:
+        """End a pass, whatever has ended it."""
         is_own_thread = not self._is_elsewhere(even_aside=True)
         if loop.is_validation:
             if is_own_thread and self._clock.current is self._validation and loop.around is not None:
                 self._clock.switch(loop.around)
                 self._clock.cut_at_edge()
                 self._enter("training")
-            return False
+            return
         # The iterator could not be made, or one loop of several in a step has no more data.
         waits = self._clock.current in (self._epoch_start, self._data_loading) and self._fetching is None
         if is_own_thread and waits and loop.around is not None:
             self._clock.switch(loop.around)
         if self._counting is not loop:
-            return False
+            return
         self._counting = None
         ended = self._fetching is loop
         self._fetching = None
@@ -246,7 +246,6 @@ class LoopTimer:
             self._end_gpu_step()
             if self._clock.current in self._in_step or ended:
                 self._clock.switch(self._outside)
-        return ended
 
     def end_step(self) -> None:
         """End the step that is open, if there is one."""

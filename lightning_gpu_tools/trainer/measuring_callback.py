@@ -88,11 +88,6 @@ class MeasuringCallback(GuardedCallback):
                 self._next_step = self._stepped(trainer, session)
 
     @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.end_epoch()
-
-    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None:
             with deaths_ignored():

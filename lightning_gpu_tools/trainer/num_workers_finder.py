@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from statistics import mean
 from typing import Any, NamedTuple
@@ -36,12 +37,14 @@ from lightning_gpu_tools.trainer.families import LightningModule, Logger, Traine
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.training.rank_exchange import RankExchange
+from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.units import number_ranges
 
 # The ranks wait for each other in every step, so they come to a search at the same time; a trial that hangs ends with
 # the budget. Our default.
 _RANKS_TIMEOUT_S = 10.0
+_POLL_S = 0.005
 
 
 class NumWorkersFinder(GuardedCallback):
@@ -180,9 +183,9 @@ class _Fit:
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = STUDY_STEPS
-        self._turn = self._ramp_up = 0
+        self._round = self._ramp_up = 0
         self._published: dict[str, Any] | None = None
-        self._exchange: RankExchange | None = None
+        self._board: Board | None = None
         # Every training loader goes through here, each time it is made. So do those that a tuner (LearningRateFinder,
         # BatchSizeFinder) makes for its trials, because it may leave the last one to the training.
         self._wrappers = Wrappers()
@@ -245,7 +248,7 @@ class _Fit:
         """Begin to count the steps, without those of a tuner's trial."""
         for switch in self._switches:
             switch.fetches = []
-        self._exchange = self._session.board("loader")
+        self._board = self._session.board("loader")
         self._next = self._search
 
     def after_step(self) -> None:
@@ -269,21 +272,27 @@ class _Fit:
 
     def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the facts of all ranks, in their order."""
-        exchange = self._exchange
-        assert exchange is not None
-        if exchange.ranks < self._trainer.world_size:
-            raise SilentRankError("the ranks cannot agree without torch.distributed")
-        if exchange.ranks == 1:
+        board, world_size = self._board, self._trainer.world_size
+        assert board is not None
+        if world_size == 1:
             return [facts]
-        self._turn += 1
-        exchange.publish(self._turn, now=facts, before=self._published)
+        if not board.is_shared:
+            raise SilentRankError("the ranks cannot agree without torch.distributed")
+        self._round += 1
+        began_s, late = time.monotonic(), list(range(world_size))
+        while late:
+            board.post(round=self._round, now=facts, before=self._published)
+            board.read(late)
+            late = [rank for rank in late if board.entries.get(rank, {}).get("round", 0) < self._round]
+            waited_s = time.monotonic() - began_s
+            if late and waited_s > self._finder.budget_s + _RANKS_TIMEOUT_S:
+                raise SilentRankError(f"no answer came from rank{'s' * (len(late) > 1)} {number_ranges(late)}")
+            if late:
+                time.sleep(max(_POLL_S, waited_s / 8))
         self._published = facts
-        everyones = exchange.read(self._turn, self._finder.budget_s + _RANKS_TIMEOUT_S)
-        # A rank that has read this turn of all may have published the next one already.
-        turns = {self._turn: "now", self._turn + 1: "before"}
-        found: list[dict[str, Any]] = [one[turns[one["turn"]]] for one in everyones if one["turn"] in turns]
-        if len(found) < exchange.ranks:
-            raise SilentRankError("another rank did not answer")
+        # A rank that has read this round of all may have published the next one already.
+        rounds = {self._round: "now", self._round + 1: "before"}
+        found: list[dict[str, Any]] = [one[rounds[one["round"]]] for _, one in sorted(board.entries.items())]
         return found
 
     # The search, and what follows

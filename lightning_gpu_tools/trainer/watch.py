@@ -198,11 +198,6 @@ class TrainingWatch:
             session.begin_validation_batch(batch, loop.batches)
             loop.batches += 1
 
-    def _close_loop(self, timer: LoopTimer, loop: Loop) -> None:
-        session = self._session
-        if timer.close(loop) and session is not None:
-            session.clock.as_own_work(session.end_epoch)
-
     def _finish(self, error: BaseException | None) -> None:
         session, timer = self._session, self._timer
         assert session is not None
@@ -274,4 +269,4 @@ class _Batches(Generic[_T]):
                 yield fetched.pop()
         finally:
             if (timer := watch._timer) is not None:
-                watch._safely(watch._close_loop, timer, loop)
+                watch._safely(timer.close, loop)

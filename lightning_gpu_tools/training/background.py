@@ -47,8 +47,13 @@ class BackgroundJobs:
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no job."""
+        return not self._entries
+
     def add(self, what: str, job: _Job) -> None:
-        """Add a job, to be called at once; it returns after how many seconds it is to be called again.
+        """Add a job, to be called at once; it returns after how many seconds it is to be called again, ``inf`` = never.
 
         ``what`` it does is for the words of a fault: ``"Writing the report"``.
         """
@@ -66,13 +71,13 @@ class BackgroundJobs:
                 entry.due_s = 0.0
             self._changed.notify()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = _TIMEOUT_S) -> None:
         """End the thread; a job that hangs is left behind. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(_TIMEOUT_S)
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:
@@ -97,5 +102,5 @@ class BackgroundJobs:
                 if wait_s <= 0:
                     entry.due_s = math.inf  # until it has run, unless somebody wants it once more
                     return entry
-                self._changed.wait(wait_s)
+                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
         return None

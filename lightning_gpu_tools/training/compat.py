@@ -6,7 +6,6 @@ returns ``None``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -26,20 +25,19 @@ def default_store() -> Any:
 def own_store() -> Any:
     """Return another connection to that store, which no blocked call of the first one holds up.
 
-    Without it, as where the ranks have met in a file, a rank that stalls does not learn where the others stand.
+    Without it, as where the ranks have met in a file, which grows with every message, a rank that stalls does not learn
+    where the others stand.
     """
-    store = default_store()
+    store = bare = default_store()
     distributed: Any = torch.distributed  # of which type checkers do not know all
-    clone = getattr(store, "clone", None)
-    if store is None or clone is not None:
-        return None if clone is None else clone()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not isinstance(store, distributed.TCPStore):
+    while hasattr(bare, "underlying_store"):
+        bare = bare.underlying_store
+    if bare is None or not isinstance(bare, distributed.TCPStore):
         return None
-    own = distributed.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    # torchrun keeps the store when it starts the job once more.
-    return distributed.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", own)
+    clone = getattr(store, "clone", None)
+    if clone is not None:
+        return clone()
+    return distributed.TCPStore(bare.host, bare.port, is_master=False, wait_for_workers=False)
 
 
 # What the functions below read of a DataLoader's iterator that has workers.

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY, PHASES, TRAINING_STEP, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import (
+    BACKWARD,
+    FORWARD,
+    HOST_TO_DEVICE_COPY,
+    OPTIMIZER,
+    PHASES,
+    TRAINING_STEP,
+    VALIDATION,
+    base_phase,
+)
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 
 # Our default: how far a GPU's clock and the host's may drift apart; crystals keep within 50 parts in a million.
@@ -129,6 +138,7 @@ class GpuTimeline:
 
     Attributes:
         failure: Why nothing more is measured; ``None`` if all is well.
+        samples: How many steps were sampled and read so far.
     """
 
     def __init__(
@@ -147,7 +157,7 @@ class GpuTimeline:
         self._origin: _Event | None = None
         self._origin_s = 0.0
         self._host_time = HostTime()
-        self._samples = 0
+        self.samples = 0
         self._host_s: defaultdict[str, float] = defaultdict(float)
         self._idle_s: defaultdict[str, float] = defaultdict(float)
         self._seen: Counter[str] = Counter()
@@ -202,11 +212,16 @@ class GpuTimeline:
         if self._sample is not None:
             self._book(self._guard, lambda: self._part_begins(phase))
 
+    @property
+    def own_step_s(self) -> float:
+        """What these took the GPU in forward, backward and optimizer, in seconds."""
+        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER))
+
     def facts(self) -> GpuIdle:
         """Return what has been seen so far."""
         self._guard(self._read)
         return GpuIdle(
-            samples=self._samples,
+            samples=self.samples,
             host_s=dict(self._host_s),
             idle_s=dict(self._idle_s),
             seen=dict(self._seen),
@@ -268,7 +283,7 @@ class GpuTimeline:
             self._host_time.learn(begins.host_s, begins_s)
             spent = _in_order(ended.seconds, begins.seconds)
             gap = Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
-            self._samples += 1
+            self.samples += 1
             self._seen.update(phase for phase, _ in spent)
             for phase, seconds in spent:
                 self._host_s[phase] += seconds

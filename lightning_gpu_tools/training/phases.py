@@ -87,6 +87,11 @@ def is_backward(phase: str) -> bool:
     return phase.startswith(TRAINING_STEP) and phase.endswith("backward")
 
 
+def is_beside_step(phase: str) -> bool:
+    """Return whether a phase is a rank's own work that is not in every step; ``self.log`` may wait for others."""
+    return base_phase(phase) in (CALLBACK, LOGGING, CHECKPOINT, VALIDATION) and phase != f"{LOGGING}/{SELF_LOG}"
+
+
 def rank_wait_in(phase: str) -> str:
     """Return the phase of waiting for other ranks within another phase."""
     base = base_phase(phase)

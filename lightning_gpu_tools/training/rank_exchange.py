@@ -1,97 +1,339 @@
-"""Facts that the ranks of a job exchange without a collective; no rank waits long for one that is gone."""
+"""Facts that the ranks of a job exchange without a collective, through the store in which they have met.
+
+What all publish comes to rank 0 in two steps, so that its cost grows with the nodes and not with the ranks: the first
+rank of each node brings the entries of its node together in one, and rank 0 reads all of these with one request.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.background import BackgroundJobs
 
-# The ranks of a job end an epoch at almost the same time, because each step's gradients are averaged over all.
+# How long the end of a training waits for all ranks together. They end at almost the same time, because each step's
+# gradients are averaged over all.
 TIMEOUT_S = 5.0
+# Our default: the entries of 128 ranks fit in the 8 MiB that torch's store takes for one value, those of 8,192 ranks in
+# 512 MiB on the host of rank 0. Usually an entry has 1 to 2 KiB, that of a node's first rank some 3 KiB for each GPU.
+MAX_ENTRY_BYTES = 64 << 10
+# Our defaults: soon enough for the diagnosis of a short training, and in a long one as often as its report is written;
+# by when the time since training began has become half as long again.
+_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0
+# When entries are gathered, as a share of the time between two of them: a node's first, and then those of all nodes.
+_OF_NODE, _OF_ALL = 1 / 4, 1 / 2
+# Our defaults, at the end: the share of the time limit that a node's first rank waits for its node, and the share after
+# which rank 0 reads entries directly that have not come by way of their node.
+_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5
+# Our defaults: the shortest time between two polls, and how long the end of a failed training waits for an answer.
 _POLL_S = 0.005
+_ANSWER_S = 1.0
+# Our default: a rank that begins before rank 0 does has learned of its run by the time of this many entries.
+_FIRST_ENTRIES = 12
 
-_Connect = Callable[[], Any]
+Entry = dict[str, Any]
 
 
-class RankExchange:
-    """A board in the store that ``torch.distributed`` was started with; each rank has one entry on it.
+class Place(NamedTuple):
+    """Which of its job's processes this one is.
 
-    Writing and reading it are round trips of well under a millisecond to the host of rank 0, on no GPU and no stream.
-    Its name is the same on every rank, and a new one for each fit. Where the ranks do not talk through
-    ``torch.distributed``, this rank is all there is.
+    Attributes:
+        rank: Its number, counted over all nodes.
+        world_size: How many there are.
+        local_rank: Its number on its node.
+        node: The number of its node.
+        nodes: How many nodes there are.
+        local_ranks: How many of the processes run on its node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node: int = 0
+    nodes: int = 1
+    local_ranks: int = 1
+
+    @property
+    def mates(self) -> Sequence[int]:
+        """The other ranks of its node if it is the first one there, as launchers number them."""
+        last = self.rank + self.local_ranks if self.local_rank == 0 else 0
+        return range(self.rank + 1, min(last, self.world_size))
+
+    @property
+    def other_nodes(self) -> Sequence[int]:
+        """The numbers of the other nodes."""
+        return [node for node in range(self.nodes) if node != self.node]
+
+
+class Board:
+    """Where each rank of a job has one entry that the others can read. No call waits for another rank.
+
+    An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises with each entry of the rank, and what was
+    posted. It is marked with the run, which rank 0 names when it begins: one that an earlier start of the job has left
+    in the store, which torchrun may keep, does not count. So keys can be the same for every run.
 
     Args:
         name: Of the board.
-        rank: This one.
-        ranks: How many there are.
-        connect: Returns the store in which it is kept; ``None`` if they have none in common.
+        place: Which rank this is.
+        store: Where it is kept; ``None`` if the ranks have none in common. Then this rank is all there is.
+
+    Attributes:
+        entries: By rank, the last entry that was read, and the own one.
     """
 
-    def __init__(self, name: str, *, rank: int, ranks: int, connect: _Connect = compat.default_store) -> None:
-        self._rank = rank
+    def __init__(self, name: str, place: Place, store: Any) -> None:
+        self.entries: dict[int, Entry] = {}
+        self._place = place
         self._name = name
-        self._mine: dict[str, Any] = {}
-        self._missed: set[int] = set()
-        self._store = connect() if ranks > 1 else None
-        self._ranks = range(ranks) if self._store is not None else range(rank, rank + 1)
-
-    def publish(self, turn: int, **facts: Any) -> None:
-        """Publish facts that JSON can hold, added to those that this rank has published before.
-
-        ``turn`` rises from one call to the next, alike on every rank.
-        """
-        self._mine = {**self._mine, **facts, "rank": self._rank, "turn": turn}
-        if self._store is not None:
-            try:
-                self._store.set(self._key(self._rank), json.dumps(self._mine))
-            except RuntimeError:  # rank 0, which kept it, has gone: no rank is left to read
-                self._store = None
-
-    def read(self, turn: int, timeout_s: float = 0.0) -> list[dict[str, Any]]:
-        """Return what the ranks published last, by rank; a rank that never published anything is missing.
-
-        Wait for those that have not come to this turn yet, at most so long, and never again for one that did not come.
-        """
-        until_s = time.monotonic() + timeout_s
-        found = {}
-        for rank in self._ranks:
-            facts = self.read_one(rank)
-            while (facts is None or facts["turn"] < turn) and rank not in self._missed and time.monotonic() < until_s:
-                time.sleep(_POLL_S)
-                facts = self.read_one(rank)
-            if timeout_s and (facts is None or facts["turn"] < turn):
-                self._missed.add(rank)
-            if facts is not None:
-                found[rank] = facts
-        return list(found.values())
+        self._store = store if place.world_size > 1 else None
+        self._turn = 0
+        self._run = ""
+        self._there: set[str] = set()
+        if place.rank == 0:
+            self._run = uuid.uuid4().hex
+            self._set("run", self._run)
 
     @property
-    def missed(self) -> list[int]:
-        """Return the ranks that did not come in time."""
-        return sorted(self._missed)
+    def is_shared(self) -> bool:
+        """Whether other ranks can be heard at all."""
+        return self._store is not None
+
+    def post(self, **facts: Any) -> None:
+        """Replace this rank's entry by facts that JSON can hold, the most important first.
+
+        Where the entry has more than ``MAX_ENTRY_BYTES``, the last ones are left out, and ``left_out`` names them.
+        """
+        place = self._place
+        self._turn += 1
+        if self._turn <= _FIRST_ENTRIES:
+            self._fetch(())
+        head = {"run": self._run, "rank": place.rank, "node": place.node, "local_ranks": place.local_ranks}
+        entry = {**head, "turn": self._turn, **facts}
+        left_out = []
+        while len(text := json.dumps(entry)) > MAX_ENTRY_BYTES and facts:
+            left_out.append(facts.popitem()[0])
+            entry = {**head, "turn": self._turn, **facts, "left_out": left_out}
+        self.entries[place.rank] = entry
+        self._set(f"rank {place.rank}", f"[{text}]")
+
+    def post_node(self) -> None:
+        """Post the entries of this rank's node as one, as far as they were read."""
+        ranks = (self._place.rank, *self._place.mates)
+        self._set(f"node {self._place.node}", json.dumps([self.entries[one] for one in ranks if one in self.entries]))
+
+    def read(self, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> None:
+        """Read the entries of these ranks, and what the first ranks of these nodes have posted, with one request."""
+        self._take_in(self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]))
+
+    def read_all(self) -> None:
+        """Read the entries of all ranks: by way of their nodes, and directly where that brings nothing new."""
+        place = self._place
+        others = [rank for rank in range(place.world_size) if rank != place.rank]
+        before = self._turns(others)
+        self.read(place.mates, place.other_nodes)
+        turns = zip(others, before, self._turns(others), strict=True)
+        if unchanged := [rank for rank, turn, later in turns if turn == later]:
+            self.read(unchanged)
+
+    def _turns(self, ranks: Iterable[int]) -> list[int]:
+        return [self.entries[rank]["turn"] if rank in self.entries else 0 for rank in ranks]
+
+    def _take_in(self, values: Iterable[bytes]) -> None:
+        for value in values:
+            for entry in json.loads(value):
+                rank = entry["rank"]
+                is_newer = rank not in self.entries or self.entries[rank]["turn"] < entry["turn"]
+                if entry["run"] == self._run and is_newer:
+                    self.entries[rank] = entry
+            time.sleep(0)  # the training thread need not wait for Python's lock until all nodes are read
+
+    def _key(self, name: str) -> str:
+        return f"lightning_gpu_tools/{self._name}/{name}"
+
+    def _set(self, name: str, value: str) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(self._key(name), value)
+            except RuntimeError:  # the store's host has gone
+                self._store = None
+
+    def _fetch(self, names: Iterable[str]) -> list[bytes]:
+        """Return what stands under these names, without those under which nothing does."""
+        keys, store = [self._key(name) for name in ("run", *names)], self._store
+        if store is None:
+            return []
+        try:
+            self._there |= _existing(store, [key for key in keys if key not in self._there])
+            there = [key for key in keys if key in self._there]
+            values: list[bytes] = store.multi_get(there) if there else []
+        except RuntimeError:  # the store's host has gone
+            self._store = None
+            return []
+        if keys[0] in self._there:
+            run = values.pop(0).decode()
+            if run != self._run:
+                self._run, self.entries = run, {}
+        return values
+
+
+def _existing(store: Any, keys: list[str]) -> set[str]:
+    """Return those of the keys that have a value: whoever asks for another one waits for it."""
+    if not keys or store.check(keys):
+        return set(keys)
+    half = len(keys) // 2
+    return _existing(store, keys[:half]) | _existing(store, keys[half:]) if half else set()
+
+
+class RankExchange:
+    """Publishes the facts of this rank and gathers those of others, in a thread: a training never waits for that.
+
+    Args:
+        name: Of the board on which they are exchanged, the same on every rank.
+        place: Which rank this is.
+        store: See ``Board``. A blocked call of another thread on the same connection delays the exchange.
+        hear: Is called on rank 0, in the thread, with all entries when they were gathered.
+
+    Attributes:
+        wanted: Whether it is time to publish again, soon after the first time, then ever more rarely, at least once a
+            minute. Whoever publishes sets it back.
+    """
+
+    def __init__(
+        self, name: str, place: Place, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
+    ) -> None:
+        self.wanted = False
+        self._hear = hear
+        self._place = place
+        self._board = Board(name, place, store)
+        self._facts: dict[str, Any] = {}
+        self._is_new = False
+        self._interval_s = _FIRST_S
+        self._wanted_s = time.monotonic() + _FIRST_S
+        self._gather_s = math.inf
+        self._ending: tuple[float, float] | None = None  # since when, and for how long
+        self._ended = threading.Event()
+        self._jobs = BackgroundJobs()
 
     @property
     def ranks(self) -> int:
         """How many ranks can be heard."""
-        return len(self._ranks)
+        return self._place.world_size if self._board.is_shared else 1
 
-    def _key(self, rank: int) -> str:
-        return f"lightning_gpu_tools/{self._name}/{rank}"
+    @property
+    def faults(self) -> list[str]:
+        """The first error in the thread, in words."""
+        return self._jobs.faults
 
-    def read_one(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank published last, without waiting; ``None`` if nothing, or if it cannot be heard."""
-        if rank == self._rank:
-            return self._mine or None
-        if self._store is None:
-            return None
-        try:
-            # Asking for a key that is not there would wait for it.
-            facts: dict[str, Any] | None = (
-                json.loads(self._store.get(self._key(rank))) if self._store.check([self._key(rank)]) else None
-            )
-        except RuntimeError:  # the store's host has gone
-            self._store = facts = None
-        return facts
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the thread so far."""
+        return self._jobs.cpu_s
+
+    def entries(self) -> list[Entry]:
+        """Return what was published by each rank that was heard, by rank: on rank 0 all, on others those of the node.
+
+        Facts of another rank may be some minutes old while training goes on.
+        """
+        return [entry for _, entry in sorted(self._board.entries.copy().items())]
+
+    def publish(self, **facts: Any) -> None:
+        """Publish facts that JSON can hold, added to those before; the most important first, see ``Board.post``."""
+        self.wanted = False
+        self._facts = {**self._facts, **facts}
+        self._is_new = True
+        if not self._board.is_shared:
+            self._board.post(**self._facts)
+        elif self._jobs.is_empty:
+            self._jobs.add("Exchanging facts with other ranks", self._exchange)
+        else:
+            self._jobs.run_now()
+
+    def finish(self, timeout_s: float) -> list[int]:
+        """Publish that this was the last; on rank 0 wait, at most so long for all together, for the last of the others.
+
+        The first ranks of other nodes wait for the ranks of their node, half as long.
+
+        Returns:
+            The ranks that rank 0 has waited for in vain.
+        """
+        self._facts = {"is_last": True, **self._facts}
+        self._is_new = True
+        self._ending = time.monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
+        self.publish()
+        if self._board.is_shared:
+            self._ended.wait(max(timeout_s, _ANSWER_S))
+        self.close()
+        return self._late()
+
+    def close(self) -> None:
+        """End the thread; one that has not come to its end in time is left behind. Idempotent."""
+        is_late = self._ending is not None and not self._ended.is_set()
+        self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
+
+    def _late(self) -> list[int]:
+        """Return the ranks whose last entry this one has to wait for."""
+        place, entries = self._place, self._board.entries
+        ranks = place.mates if place.rank else range(1, place.world_size)
+        return [rank for rank in ranks if not entries.get(rank, {}).get("is_last")]
+
+    # In the thread
+
+    def _exchange(self) -> float:
+        ending = self._ending  # asked first: the last facts are there before it is set
+        if self._is_new:
+            self._is_new = False
+            self._board.post(**self._facts)
+            share = _OF_NODE if self._place.rank else _OF_ALL
+            self._gather_s = min(self._gather_s, time.monotonic() + share * self._interval_s)
+        if ending is not None:
+            return self._end(*ending)
+        now_s = time.monotonic()
+        if now_s >= self._wanted_s:
+            self.wanted = True
+            self._interval_s = min(_LONGER * self._interval_s, _EVERY_S)
+            self._wanted_s = now_s + self._interval_s
+        if now_s >= self._gather_s:
+            self._gather_s = math.inf
+            self._gather()
+        return min(self._wanted_s, self._gather_s) - time.monotonic()
+
+    def _gather(self) -> None:
+        place = self._place
+        if place.rank == 0:
+            self._board.read_all()
+            self._hear(self.entries())
+        elif place.local_rank == 0:
+            self._board.read(place.mates)
+            self._board.post_node()
+
+    def _end(self, since_s: float, limit_s: float) -> float:
+        """Gather the last entries as they come in."""
+        place, elapsed_s = self._place, time.monotonic() - since_s
+        if late := self._late():
+            mates = [rank for rank in late if rank in place.mates]
+            self._board.read(mates, self._late_nodes() if place.rank == 0 else ())
+            late = self._late()
+        if late and place.rank == 0 and elapsed_s >= _FOR_NODES * limit_s:
+            self._board.read(late)
+            late = self._late()
+        if place.rank and place.local_rank == 0:
+            self._board.post_node()
+        if not late or elapsed_s >= limit_s or not self._board.is_shared:
+            if place.rank == 0:
+                self._hear(self.entries())
+            self._ended.set()
+            return math.inf
+        return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - time.monotonic())
+
+    def _late_nodes(self) -> list[int]:
+        """Return the nodes that have ranks of which the last entry has not come."""
+        entries = self._board.entries.values()
+        ended = Counter(entry["node"] for entry in entries if entry.get("is_last"))
+        ranks = {entry["node"]: entry["local_ranks"] for entry in entries}
+        return [node for node in self._place.other_nodes if ended[node] < ranks.get(node, 1)]

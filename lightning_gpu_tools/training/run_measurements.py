@@ -44,6 +44,9 @@ class StepBlock:
             gradients.
         paused_s: Part of ``wall_s`` spent in validation and checkpoints.
         rank_wait_s: Part of ``wall_s``, also of ``paused_s``, spent waiting for other ranks.
+        beside_s: Part of it spent in callbacks, loggers, checkpoints and validation, without waiting for other ranks.
+        gpu_steps: How many steps were sampled by the GPU's own times.
+        gpu_step_s: What the GPU spent on these in forward, backward and optimizer.
     """
 
     steps: int = 0
@@ -58,6 +61,9 @@ class StepBlock:
     optimizer_s: float = 0.0
     paused_s: float = 0.0
     rank_wait_s: float = 0.0
+    beside_s: float = 0.0
+    gpu_steps: int = 0
+    gpu_step_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -210,21 +216,29 @@ class RankStep:
     Attributes:
         rank: Global rank.
         node: Number of its node.
-        own_step_s: Time of its own work on a step: the sum of ``phase_s``.
-        phase_s: The parts of it, by phase: of a steady step the medians of ``data_loading``, ``host_to_device_copy``,
-            ``forward``, ``backward`` and ``optimizer``; of the rest the mean over all steps. What cannot be told apart
-            from waiting for other ranks is left out, and so is the Trainer's own work.
-            On a GPU, ``forward``, ``backward`` and ``optimizer`` are by its own clock.
-        phase_iqr_s: Of the medians among them, the interquartile range.
+        own_step_s: Mean time of its own work on a step: the sum of ``phase_s``.
+        phase_s: The parts of it, by phase: of steady steps ``data_loading``, ``host_to_device_copy``, ``forward``,
+            ``backward`` and ``optimizer``; of the rest the mean over all steps. What cannot be told apart from waiting
+            for other ranks is left out, and so is the Trainer's own work. On a GPU, ``forward``, ``backward`` and
+            ``optimizer`` are by its own clock.
+        own_s_over_time: The mean in each of at most 16 consecutive parts of the steady steps.
+        steps_over_time: How many steps each part has; 0 if there are none.
         wait_s: Mean time for which it waits for other ranks on a steady step; ``None`` on a GPU, which waits alone.
+        gpu: Device index of its GPU on the node; ``None`` without one.
+        throttled_percent: Share of the time in which power or heat held that GPU's clocks down; ``None`` if unknown.
+        storage_wait_percent: Share of the time for which a worker of its loader waited for a disk; likewise.
     """
 
     rank: int
     node: int
     own_step_s: float
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    phase_iqr_s: Mapping[str, float] = field(default_factory=dict)
+    own_s_over_time: Sequence[float] = ()
+    steps_over_time: int = 0
     wait_s: float | None = None
+    gpu: int | None = None
+    throttled_percent: float | None = None
+    storage_wait_percent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
     is_backward,
+    is_beside_step,
     rank_wait_in,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
@@ -339,6 +340,9 @@ class StepClock(Stopwatch):
             optimizer_s=training_step_s - forward_s - backward_s - in_step.get(TRAINING_STEP, 0.0),
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
+            beside_s=sum(s for phase, s in seconds.items() if is_beside_step(phase)),
+            gpu_steps=0 if self._gpu is None else self._gpu.samples,
+            gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
         )
 
     def _close_block(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import cpu_run, waiting_ranks
+from measured_runs import cpu_run, gpu_run, waiting_ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.ranks import straggler
@@ -55,11 +58,134 @@ def test_what_one_rank_does_not_know_of_itself_does_not_count() -> None:
     assert straggler(dataclasses.replace(run, ranks=ranks)) is None
 
 
-def test_a_rank_whose_own_steps_vary_as_much_is_not_blamed() -> None:
-    run = in_lockstep([0.010, 0.010, 0.030, 0.010])
-    for iqr_s, is_blamed in ((0.019, True), (0.021, False)):
-        ranks = tuple(dataclasses.replace(one, phase_iqr_s={"backward": iqr_s}) for one in run.ranks)
-        assert (straggler(dataclasses.replace(run, ranks=ranks)) is not None) is is_blamed
+PARTS, STEPS = 16, 100
+Over = Callable[[int, int], float]  # rank, part of the run -> seconds of its own work beyond others'
+
+
+def a_job(nodes: int, local_ranks: int, more_s: Over, phase: str = "forward", **options: Any) -> RunMeasurements:
+    """Return a run on GPUs with steps of 100 ms, 60 ms of which are each rank's own, give or take 1 ms."""
+    chance, ranks = random.Random(0), []
+    for rank in range(nodes * local_ranks):
+        over_time = [0.06 + chance.gauss(0, 0.001) + more_s(rank, part) for part in range(PARTS)]
+        ranks.append(
+            RankStep(
+                rank=rank,
+                node=rank // local_ranks,
+                own_step_s=fmean(over_time),
+                phase_s={phase: fmean(over_time)},
+                own_s_over_time=over_time,
+                steps_over_time=STEPS,
+                gpu=rank % local_ranks,
+                **{name: of_rank(rank) for name, of_rank in options.items()},
+            )
+        )
+    return gpu_run({"training_step": 100}, 99.0, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_ranks", "slow", "who", "words"),
+    [
+        (128, 8, {17}, "rank 17", "for rank 17 (node 2, GPU 1), which takes"),
+        (128, 8, {17, 900}, "rank", "slow, too."),
+        (128, 8, {*range(24, 32)}, "node 3", "for node 3 (ranks 24 to 31), which takes"),
+        (128, 8, {*range(24, 32), *range(1016, 1024)}, "node", "slow, too."),
+        (128, 8, {*range(24, 31)}, "rank", "are slow, too."),  # not all of it
+        (8, 1, {5}, "rank 5", "for rank 5 (node 5, GPU 0)"),
+        (1, 8, {5}, "rank 5", "for rank 5 (node 0, GPU 5)"),
+        (2, 4, {4, 5, 6, 7}, "node 1", "for node 1 (ranks 4 to 7)"),
+        (2, 1, {1}, "rank 1", "for rank 1 (node 1, GPU 0)"),
+    ],
+)
+def test_a_slow_node_and_a_slow_rank_are_named_as_such(
+    nodes: int, local_ranks: int, slow: set[int], who: str, words: str
+) -> None:
+    finding = straggler(a_job(nodes, local_ranks, lambda rank, part: 0.03 * (rank in slow)))
+    assert finding is not None
+    assert str(finding.evidence["who"]).startswith(who)
+    assert finding.evidence["rank"] in slow
+    assert words in finding.advice
+    assert "It is late throughout the run." in finding.advice
+    assert finding.share == pytest.approx(0.30, abs=0.03)  # of the job: 30 of 100 ms
+
+
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 1), (1, 3), (8, 8), (1024, 8)])
+def test_of_ranks_that_are_alike_none_is_named(nodes: int, local_ranks: int) -> None:
+    assert straggler(a_job(nodes, local_ranks, lambda rank, part: 0.0)) is None
+
+
+def test_among_ranks_that_vary_as_much_none_is_named() -> None:
+    chance = random.Random(1)
+    own = [chance.gauss(0, 0.01) for _ in range(1024)]
+    assert straggler(a_job(128, 8, lambda rank, part: own[rank])) is None
+    assert straggler(a_job(128, 8, lambda rank, part: own[rank] + 0.08 * (rank == 9))) is not None
+
+
+@pytest.mark.parametrize(
+    ("slow_in", "when"),
+    [
+        ({*range(PARTS)}, "It is late throughout the run."),
+        ({*range(1, PARTS)}, "It is late throughout the run."),
+        ({2, 7, 8, 13}, "It is late now and then, for 40 s of 160 s."),
+        ({*range(10, PARTS)}, "It has been late since about step 1,000, for 60 s."),
+        ({*range(5)}, "It was late up to about step 500, for 50 s."),
+        ({3}, None),  # an accident
+        ({3, 9}, None),
+    ],
+)
+def test_a_straggler_is_said_when_it_is_late(slow_in: set[int], when: str | None) -> None:
+    finding = straggler(a_job(16, 8, lambda rank, part: 0.1 * (rank == 9 and part in slow_in)))
+    if when is None:
+        assert finding is None
+    else:
+        assert finding is not None
+        assert when.replace("160 s", "2 min 40 s") in finding.advice
+        assert finding.evidence["late_percent"] == 100 * len(slow_in) / PARTS
+        assert finding.share == pytest.approx(len(slow_in) / PARTS, rel=0.1)
+
+
+def test_noise_in_both_directions_is_no_straggler() -> None:
+    """Two ranks on busy cores: now one is late, now the other, and one of them a little more."""
+    chance = random.Random(2)
+    noise = {(rank, part): chance.uniform(0, 0.05) + 0.012 * rank for rank in range(2) for part in range(PARTS)}
+    assert straggler(a_job(1, 2, lambda rank, part: noise[rank, part])) is None
+
+
+def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
+    run = a_job(2, 2, lambda rank, part: 0.03 * (rank == 3 and part >= 8))
+    halved = [
+        dataclasses.replace(one, own_s_over_time=[*map(fmean, batched(one.own_s_over_time))], steps_over_time=200)
+        for one in run.ranks[:2]
+    ]
+    finding = straggler(dataclasses.replace(run, ranks=(*halved, *run.ranks[2:])))
+    assert finding is not None
+    assert "since about step 800, for 1 min 20 s" in finding.advice.replace("80 s", "1 min 20 s")
+
+
+def batched(values: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("phase", "facts", "words"),
+    [
+        (
+            "data_loading",
+            {"storage_wait_percent": {24: 62.0}},
+            "Its workers wait for storage 62 % of the time, those",
+        ),
+        ("backward", {"throttled_percent": {24: 64.0}}, "Its GPU is throttled 64 % of the time, that of the median"),
+        ("backward", {"throttled_percent": {24: 10.0}}, ""),
+        ("backward", {"throttled_percent": dict.fromkeys(range(64), 64.0)}, ""),  # all are
+        ("data_loading", {"throttled_percent": {24: 64.0}}, ""),  # which takes no data
+    ],
+)
+def test_slow_hardware_of_one_rank_is_tied_to_it(phase: str, facts: dict[str, dict[int, float]], words: str) -> None:
+    options = {name: lambda rank, of=of: of.get(rank, 2.0) for name, of in facts.items()}
+    finding = straggler(a_job(8, 8, lambda rank, part: 0.03 * (rank == 24), phase, **options))
+    assert finding is not None
+    assert words in finding.advice
+    assert (" % of the time" in finding.advice) == bool(words)
+    assert bool({"storage_wait_percent", "throttled_percent"} & finding.evidence.keys()) == bool(words)
 
 
 @pytest.mark.parametrize(

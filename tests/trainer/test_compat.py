@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
 from lightning_gpu_tools.trainer.gpu_utilization_advisor import can_profile
 from lightning_gpu_tools.training import compat as torch_compat
-from lightning_gpu_tools.training.rank_exchange import RankExchange
+from lightning_gpu_tools.training.rank_exchange import Board, Place, RankExchange
 
 
 def train(folder: Path, *callbacks: Callback) -> tuple[Trainer, list[torch.Tensor]]:
@@ -93,30 +95,39 @@ def test_without_what_the_profiler_needs_no_step_is_profiled(tmp_path: Path, mon
             assert not can_profile(trainer)
 
 
-def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = torch.distributed.HashStore()
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """A real store in which torch.distributed was started."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        assert RankExchange("seen", rank=0, ranks=2).ranks == 2
-        hide(monkeypatch, torch_compat, "_get_default_store")
-        exchange = RankExchange("unseen", rank=0, ranks=2)
-        exchange.publish(1, own_step=None)
-        assert exchange.ranks == 1
-        assert [facts["rank"] for facts in exchange.read(1, timeout_s=60.0)] == [0]
-    finally:
-        torch.distributed.destroy_process_group()
+    yield store
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(rank=0, world_size=2, local_ranks=2)
+    assert RankExchange("seen", place, torch_compat.default_store()).ranks == 2
+    hide(monkeypatch, torch_compat, "_get_default_store")
+    exchange = RankExchange("unseen", place, torch_compat.default_store())
+    exchange.publish(own_step=None)
+    assert exchange.ranks == 1
+    exchange.finish(60.0)
+    assert [entry["rank"] for entry in exchange.entries()] == [0]
 
 
 @pytest.mark.parametrize("gone", ["nothing", "clone"])
-def test_ranks_have_a_connection_of_their_own_for_stalls(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+def test_ranks_have_a_connection_of_their_own(store: Any, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     hide(monkeypatch, torch_compat, gone)
+    first, second = (Board("stalls", Place(rank, 2, rank, 0, 1, 2), torch_compat.own_store()) for rank in range(2))
+    second.post(step=7)
+    first.read([1])
+    assert first.entries[1]["step"] == 7
+
+
+def test_ranks_that_met_in_a_file_have_no_other_connection(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        first, second = (RankExchange("stalls", rank=i, ranks=2, connect=torch_compat.own_store) for i in range(2))
-        first.publish(1, step=7)
-        found = second.read_one(0)
-        assert found is not None
-        assert found["step"] == 7
+        assert torch_compat.own_store() is None
     finally:
         torch.distributed.destroy_process_group()

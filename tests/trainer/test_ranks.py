@@ -37,7 +37,7 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert [result.stdout.count("Verdict:") for result in results] == [1, 0]
     assert [result.stderr.count("Speedup: up to") for result in results] == [1, 0]
-    assert "reported nothing" not in results[0].stderr
+    assert "did not report" not in results[0].stderr
     (report_file,) = tmp_path.rglob("gpu_report.json")
     with (report_file.parent / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -45,9 +45,6 @@ def test_rank_zero_reports_every_node_and_the_slowest_rank(tmp_path: Path) -> No
     name = "node1/gpu/0/utilization_percent/mean"
     other = {int(row["step"]): float(row[name]) for row in rows if row.get(name)}
     assert set(own) == {90.0}
-    # Once an epoch; no rank waits for a node that has not published yet, so on a busy machine one can be missing.
-    assert other
-    assert other.keys() <= {39, 79}
     assert set(other.values()) == {30.0}
     report = load_report(report_file)
     assert [(one.node, one.index, one.utilization_percent_mean) for one in report.gpus] == [(0, 0, 90), (1, 0, 30)]
@@ -73,14 +70,14 @@ def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, failing_rank: i
     report = load_report(next(tmp_path.rglob("gpu_report.json")))
     assert report.outcome.startswith("stopped by ")
     if failing_rank == 1:
-        assert report.steps >= 45
+        assert report.steps >= 70
         # More than 64 GPUs are logged as one.
         names = next(csv.reader(next(tmp_path.rglob("metrics.csv")).open()))
         assert "gpu/all/utilization_percent/mean/min" in names
         assert "gpu/32/utilization_percent/mean" in names
         assert not [name for name in names if name.startswith("node1/")]
         assert results[0].stderr.count("This job has 66 GPUs.") == 1
-    # What the other node published at the end of the first epoch is not lost.
+    # What the other node published before is not lost.
     assert [one.node for one in report.gpus] == [0] * gpus + [1] * gpus
     assert [rank.rank for rank in report.ranks] == [0, 1]
 

@@ -1,0 +1,347 @@
+"""What a job of many ranks costs its rank 0: the exchange between ranks, the diagnosis, the report.
+
+    python benchmarks/scale.py [--ranks 8 64 1024 8192] [--no-real] [--output benchmarks/results/scale.json]
+
+Ranks stand on nodes of eight. All but rank 0 are entries in a real TCPStore, filled as the ranks would fill it; its
+server is another process, and a relay between it and rank 0 adds a network's round trip. Then 32 real ranks train a
+model of ten parameters with gloo, on four nodes of torchrun that are all this machine: without a slow rank, with one,
+and with a slow node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import queue
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from machine import describe_machine
+from torch.distributed import TCPStore
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from measured_runs import gpu_run
+from simulated_report import simulated_report
+
+from lightning_gpu_tools.advice.ranks import straggler
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
+from lightning_gpu_tools.reports.plot import save_plot
+from lightning_gpu_tools.reports.report import load_report, to_json
+from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board, Place, RankExchange
+
+LOCAL_RANKS = 8
+ROUND_TRIP_S = 0.3e-3
+REPEATS = 5
+SLOW_RANK, SLOW_NODE = 19, 2
+TRAIN = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+from lightning_gpu_tools import watch
+
+class Samples(Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, index):
+        time.sleep(SLOWER_S)
+        return torch.ones(9)
+
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+slow = {int(rank) for rank in sys.argv[2:]}
+SLOWER_S = 0.1 if torch.distributed.get_rank() in slow else 0.0
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+with watch(folder=sys.argv[1], min_steps=20) as run:
+    for step, batch in enumerate(run.batches(DataLoader(Samples()))):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 160:
+            break
+torch.distributed.destroy_process_group()
+"""
+
+
+def serve() -> None:
+    """Be the host of a store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    print(store.port, flush=True)
+    threading.Event().wait()
+
+
+def relay(port: int) -> None:
+    """Pass connections on to a port, each way half a round trip later."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        here = listener.accept()[0]
+        there = socket.create_connection(("127.0.0.1", port))
+        for source, target in ((here, there), (there, here)):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            later: queue.Queue[tuple[float, bytes]] = queue.Queue()
+            threading.Thread(target=_take, args=(source, later), daemon=True).start()
+            threading.Thread(target=_give, args=(target, later), daemon=True).start()
+
+
+def _take(source: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> None:
+    data = b"-"
+    while data:
+        data = source.recv(1 << 18)
+        later.put((time.perf_counter() + ROUND_TRIP_S / 2, data))
+
+
+def _give(target: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> None:
+    while True:
+        due_s, data = later.get()
+        while time.perf_counter() < due_s:  # a sleep would take twice as long
+            pass
+        if not data:
+            target.shutdown(socket.SHUT_WR)
+            return
+        target.sendall(data)
+
+
+@contextlib.contextmanager
+def child(*arguments: str) -> Iterator[int]:
+    """Run this program in another process; gives the port that it listens on."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=-1, text=True)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def client(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def timed_s(function: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    function()
+    return time.perf_counter() - began_s
+
+
+def facts_of(place: Place, chance: random.Random) -> dict[str, Any]:
+    """Return what a rank publishes, as long as from a training on GPUs; rank 9 is slow."""
+    phases = ("data_loading", "host_to_device_copy", "forward", "backward", "optimizer", "callback/EarlyStopping")
+    phase_s = {phase: round(0.01 + 0.001 * chance.random(), 9) for phase in phases}
+    over_time = [round(sum(phase_s.values()) + 0.02 * (place.rank == 9), 6)] * 16
+    facts: dict[str, Any] = {
+        "pid": 100_000 + place.rank,
+        "own_step": {
+            "own_step_s": over_time[0],
+            "phase_s": phase_s,
+            "own_s_over_time": over_time,
+            "steps_over_time": 1280,
+            "wait_s": None,
+            "gpu": place.local_rank,
+            "storage_wait_percent": 0.0,
+        },
+        "throttled": {},
+        "largest_batch_size": 496,
+    }
+    if place.local_rank == 0:
+        gpus = range(place.local_ranks)
+        names = [metric.logged for metric in METRICS if metric.logged]
+        numbers = {name: chance.random() * 100 for name in GpuSummary.__dataclass_fields__ if name.endswith("percent")}
+        facts["throttled"] = dict.fromkeys(gpus, 0.25)
+        facts["troubles"] = []
+        facts["gpus"] = [
+            asdict(
+                GpuSummary(index=i, uuid=f"GPU-{place.node:08x}-1111-2222-3333-{i:012x}", node=place.node, **numbers)
+            )
+            for i in gpus
+        ]
+        facts["metrics"] = {f"node{place.node}/gpu/{i}/{name}": 100 * chance.random() for i in gpus for name in names}
+    return facts
+
+
+class Job:
+    """A job with rank 0 here and its other ranks as entries in a store."""
+
+    def __init__(self, ranks: int, direct: TCPStore, far: TCPStore, name: str) -> None:
+        nodes = ranks // LOCAL_RANKS
+        self.places = [Place(i, ranks, i % LOCAL_RANKS, i // LOCAL_RANKS, nodes, LOCAL_RANKS) for i in range(ranks)]
+        self.exchange = RankExchange(f"{name}/measured", self.places[0], far)
+        self.board = Board(f"{name}/read", self.places[0], far)
+        self._chance = random.Random(0)
+        self._boards = {
+            which: [Board(f"{name}/{which}", place, direct) for place in self.places[1:]]
+            for which in ("measured", "read")
+        }
+
+    def fill(self, which: str, dead: Sequence[int] = (), **more: Any) -> int:
+        """Let all other ranks but dead ones post, and the first ranks of nodes post that again; return the bytes."""
+        size = 0
+        for board, place in zip(self._boards[which], self.places[1:], strict=True):
+            if place.rank not in dead:
+                facts = {**more, **facts_of(place, self._chance)}
+                board.post(**facts)
+                size += len(json.dumps(board.entries[place.rank]))
+        for board, place in zip(self._boards[which], self.places[1:], strict=True):
+            if place.local_rank == 0 and place.rank not in dead:
+                board.read(place.mates)
+                board.post_node()
+        return size
+
+
+def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
+    """Return what a job of this size costs rank 0."""
+    job = Job(ranks, direct, far, f"{ranks} ranks")
+    walls_s, cpus_s = [], []
+    for _ in range(REPEATS):
+        size = job.fill("read")
+        began_s = time.thread_time()
+        walls_s.append(timed_s(job.board.read_all))
+        cpus_s.append(time.thread_time() - began_s)
+    assert len(job.board.entries) == ranks - 1
+    one_by_one_s = timed_s(lambda: [read_alone(job.board, far, rank) for rank in range(1, ranks)])
+    own = facts_of(job.places[0], random.Random(0))
+    job.fill("measured")
+    publishing_s = [timed_s(lambda: job.exchange.publish(**own)) for _ in range(50)]
+    while len(job.exchange.entries()) < ranks:  # which the thread gathers soon
+        job.exchange.publish()
+        time.sleep(0.2)
+    entries = job.exchange.entries()
+    recorder: Any = SimpleNamespace()  # of which that needs nothing
+    listing_s = median(timed_s(lambda: RunRecorder.hear(recorder, entries)) for _ in range(REPEATS))
+    run = gpu_run({"training_step": 100}, 99.0, ranks=recorder._ranks)
+    judging_s = median(timed_s(lambda: straggler(run)) for _ in range(REPEATS))
+    found = straggler(run)
+    assert ranks < 10 or (found is not None and found.evidence["who"] == "rank 9"), found
+    job.fill("measured", is_last=True)
+    end_s = timed_s(lambda: job.exchange.finish(TIMEOUT_S))
+    ends_s = {}
+    for name, dead in (("first rank of a node", [ranks - LOCAL_RANKS]), ("all others", [*range(1, ranks)])):
+        if ranks > LOCAL_RANKS or name == "all others":
+            other = Job(ranks, direct, far, f"{ranks} ranks, {name} dead")
+            other.exchange.publish(**own)
+            if name != "all others":
+                other.fill("measured", dead, is_last=True)
+            ends_s[name] = timed_s(lambda job=other: job.exchange.finish(TIMEOUT_S))
+            came = len(other.exchange.entries())
+            assert came == (1 if name == "all others" else ranks - 1), came
+    return {
+        "ranks": ranks,
+        "nodes": ranks // LOCAL_RANKS,
+        "entries_bytes": size,
+        "publish_s": median(publishing_s),
+        "gather_s": median(walls_s),
+        "gather_cpu_s": median(cpus_s),
+        "one_by_one_s": one_by_one_s,
+        "list_s": listing_s,
+        "judge_s": judging_s,
+        "end_s": end_s,
+        "end_dead_s": ends_s,
+        **of_report(ranks),
+    }
+
+
+def read_alone(board: Board, store: TCPStore, rank: int) -> None:
+    """Read an entry by itself, as this package did before: ask whether it is there, then for what it is."""
+    key = board._key(f"rank {rank}")
+    if store.check([key]):
+        json.loads(store.get(key))
+
+
+def of_report(ranks: int) -> dict[str, Any]:
+    """Return what the report of a job with so many GPUs takes."""
+    report = simulated_report(nodes=ranks // LOCAL_RANKS, gpus=LOCAL_RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        picture_s = timed_s(lambda: save_plot(report, folder))
+        picture_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
+    return {
+        "text_s": timed_s(lambda: render_text(report)),
+        "text_lines": render_text(report).count("\n") + 1,
+        "json_s": timed_s(lambda: to_json(report)),
+        "json_bytes": len(to_json(report)),
+        "picture_s": picture_s,
+        "picture_bytes": picture_bytes,
+    }
+
+
+def train(slow: Sequence[int], *, nodes: int = 4) -> dict[str, Any]:
+    """Train with real ranks, and return what the report says."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        script = Path(folder, "train.py")
+        script.write_text(TRAIN)
+        options = [f"--nnodes={nodes}", f"--nproc-per-node={LOCAL_RANKS}", f"--master-port={port}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, "--master-addr=127.0.0.1"]
+        began_s = time.perf_counter()
+        agents = [
+            subprocess.Popen(
+                [*command, f"--node-rank={node}", str(script), folder, *map(str, slow)], stdout=-1, stderr=-1, text=True
+            )
+            for node in range(nodes)
+        ]
+        texts = [agent.communicate() for agent in agents]
+        assert not any(agent.returncode for agent in agents), texts[0][1][-3000:]
+        report = load_report(folder)
+        stragglers = [one for one in report.diagnosis.findings if one.cause == "straggler"]
+        return {
+            "slow": list(slow),
+            "reports": sum(out.count("Verdict:") for out, _ in texts),
+            "ranks": [one.rank for one in report.ranks],
+            "named": stragglers[0].evidence["who"] if stragglers else None,
+            "why": report.diagnosis.why,
+            "next_step": report.diagnosis.next_step,
+            "late": [line for _, err in texts for line in re.findall(r"Ranks? .* did not report.*", err)],
+            "seconds": round(time.perf_counter() - began_s, 1),
+        }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        return serve()
+    if sys.argv[1:2] == ["--relay"]:
+        return relay(int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 8192])
+    parser.add_argument("--no-real", action="store_true", help="leave out the 32 real ranks")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args()
+    found: dict[str, Any] = {"machine": describe_machine(), "load_average_before": load_average()}
+    with child("--serve") as port, child("--relay", str(port)) as far_port:
+        direct, far = client(port), client(far_port)
+        trips_s = [timed_s(lambda: far.check(["nothing"])) for _ in range(500)]
+        found["round_trip_s"] = median(trips_s)
+        found["sizes"] = []
+        for ranks in options.ranks:
+            found["sizes"].append(measure(ranks, direct, far))
+            print(json.dumps(found["sizes"][-1]), flush=True)
+    if not options.no_real:
+        node = range(SLOW_NODE * LOCAL_RANKS, (SLOW_NODE + 1) * LOCAL_RANKS)
+        found["real"] = [train(slow) for slow in ((), (SLOW_RANK,), node)]
+        print(json.dumps(found["real"], indent=1))
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    return None
+
+
+def load_average() -> float:
+    return round(float(Path("/proc/loadavg").read_text().split()[0]), 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What ranks exchange, against torch's real stores: of up to 1,024 ranks in one process, over the store alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Board, Place, RankExchange
+
+LIMIT_S = 20.0  # of what takes milliseconds, on a machine that is busy
+
+
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client(store: TCPStore) -> TCPStore:
+    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+
+
+def places(*local_ranks: int) -> list[Place]:
+    """Return the places of a job with so many ranks on each of its nodes."""
+    found: list[Place] = []
+    for node, count in enumerate(local_ranks):
+        for local_rank in range(count):
+            found.append(Place(len(found), sum(local_ranks), local_rank, node, len(local_ranks), count))
+    return found
+
+
+class Counting:
+    """A real store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.calls, self.keys = store, Counter[str](), 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            self.keys += len(args[0]) if name == "multi_get" else 0
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def a_store(kind: str, folder: Path) -> Any:
+    if kind == "file":
+        return FileStore(str(folder / "store"), -1)
+    if kind == "prefix":
+        return PrefixStore("restart 1", PrefixStore("default_pg", server()))
+    return HashStore() if kind == "hash" else server()
+
+
+def exchange_all(job: Sequence[Place], store: Any) -> list[RankExchange]:
+    """Return the exchanges of all ranks, which have published who they are."""
+    found = [RankExchange("measured", place, store) for place in job]
+    for rank, one in enumerate(found):
+        one.publish(pid=1000 + rank)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "local_ranks"),
+    [("tcp", (2, 2)), ("tcp", (4,)), ("tcp", (1, 3)), ("tcp", (3, 1, 2)), ("prefix", (2, 2)), ("file", (2, 2)),
+     ("hash", (2, 2))],
+)  # fmt: skip
+def test_the_last_facts_of_every_rank_come_to_rank_zero(
+    tmp_path: Path, kind: str, local_ranks: tuple[int, ...]
+) -> None:
+    job = places(*local_ranks)
+    exchanges = exchange_all(job, a_store(kind, tmp_path))
+    for one in exchanges:
+        one.publish(step=7)
+    assert [one.finish(LIMIT_S) for one in reversed(exchanges)] == [[]] * len(job)
+    found = exchanges[0].entries()
+    assert [entry["rank"] for entry in found] == [place.rank for place in job]
+    assert [entry["node"] for entry in found] == [place.node for place in job]
+    assert [(entry["pid"], entry["step"]) for entry in found] == [(1000 + place.rank, 7) for place in job]
+    assert not any(one.faults for one in exchanges)
+
+
+def test_ranks_whose_nodes_first_rank_died_come_all_the_same() -> None:
+    store = server()
+    job = places(2, 3)
+    exchanges = exchange_all(job, store)
+    exchanges[2].close()  # as if killed: it gathers nothing any more
+    for rank in (4, 3, 1):
+        exchanges[rank].finish(LIMIT_S)
+    assert exchanges[0].finish(1.0) == [2]
+    ended = {entry["rank"]: entry.get("is_last", False) for entry in exchanges[0].entries()}
+    assert ended.pop(2, False) is False  # what it published before, if it came to that
+    assert ended == {0: True, 1: True, 3: True, 4: True}
+
+
+def test_ranks_that_never_come_cost_one_wait_together() -> None:
+    store = server()
+    first = RankExchange("measured", places(*[8] * 8)[0], store)
+    first.publish(pid=1)
+    assert first.finish(0.3) == [*range(1, 64)]
+    assert [entry["rank"] for entry in first.entries()] == [0]
+
+
+def test_the_requests_of_rank_zero_grow_with_the_nodes_alone() -> None:
+    """1,024 ranks, of which the first ranks of 127 nodes have posted what their nodes have."""
+    asked = {}
+    for nodes, local_ranks in ((128, 8), (128, 2), (16, 8)):
+        store = server()
+        job = places(*[local_ranks] * nodes)
+        counting = Counting(store)
+        boards = {place.rank: Board("measured", place, counting if place.rank == 0 else store) for place in job}
+        for rank, board in boards.items():
+            board.post(step=rank)
+        for place in job[local_ranks::local_ranks]:
+            boards[place.rank].read(place.mates)
+            boards[place.rank].post_node()
+        counting.calls.clear()
+        counting.keys = 0
+        boards[0].read_all()
+        assert [boards[0].entries[rank]["step"] for rank in range(len(job))] == [*range(len(job))]
+        asked[nodes, local_ranks] = dict(counting.calls), counting.keys - (local_ranks - 1)  # without its own node's
+    assert asked[128, 8] == asked[128, 2] == ({"check": 1, "multi_get": 1}, 128)  # the nodes, and the name of the run
+    assert asked[16, 8] == ({"check": 1, "multi_get": 1}, 16)
+
+
+def test_absent_entries_are_found_out_without_waiting_for_them() -> None:
+    store = server()
+    job = places(*[1] * 1024)
+    counting = Counting(store)
+    boards = {rank: Board("measured", job[rank], store if rank else counting) for rank in (0, 500, 1023)}
+    for board in boards.values():
+        board.post()
+    counting.calls.clear()
+    boards[0].read_all()
+    assert sorted(boards[0].entries) == [0, 500, 1023]
+    assert counting.calls["multi_get"] == 2
+    assert counting.calls["check"] < 4 * 1024
+    counting.calls.clear()
+    boards[0].read([500, 1023])
+    assert counting.calls == {"multi_get": 1}
+
+
+@pytest.mark.parametrize("ranks_before", [2, 3])
+def test_what_an_earlier_start_has_left_in_the_store_does_not_count(ranks_before: int) -> None:
+    store = server()
+    before = [Board("measured", place, store) for place in places(*[1] * ranks_before)]
+    for _ in range(20):
+        for board in before:
+            board.post(step="old")
+        before[1].post_node()
+    early = Board("measured", places(1, 1)[1], store)
+    early.post(step="early")  # when the name of the run is still that of before
+    first = Board("measured", places(1, 1)[0], store)
+    first.read_all()
+    assert first.entries == {}
+    early.post(step="new")
+    early.post_node()
+    first.read_all()
+    assert {rank: entry["step"] for rank, entry in first.entries.items()} == {1: "new"}
+
+
+def test_the_store_has_as_many_keys_after_many_trainings() -> None:
+    store = server()
+    counts = set()
+    for _ in range(20):
+        exchanges = exchange_all(places(2, 2), store)
+        for one in reversed(exchanges):
+            assert one.finish(LIMIT_S) == []
+        counts.add(store.num_keys())
+    assert len(counts) == 1
+
+
+def test_too_large_an_entry_loses_its_last_facts() -> None:
+    store = server()
+    first, second = (Board("measured", place, store) for place in places(1, 1))
+    second.post(step=7, gpus="x" * 1000, memory="y" * MAX_ENTRY_BYTES, metrics="z" * MAX_ENTRY_BYTES)
+    first.read([1])
+    entry = first.entries[1]
+    assert (entry["step"], entry["gpus"]) == (7, "x" * 1000)
+    assert entry["left_out"] == ["metrics", "memory"]
+    assert not {"memory", "metrics"} & entry.keys()
+
+
+def test_whoever_publishes_does_not_wait_for_a_connection_in_use() -> None:
+    store = server()
+    shared = client(store)
+    exchanges = [RankExchange("measured", place, shared) for place in places(2)]
+    in_use, is_free = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        in_use.set()
+        with pytest.raises(RuntimeError):
+            shared.wait(["never"], timedelta(seconds=1.5))
+        is_free.set()
+
+    thread = threading.Thread(target=occupy)
+    thread.start()
+    in_use.wait()
+    for step in range(100):
+        exchanges[1].publish(step=step)
+    assert not is_free.is_set()
+    thread.join()
+    assert exchanges[1].finish(LIMIT_S) == []
+    assert exchanges[0].finish(LIMIT_S) == []
+    assert exchanges[0].entries()[1]["step"] == 99
+
+
+def test_a_store_that_has_gone_ends_the_exchange_and_no_more() -> None:
+    host = server()
+    exchanges = exchange_all(places(1, 1), client(host))
+    del host  # the server ends with it
+    for one in reversed(exchanges):
+        one.publish(step=1)
+    assert exchanges[0].finish(LIMIT_S) == [1]
+    assert exchanges[0].ranks == 1
+    assert exchanges[0].entries()[0]["step"] == 1
