@@ -44,6 +44,10 @@ class ClaimsError(LightningGpuToolsError):
     """It is unknown which GPUs are claimed, because the folder that all users share is not usable."""
 
 
+class ClaimsLockedError(ClaimsError):
+    """Another process has locked that folder for long, so waiting may help."""
+
+
 class UnknownOptionError(LightningGpuToolsError, TypeError):
     """A strategy got an option that neither it nor its Lightning base class has; the message lists the valid ones."""
 

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
 # A pick holds the lock for about 0.1 s, so this is some 300 picks ahead of ours: the holder hangs, or means to.
@@ -244,7 +244,7 @@ def locked_folder(path: str) -> Iterator[Folder]:
                 return
             if time.monotonic() > give_up_s:
                 reason = f"{_holder_of_lock(descriptor)} has locked it for {TIMEOUT_LOCK_S:.0f} s"
-                raise _unusable(path, reason, "End that process")
+                raise ClaimsLockedError(*_unusable(path, reason, "End that process").args)
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has this descriptor, too
             os.close(descriptor)

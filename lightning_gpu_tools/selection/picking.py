@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from lightning_gpu_tools.errors import ClaimsError, CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.ranking import (
@@ -341,6 +341,10 @@ def pick(
             writes = request.claim or group is not None or give_up_s is not None
             started_cpu_s = time.thread_time()
             with _ledger(writes) as (ledger, problem):
+                is_patient = give_up_s is not None and time.monotonic() < give_up_s
+                if is_patient and isinstance(problem, ClaimsLockedError):
+                    claims.warn_once(f"{problem} Waiting for it.")
+                    continue
                 ahead = _ahead_of(place, ledger) if give_up_s is not None else ()
                 attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
                 try:

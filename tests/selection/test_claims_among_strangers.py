@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,6 +234,10 @@ def test_who_locks_the_folder_is_named_and_stops_only_promises(
         (said,) = caplog.messages
         assert f"uid {BOB}" in said
         assert said.endswith("The GPUs of this job are not claimed.")
+        with pytest.raises(ClaimsError, match=named):
+            select_gpus(exclusive=True, wait=0.3)
+        threading.Timer(0.5, process.kill).start()
+        assert select_gpus(exclusive=True, wait="1h").uuids == (driver.gpus[1].uuid,)
     mine.release()
 
 
