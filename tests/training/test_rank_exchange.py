@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+from trainings import background_threads
 
 from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Board, Place, RankExchange
 
 LIMIT_S = 20.0  # of what takes milliseconds, on a machine that is busy
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in background_threads():
+        thread.join(LIMIT_S)  # one that was late is left to end by itself
+    assert background_threads() == []
 
 
 def server() -> TCPStore:
@@ -229,6 +238,7 @@ def test_a_store_that_has_gone_ends_the_exchange_and_no_more() -> None:
     del host  # the server ends with it
     for one in reversed(exchanges):
         one.publish(step=1)
+    assert exchanges[1].finish(LIMIT_S) == []
     assert exchanges[0].finish(LIMIT_S) == [1]
     assert exchanges[0].ranks == 1
     assert exchanges[0].entries()[0]["step"] == 1
