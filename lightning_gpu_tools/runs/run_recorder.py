@@ -213,7 +213,7 @@ class RunRecorder:
                 rank=entry["rank"],
                 node=entry["node"],
                 throttled_percent=throttled.get((entry["node"], own["gpu"])),
-                **own,
+                **{**own, "own_s_over_time": tuple(own["own_s_over_time"])},
             )
             for entry in entries
             if (own := entry.get("own_step")) is not None

@@ -233,7 +233,7 @@ class RankStep:
     node: int
     own_step_s: float
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    own_s_over_time: Sequence[float] = ()
+    own_s_over_time: tuple[float, ...] = ()
     steps_over_time: int = 0
     wait_s: float | None = None
     gpu: int | None = None
