@@ -33,8 +33,8 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 SCHEMA_VERSION = 2
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
-# One of 1,024 GPUs has 5 MB.
-_MAX_BYTES = 16 << 20
+# One of 8,192 GPUs has 25 MiB.
+_MAX_BYTES = 32 << 20
 PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
 RUNNING = "running"
