@@ -230,7 +230,13 @@ def load_from_checkpoint(
         UnsafeCheckpointError: It holds more than plain data, as hyperparameters of other classes are.
         BrokenCheckpointError: An entry is not what Lightning writes there, or the file is damaged.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
+        TypeError: ``model_class`` is not the class of a LightningModule.
     """
+    if not isinstance(model_class, type) or not hasattr(model_class, "load_from_checkpoint"):
+        raise TypeError(
+            f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. "
+            "load_weights(model, path) loads weights into any module."
+        )
     device = "cpu" if map_location is None else map_location
     if not weights_only and not _is_lightnings(model_class):
         return _built_by_its_class(model_class, path, root, device, hparams_file, strict, kwargs)
