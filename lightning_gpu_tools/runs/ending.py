@@ -68,7 +68,7 @@ class Ending:
             self._begun_validation = number, self._clock.steps
             self.allocator.begin_validation_batch(number, _shape(batch))
 
-    def explain(self, session: Session, error: BaseException, step: int) -> str:
+    def note_error(self, session: Session, error: BaseException, step: int) -> str:
         """Return the outcome of a training that an error has ended, and keep what explains it.
 
         Args:

@@ -91,7 +91,7 @@ class MeasuringCallback(GuardedCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None:
             with deaths_ignored():
-                outcome = self._session.ending.explain(self._session, exception, trainer.global_step)
+                outcome = self._session.ending.note_error(self._session, exception, trainer.global_step)
                 self._end(trainer, outcome, timeout_s=0.0)
 
     @override

@@ -206,7 +206,7 @@ class TrainingWatch:
             timer.end_step()
             outcome = "completed"
         else:
-            outcome = session.ending.explain(session, error, session.run.logged_step)
+            outcome = session.ending.note_error(session, error, session.run.logged_step)
         session.finish(TIMEOUT_S if error is None else 0.0)
         self._diagnosis = session.diagnosis()
         running, self._running = self._running, None
