@@ -14,28 +14,19 @@ from lightning_gpu_tools.reports.text import cause_phase, phase_label
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
 from lightning_gpu_tools.units import format_duration, printable
 
-# What advice changes, by its name in Report.settings; all other settings must match.
+# Settings that advice changes; all others must match.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
-# Runs that differ here are of different programs.
 _SAME_PROGRAM = ("model", "dataset")
-# Our default: a phase counts as changed if it takes less than half as long.
-_CHANGED = 0.5
+_CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Confirmation:
-    """The measured result of a change.
-
-    Attributes:
-        what: What was changed, as text.
-        speedup: How much faster training is: 0.31 = +31 %.
-        low: Lower end of its 95 % interval; ``None`` without one.
-        high: Upper end.
-    """
+    """The measured result of a change."""
 
     what: str
-    speedup: float
-    low: float | None = None
+    speedup: float  # 0.31 = 31 % faster
+    low: float | None = None  # of its 95 % interval
     high: float | None = None
 
     def __str__(self) -> str:
@@ -56,13 +47,10 @@ def is_of_one_run(folder: Path) -> bool:
 
 
 def earlier_report(folder: str | Path) -> Report | None:
-    """Return the report of the previous run that was finished: in the same folder, or of the logger's other versions.
-
-    Of these it is the newest one.
-    """
+    """Return the last finished report of the folder, or else the newest one of the logger's other versions."""
     here = Path(folder)
-    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if file.exists()]
-    others = sorted(others, key=os.path.getmtime, reverse=True) if is_of_one_run(here) else []
+    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if is_of_one_run(here) and file.exists()]
+    others.sort(key=os.path.getmtime, reverse=True)
     for file in (here / FILE_NAME, here / PREVIOUS_NAME, *others):
         with contextlib.suppress(ReportError):  # none there, of a newer version, or not ours: nothing to compare with
             report = load_report(file)
@@ -72,12 +60,7 @@ def earlier_report(folder: str | Path) -> Report | None:
 
 
 def confirm(new: Report, old: Report) -> Confirmation | None:
-    """Return the result of following an older run's advice; ``None`` if it was not followed or cannot be measured.
-
-    Args:
-        new: The run in question.
-        old: A run with advice.
-    """
+    """Return the result of following the older run's advice; ``None`` if it was not followed or cannot be measured."""
     if not old.diagnosis.findings or any(new.settings.get(name) != old.settings.get(name) for name in _SAME_PROGRAM):
         return None
     advised = [change for change in compare(new, old).changes if change.setting in _ADVISED]
