@@ -1,4 +1,4 @@
-"""The global random numbers of this process: read, compared, put back."""
+"""The states of this process's global random generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_states() -> RandomStates:
 
 
 def put_back(states: RandomStates) -> None:
-    """Set the global generators to states that :func:`random_states` returned."""
+    """Set the global generators to these states."""
     torch.set_rng_state(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
@@ -31,7 +31,7 @@ def same_states(one: RandomStates, other: RandomStates) -> bool:
     """Return whether no global generator was drawn from between the two."""
     if not torch.equal(one[0], other[0]) or one[2] != other[2]:
         return False
-    # Where NumPy came in between, its generator is new; nobody can have drawn from the one before.
+    # If NumPy was imported in between, nobody has drawn from its generator before.
     return one[1] is None or other[1] is None or (one[1][2:] == other[1][2:] and (one[1][1] == other[1][1]).all())
 
 
@@ -46,7 +46,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a new iterator, as torch's DataLoader does; ``None`` is the global generator."""
+    """Draw the seed of a new iterator like torch's DataLoader; ``None``: from the global generator."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
@@ -57,10 +57,10 @@ def peek_seed(generator: torch.Generator | None) -> int:
 
 
 def seeded_states(seed: int) -> RandomStates:
-    """Return the states that the global generators have after they were seeded."""
+    """Return the states of the global generators after seeding."""
     numpy = sys.modules.get("numpy")
     return (
-        # Not torch.manual_seed, which would seed the GPUs, too.
+        # Not torch.manual_seed, which also seeds the GPUs.
         torch.Generator().manual_seed(seed).get_state(),
         None if numpy is None else numpy.random.RandomState(seed % 2**32).get_state(),
         random.Random(seed).getstate(),

@@ -1,4 +1,4 @@
-"""The settings of a DataLoader: read, why some loaders are left alone, and a plain loader with other ones."""
+"""The settings of a DataLoader: which it has, why they may be fixed, and a loader with other ones."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# The two private names of torch that changing a loader in use takes. Without the first one loaders are left alone,
-# without the second one workers end when their iterator is dropped.
+# Private names of torch. Without the first one loaders are left alone, without the second one workers end when their
+# iterator is dropped.
 GET_ITERATOR = "_get_iterator"
 SHUT_DOWN_WORKERS = "_shutdown_workers"
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the settings of a DataLoader; of one that we have changed, those that it uses now."""
-    switch = vars(loader).get("switch")
-    if switch is not None:
+    """Return the settings that a DataLoader uses now, also if we have changed them."""
+    if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
     return LoaderSettings(
@@ -32,7 +31,7 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
 
 
 def why_fixed(loader: object) -> str | None:
-    """Return why the settings of a loader cannot be changed without changing what it loads; ``None`` if they can."""
+    """Return why other settings would change what a loader loads; ``None`` if they would not."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         return f"it is a {kind.__module__}.{kind.__qualname__}, not a torch DataLoader"
@@ -53,18 +52,14 @@ def why_fixed(loader: object) -> str | None:
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
-    """Return a plain torch DataLoader with other settings, which loads what the given one loads.
+    """Return a plain DataLoader with other settings, which loads what the given one loads.
 
-    Args:
-        loader: The loader.
-        settings: The settings of the new one.
-        indices: What takes the place of its sampler, or of its batch sampler where it has one.
-        **options: Further arguments of the new loader, in place of the given one's.
+    ``indices`` take the place of its batch sampler, or of its sampler without one; ``options`` override its arguments.
     """
     same: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
     if device := getattr(loader, "pin_memory_device", ""):
         same["pin_memory_device"] = device
-    if settings.num_workers:  # a loader without workers insists on neither
+    if settings.num_workers:  # without workers torch refuses both
         same |= {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
     else:
         options.pop("timeout", None)
@@ -82,7 +77,7 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the size of all tensors in a batch of nested lists, tuples and dictionaries, in bytes."""
+    """Return the size of all tensors in a batch of nested lists, tuples and dictionaries."""
     if isinstance(batch, torch.Tensor):
         return batch.element_size() * batch.numel()
     if isinstance(batch, dict):
@@ -93,7 +88,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor of a batch of nested lists, tuples and dictionaries; ``None`` without one."""
+    """Return the first tensor in a batch of nested lists, tuples and dictionaries, if there is one."""
     while not isinstance(batch, torch.Tensor):
         if not isinstance(batch, (dict, list, tuple)) or not batch:
             return None
