@@ -42,9 +42,9 @@ MAX_BATCH_S = 120.0
 class _Source:
     """The indices of one epoch, each of which is taken once, by whatever loader."""
 
-    def __init__(self, sampler: Any) -> None:
-        self.drew_late = False
-        self.watched = False
+    def __init__(self, sampler: Any, *, watched: bool) -> None:
+        self.drew_late = False  # random numbers after the first index, as far as it was watched
+        self._watched = watched
         self._sampler = sampler
         self._indices: Iterator[Any] = iter(())
         self._ready: deque[Any] = deque()
@@ -59,7 +59,7 @@ class _Source:
     def has_more(self) -> bool:
         """Return whether there is another index, which is taken from the sampler for that."""
         if not self._ready:
-            before = random_states() if self.watched and self._taken else None
+            before = random_states() if self._watched and self._taken else None
             try:
                 self._ready.append(next(self._indices))
             except StopIteration:
@@ -81,7 +81,7 @@ class _Source:
 class _Rest:
     """The sampler of a plain DataLoader: what is left of a source, until it is closed."""
 
-    def __init__(self, source: _Source, *, starts: bool) -> None:
+    def __init__(self, source: _Source, *, starts: bool = False) -> None:
         self.source = source
         self.closed = False
         self.under_way: deque[Any] = deque()  # indices whose batches have not been delivered
@@ -105,11 +105,6 @@ class _Living(NamedTuple):
     batches: Batches
     rest: _Rest
     contents: int | str | None  # of the dataset when they were started; None: they are the user's own choice
-
-    def restart(self, source: _Source) -> None:
-        self.rest.source, self.rest.closed = source, False
-        self.rest.under_way.clear()
-        self.batches.restart()
 
 
 class Switch:
@@ -167,7 +162,7 @@ class Switch:
         if (loader := self._shown_by()) is not None:
             vars(loader).update(asdict(settings), persistent_workers=False)
         for epoch in self._epochs:
-            epoch.close_rest()
+            epoch.rest.closed = True
 
     def end(self) -> None:
         """End all workers."""
@@ -193,11 +188,11 @@ class _Epoch:
         self.batches: Batches | None = None
         self._loader, self._switch = loader, switch
         self._settings = switch.in_use
-        self._rest: _Rest | None = None
         self._first = True
         self._wait_s = 0.0
-        self.source = _Source(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        self.source.watched = switch._watched
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.source = _Source(sampler, watched=switch._watched)
+        self.rest = _Rest(self.source)
         original = switch.original
         # torch draws a seed for each new iterator, but not for persistent workers.
         new = not (original.persistent_workers and switch.begun)
@@ -227,21 +222,23 @@ class _Epoch:
         if living is not None and (starts or not switch._in_use(living)):
             # These workers have not learned what changed in the dataset since they were started.
             if living.contents is None or living.contents == switch._contents():
-                self.batches, self._rest = living.batches, living.rest
-                living.restart(self.source)
+                self.batches, self.rest = living.batches, living.rest
+                self.rest.source, self.rest.closed = self.source, False
+                self.rest.under_way.clear()
+                self.batches.restart()
                 return
             living.batches.close()
             living = switch._living = None
         contents = None
         if settings.persistent_workers and not switch.original.persistent_workers:
             contents = switch._contents()
-        self._rest = _Rest(self.source, starts=starts)
+        self.rest = _Rest(self.source, starts=starts)
         trusted = settings == switch.original
         limit = {} if trusted else {"timeout": self._loader.timeout or MAX_BATCH_S}
-        inner = plain_loader(self._loader, settings, self._rest, generator=generator, **limit)
+        inner = plain_loader(self._loader, settings, self.rest, generator=generator, **limit)
         self.batches = Batches(inner, trusted=trusted)
         if settings.persistent_workers and living is None:
-            switch._living = _Living(self.batches, self._rest, contents)
+            switch._living = _Living(self.batches, self.rest, contents)
 
     def __iter__(self) -> _Epoch:
         return self
@@ -270,7 +267,7 @@ class _Epoch:
                 self._load_with(starts=False, generator=self._switch._seeds)
             return self._fetch()
         except StopIteration:
-            if self._rest is None or not (self._rest.closed and self.source.has_more()):
+            if not (self.rest.closed and self.source.has_more()):
                 raise
             self._switch.as_own_work(self.release)  # drained
         except Exception as error:
@@ -282,7 +279,6 @@ class _Epoch:
     def _fetch(self) -> Any:
         switch, workers = self._switch, self._settings.num_workers
         assert self.batches is not None
-        assert self._rest is not None
         watched = switch._watched and not workers and not switch._drew and self.source.has_more()
         before = random_states() if watched else None  # what the sampler draws for this batch is drawn before
         asked_s = time.perf_counter()
@@ -298,15 +294,14 @@ class _Epoch:
         self._wait_s = time.perf_counter() - asked_s
         if before is not None:
             switch._drew |= not same_states(before, random_states())
-        self._rest.under_way.popleft()
+        self.rest.under_way.popleft()
         return batch
 
     def _fall_back(self, error: Exception) -> None:
         """Go back to the original settings and load again what was under way."""
         switch = self._switch
-        if self._rest is not None:
-            self.source.give_back(self._rest.under_way)
-            self._rest.under_way = deque()
+        self.source.give_back(self.rest.under_way)
+        self.rest.under_way = deque()
         if self.batches is not None:
             switch.as_own_work(functools.partial(self.batches.close, 0.0))
             self.batches = None
@@ -320,10 +315,6 @@ class _Epoch:
         if switch.chosen != switch.original:
             switch.use(switch.original)
         self._settings = switch.original
-
-    def close_rest(self) -> None:
-        if self._rest is not None:
-            self._rest.closed = True
 
     def release(self) -> None:
         """End the workers, except those that live on."""

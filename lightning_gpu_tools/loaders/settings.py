@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -21,13 +22,7 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
     if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
-    return LoaderSettings(
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory=loader.pin_memory,
-        batch_size=loader.batch_size,
-    )
+    return LoaderSettings(**{field.name: getattr(loader, field.name) for field in fields(LoaderSettings)})
 
 
 def why_fixed(loader: object) -> str | None:
@@ -56,24 +51,25 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
 
     ``indices`` take the place of its batch sampler, or of its sampler without one; ``options`` override its arguments.
     """
-    same: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    arguments = {
+        **asdict(settings),
+        "collate_fn": loader.collate_fn,
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+        **options,
+    }
     if device := getattr(loader, "pin_memory_device", ""):
-        same["pin_memory_device"] = device
-    if settings.num_workers:  # without workers torch refuses both
-        same |= {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
+        arguments["pin_memory_device"] = device
+    if not settings.num_workers:  # torch refuses both then
+        del arguments["timeout"], arguments["multiprocessing_context"]
+    if loader.batch_sampler is None:
+        arguments |= {"batch_size": None, "sampler": indices}
     else:
-        options.pop("timeout", None)
-    same |= {"batch_size": None, "sampler": indices} if loader.batch_sampler is None else {"batch_sampler": indices}
+        arguments |= {"batch_size": 1, "batch_sampler": indices}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: what waits can use them
-        return DataLoader(
-            loader.dataset,
-            num_workers=settings.num_workers,
-            prefetch_factor=settings.prefetch_factor,
-            persistent_workers=settings.persistent_workers,
-            pin_memory=settings.pin_memory,
-            **{**same, **options},
-        )
+        return DataLoader(loader.dataset, **arguments)
 
 
 def batch_bytes(batch: Any) -> int:

@@ -49,7 +49,6 @@ class Batches:
     def __init__(self, loader: DataLoader[Any], *, trusted: bool = False) -> None:
         self.loader = loader
         self._home = os.getpid()
-        self.workers: Sequence[BaseProcess] = ()
         self.iterator: Any = None
         before = set(multiprocessing.active_children())
         try:
@@ -60,18 +59,18 @@ class Batches:
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
-        self._deaths = _Deaths(self.workers) if self.workers and not trusted else None
+        self._deaths = _Deaths([] if trusted else self.workers)
 
     def restart(self) -> None:
         """Begin another epoch with the same, persistent workers."""
-        with self._deaths or nullcontext():
+        with self._deaths:
             self.iterator = iter(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        with self._deaths or nullcontext():
+        with self._deaths:
             return next(self.iterator)
 
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -92,8 +91,7 @@ class Batches:
         finally:
             timer.cancel()
             timer.join()  # of two threads that wait for a process, only one learns that it has ended
-            if self._deaths is not None:
-                self._deaths.undo()
+            self._deaths.undo()
         with suppress(RuntimeError):
             _end_by_signal(self.workers)
 
@@ -175,7 +173,8 @@ class _Deaths:
         self._oom_kills = oom_kills()
         self._fetching = False
         self._before: Any = None
-        self._installed = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._installed = bool(workers) and hasattr(signal, "SIGCHLD") and in_main_thread
         if self._installed:
             self._before = signal.signal(signal.SIGCHLD, self)
 
@@ -192,8 +191,9 @@ class _Deaths:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._fetching = False
-        lives = any(words in str(error) for words in OF_LIVING_WORKERS)
-        if isinstance(error, (RuntimeError, OSError, EOFError)) and not lives:
+        if not self._workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
+            return
+        if not any(words in str(error) for words in OF_LIVING_WORKERS):
             wait_for_exit_codes(self._workers)  # torch may have noticed a death first, and does not say why
             self._check()
 
@@ -209,8 +209,7 @@ class _Deaths:
         self._workers = ()
         current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
         if current is self:
-            signal.signal(signal.SIGCHLD, self._before if self._before is not None else signal.SIG_DFL)
-            self._installed = False
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if self._before is None else self._before)
 
 
 class DeadWorkerError(Exception):
