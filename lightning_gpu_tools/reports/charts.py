@@ -57,7 +57,7 @@ class TimeUnit(NamedTuple):
 
 
 def time_unit(wall_s: float) -> TimeUnit:
-    """Return the unit that gives a run's length as a number from about three to a few hundred."""
+    """Return the largest unit of which a run has at least three."""
     units = (TimeUnit("days", 86_400.0), TimeUnit("hours", 3600.0), TimeUnit("minutes", 60.0))
     return next((unit for unit in units if wall_s >= 3 * unit.seconds), TimeUnit("seconds", 1.0))
 

@@ -101,27 +101,22 @@ _STYLE = """
 body { margin: 0 auto; padding: 1rem 1.5rem; max-width: 90rem; }
 .runs { display: grid; gap: 2.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); }
 article { min-width: 0; }
-h1, h2 { font-size: 1.5rem; margin: .5rem 0; }
-h3 { font-size: 1.15rem; margin: 2rem 0 .3rem; border-bottom: 1px solid #767676; }
-h4 { margin: 1rem 0 .2rem; }
+h1, h2 { font-size: 1.5rem; }
+h3 { margin: 2rem 0 .3rem; border-bottom: 1px solid #767676; }
 p { margin: .3rem 0; max-width: 60rem; overflow-wrap: anywhere; }
-.next { font-weight: 600; }
 figure { margin: 1.2rem 0; }
-figcaption { font-weight: 600; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-caption { text-align: left; font-weight: 600; padding: .2rem 0; white-space: nowrap; }
-th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption, th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
+caption, th:first-child, td.text { text-align: left; }
 thead th { border-bottom: 1px solid #767676; vertical-align: bottom; }
-th:first-child { text-align: left; }
 tbody th { font-weight: 400; }
-td.text { text-align: left; white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
+td.text { white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
 .part th { padding-left: 1.4rem; }
-.cause > * { font-weight: 700; }
-.bar, .chip, .scale { display: inline-block; border: 1px solid #555; vertical-align: middle; }
-.bar { height: .8em; }
-.chip { width: 1em; height: .8em; }
-.scale { width: 10rem; height: .8em; }
+.next, .cause > *, caption, figcaption { font-weight: 600; }
+.bar, .chip, .scale { display: inline-block; height: .8em; border: 1px solid #555; }
+.chip { width: 1em; }
+.scale { width: 10rem; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .2rem 0; }
 """
 # Shows the lines of the GPU that is chosen.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,11 @@ from lightning_gpu_tools.reports.charts import (
     torch_bands,
 )
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
-from lightning_gpu_tools.reports.text import gpu_label
+from lightning_gpu_tools.reports.text import gpu_label, verdict_label
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    Panel = tuple[float, Callable[[Axes], None]]  # its height in inches, and what draws it
 
 # Lines differ in dashes as well as in shade, so that they can be told apart in print.
 _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
@@ -72,15 +69,14 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
 
 
 def _draw(report: Report) -> Figure:
-    panels = _panels(report)
-    heights = [height for height, _ in panels]
+    panels = list(_panels(report))
+    heights = [height for height, *_ in panels]
     figure = Figure(figsize=(12, 1.1 + sum(heights) + 0.25 * len(heights)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0])
-    verdict = report.diagnosis.verdict.replace("_", " ").upper()
-    title = textwrap.fill(f"{verdict}: {printable(report.diagnosis.why, 1000)}", 120)
+    title = textwrap.fill(f"{verdict_label(report.diagnosis)}: {printable(report.diagnosis.why, 1000)}", 120)
     figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
-    for axis, (_, draw) in zip(axes, panels, strict=True):
-        draw(axis)
+    for axis, (_, draw, *arguments) in zip(axes, panels, strict=True):
+        draw(axis, report, *arguments)
         axis.spines[["top", "right"]].set_visible(False)
     unit = time_unit(report.wall_s)
     axes[-1].set_xlabel(f"time since training started ({unit.name})")
@@ -88,25 +84,22 @@ def _draw(report: Report) -> Figure:
     return figure
 
 
-def _panels(report: Report) -> list[Panel]:
-    """Return the panels from top to bottom."""
+def _panels(report: Report) -> Iterator[tuple[Any, ...]]:
+    """Yield the panels from top to bottom: height in inches, what draws it, and of what."""
     labels = sum(band.is_visible for band in phase_bands(report))
-    panels: list[Panel] = [(max(1.4, _TEXT * labels), functools.partial(_draw_where_time_went, report=report))]
+    yield max(1.4, _TEXT * labels), _draw_where_time_went
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
     metrics = list(LINES)
     if len(gpus) > MAX_LINES:
         for metric in ROW_METRICS:
             if shown := rows(report, metric):
-                draw = functools.partial(_draw_rows, report=report, metric=metric, shown=shown)
-                panels.append((min(_ROW * len(shown), _ROWS) + _TEXT, draw))
+                yield min(_ROW * len(shown), _ROWS) + _TEXT, _draw_rows, metric, shown
         account = torch_account(report)
         gpus = [gpu for gpu in gpus if account is not None and gpu.uuid == account.uuid]
         metrics = ["memory_used_bytes"]
     for metric in metrics:
         if drawn := [gpu for gpu in gpus if metric in gpu.timelines]:
-            draw = functools.partial(_draw_lines, report=report, gpus=drawn, metric=metric)
-            panels.append((LINES[metric].height / 100, draw))
-    return panels
+            yield LINES[metric].height / 100, _draw_lines, metric, drawn
 
 
 def _draw_where_time_went(axis: Axes, report: Report) -> None:
@@ -128,7 +121,7 @@ def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
     axis.set_ylim(0, 100)
 
 
-def _draw_lines(axis: Axes, report: Report, gpus: Sequence[GpuSummary], metric: str) -> None:
+def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSummary]) -> None:
     unit = time_unit(report.wall_s)
     label, divisor, _ = LINES[metric]
     if metric == "utilization_percent":

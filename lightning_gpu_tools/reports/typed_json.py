@@ -19,7 +19,16 @@ _MAX_NUMBER = 2**64
 _MAX_DEPTH = 8  # of settings and evidence, which are numbers, strings and lists of them
 # Places of times and rates, which are never negative.
 _OF_TIMES = re.compile(r"_s(_|$|[.\[])|(^|\.)seconds$")
-_WORDS = {NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+# By type: what json.loads returns for it, and its name in errors.
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    NoneType: (NoneType, "null"),
+    bool: (bool, "true or false"),
+    int: (int, "an integer"),
+    float: ((int, float), "a number"),
+    str: (str, "a string"),
+    list: (list, "a list"),
+    dict: (dict, "an object"),
+}
 
 
 def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> Any:
@@ -39,7 +48,7 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     option = next((one for one in options if _fits(one, value)), None)
     if option is None:
-        raise _refused(place, f"must be {' or '.join(map(_in_words, options))}", value)
+        raise _refused(place, f"must be {' or '.join(_in_json(one)[1] for one in options)}", value)
     if get_origin(option) is Literal and value not in get_args(option):
         raise _refused(place, f"must be one of {', '.join(get_args(option))}", value)
     _check_ranges(value, place, _MAX_DEPTH if option is Any else None)
@@ -84,23 +93,15 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    return kind is Any or (isinstance(value, _in_json(kind)) and (kind is bool or not isinstance(value, bool)))
+    return kind is Any or (isinstance(value, _in_json(kind)[0]) and (kind is bool or not isinstance(value, bool)))
 
 
 @functools.cache
-def _in_json(kind: Any) -> type | tuple[type, ...]:
-    if kind is float:
-        return (int, float)
-    if kind in _WORDS:
-        return kind  # type: ignore[no-any-return]
-    if get_origin(kind) is Literal:
-        return str
-    return dict if dataclasses.is_dataclass(kind) or kind is dict or get_origin(kind) is Mapping else list
-
-
-def _in_words(kind: Any) -> str:
-    in_json = _in_json(kind)
-    return _WORDS.get(kind) or ("an object" if in_json is dict else "a list" if in_json is list else "a string")
+def _in_json(kind: Any) -> tuple[Any, str]:
+    plain = str if get_origin(kind) is Literal else kind
+    if plain not in _IN_JSON:
+        plain = dict if dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping else list
+    return _IN_JSON[plain]
 
 
 def _inside(place: str, key: str | int) -> str:
@@ -110,5 +111,5 @@ def _inside(place: str, key: str | int) -> str:
 def _refused(place: str, why: str, *values: Any) -> ValueError:
     for value in values:
         has_items = isinstance(value, (list, dict))
-        why += f", got {_in_words(type(value)) if has_items else printable(json.dumps(value))}"
+        why += f", got {_IN_JSON[type(value)][1] if has_items else printable(json.dumps(value))}"
     return ValueError(f"{printable(place, 200)} {why}".lstrip())
