@@ -324,8 +324,7 @@ class _Epoch:
             batches.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_switch"):
-            self.release()
+        self.release()
 
 
 def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -146,7 +146,7 @@ def _interrupt_deferred() -> Iterator[None]:
 def is_of_dead_worker(error: BaseException) -> bool:
     """Return whether torch raised an error because a worker died."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code.co_filename.replace(os.sep, "/").endswith(_SIGNAL_HANDLING) for frame in frames)
+    return any(frame.f_code.co_filename.endswith(_SIGNAL_HANDLING) for frame in frames)
 
 
 @contextmanager

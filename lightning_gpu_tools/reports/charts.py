@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
@@ -185,4 +186,4 @@ def label_every(count: int, room: float) -> int:
 def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the known values, if there are any."""
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    return fmean(known) if known else None

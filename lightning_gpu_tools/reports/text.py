@@ -26,7 +26,7 @@ _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # Of a report that is not full. After training, where the files are follows within 80 lines.
 _MAX_LINES = 76
 _MAX_NAMES = 6
-_MAX_PROCESSES = 3
+_MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
@@ -289,10 +289,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
         named = [(name, seconds) for name, seconds in parts.items() if name]
         if group == TRAINING_STEP and not full:  # named one by one where it is worth a line
             named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
-        if len(named) > _MAX_NAMES and not full:
-            rest = named[_MAX_NAMES - 1 :]
-            named[_MAX_NAMES - 1 :] = [(f"{len(rest)} others", sum(seconds for _, seconds in rest))]
-        leaves = [line(name, seconds, f"{group}/{name}") for name, seconds in named]
+        leaves = [line(name, seconds, f"{group}/{name}") for name, seconds in _limited(named, _MAX_NAMES, full)]
         branches.append((line(phase_label(group), sum(parts.values()), group), leaves))
     explained = max(0.0, 1 - report.phase_s.get(UNEXPLAINED, 0.0) / report.wall_s)
     head = f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step"
@@ -327,7 +324,11 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
     for group, parts in groups.items():
         leaves = [(name, size) for name, size in _largest_first(parts) if name]
         if group == PARTS[OTHER_PROCESSES].label:
-            leaves = _processes(account, full)
+            leaves = []
+            for one in account.others:
+                words = one.user and f"{one.user}:", one.name, f"(PID {one.pid})"
+                leaves.append((" ".join(filter(None, words)), one.used_bytes or 0))
+            leaves = _limited(leaves, _MAX_PROCESSES, full)
         shown = [line(*leaf) for leaf in leaves if full or leaf[1] >= _MIN_PART * whole_bytes]
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
@@ -340,15 +341,12 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
     return [_wrapped(head), *_tree(branches), *_in_tensors(account)]
 
 
-def _processes(account: MemoryAccount, full: bool) -> list[tuple[str, float]]:
-    """Return the largest processes of other jobs and the rest of them, with their sizes."""
-    named: list[tuple[str, float]] = [
-        (" ".join(filter(None, (one.user and f"{one.user}:", one.name, f"(PID {one.pid})"))), one.used_bytes or 0)
-        for one in account.others
-    ]
-    rest = [] if full else named[_MAX_PROCESSES:]
-    shown = named[: len(named) - len(rest)]
-    return [*shown, *([(f"{len(rest)} others", sum(size for _, size in rest))] if rest else [])]
+def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tuple[str, float]]:
+    """Return at most so many parts, of which the last one stands for the rest."""
+    if full or len(parts) <= count:
+        return parts
+    rest = parts[count - 1 :]
+    return [*parts[: count - 1], (f"{len(rest)} others", sum(size for _, size in rest))]
 
 
 def _in_tensors(account: MemoryAccount) -> list[str]:
