@@ -20,10 +20,6 @@ _SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleTyp
 _OWN_WAYS = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
-class NotCopyableError(Exception):
-    """A dataset holds what worker processes would share or could not have."""
-
-
 def fingerprint(dataset: object) -> int:
     """Return a number that is another one when the dataset has changed.
 
@@ -31,15 +27,11 @@ def fingerprint(dataset: object) -> int:
     ``__getstate__`` leaves out, such as an open file: that is searched for what cannot be copied, but does not count.
 
     Raises:
-        NotCopyableError: It holds an open file, a lock, a running generator, ...
+        Exception: Worker processes cannot have copies of it: it holds an open file, a lock, a running generator, ...
     """
     checksum = _Checksum()
-    try:
+    with suppress(_EnoughError):
         _Walk(checksum).dump(dataset)
-    except _EnoughError:
-        pass
-    except Exception as error:  # anybody's class may refuse in any way
-        raise NotCopyableError(f"{type(error).__name__}: {error}") from error
     return checksum.value
 
 

@@ -178,7 +178,7 @@ class Switch:
         try:
             return fingerprint(self._dataset)
         except Exception as error:  # noqa: BLE001 - training goes on, whatever a dataset holds
-            return str(error)
+            return in_one_line(error)
 
 
 class _Epoch:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.host import HostBudget, read_host_budget
-from lightning_gpu_tools.loaders.contents import NotCopyableError, fingerprint
+from lightning_gpu_tools.loaders.contents import fingerprint
 from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_trial
 from lightning_gpu_tools.loaders.random_state import undisturbed
 from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
@@ -106,17 +106,15 @@ def _probed(
     loader: DataLoader[Any], step: StepCost, budget_s: float, alone_s: float | None
 ) -> tuple[Trials | None, dict[str, Any]]:
     """Return the trials, and what the other ranks have to know."""
+    what = "its sampler gives no batches to try"
     try:
         trials = Trials(loader, step, budget_s)
-    except Exception as error:  # noqa: BLE001 - anybody's sampler, in any way
-        return None, {"failed": f"its sampler gives no batches to try ({type(error).__name__}: {error})"}
-    try:
+        what = "worker processes cannot have copies of its dataset"
         fingerprint(loader.dataset)
+        what = "a worker process cannot load a batch"
         cost, start_s = trials.probe()
-    except NotCopyableError as error:
-        return None, {"failed": f"worker processes cannot have copies of its dataset ({error})"}
-    except Exception as error:  # noqa: BLE001 - anybody's dataset: what fails here is not used in the training
-        return None, {"failed": f"a worker process cannot load a batch ({in_one_line(error)})"}
+    except Exception as error:  # noqa: BLE001 - anybody's sampler or dataset: what fails here is not used in training
+        return None, {"failed": f"{what} ({in_one_line(error)})"}
     return trials, {
         "failed": None,
         "cost": dataclasses.asdict(cost),
@@ -148,24 +146,24 @@ def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
     """Return the ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` that suit a loader.
 
-    The cost of a batch is measured in a worker process. It predicts the settings within the limits of this machine: the
-    cores granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are then tried with a training step
-    that sleeps. The choice is the smallest number of workers within 3 % of the best, or the loader's own settings where
-    those are as good. A step on a GPU leaves the cores to the workers, as sleep does; a step on the CPU does not, which
-    only :class:`~lightning_gpu_tools.NumWorkersFinder` measures.
+    The cost of a batch, measured in a worker process, predicts the settings within the limits of this machine: the
+    cores granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are tried with a training step that
+    sleeps. That leaves the cores to the workers, as a step on a GPU does; for one on the CPU use
+    :class:`~lightning_gpu_tools.NumWorkersFinder`. The choice is the smallest number of workers within 3 % of the best,
+    or the loader's own settings where those are as good.
 
-    The loader, its dataset, its sampler, its generator and the random numbers of this process stay as they are: batches
-    are loaded in worker processes only.
+    The loader, its dataset, sampler and generator, and the random numbers of this process stay as they are: batches are
+    loaded in worker processes only.
 
     Args:
-        loader: The loader. One whose dataset is iterable or holds an open file or a lock, or that keeps its position,
+        loader: The loader. One that keeps its position, or whose dataset is iterable or holds an open file or a lock,
             is left alone.
         step_time_s: How long a training step takes when its batch is there, in seconds.
         budget_s: How long this may take, in seconds. A hard limit, also if an item of the dataset hangs.
 
     Returns:
-        The result: ``.settings``, ``.reason``, ``.trials``. Where nothing could be tried, also because the dataset
-        raises an error, ``.reason`` says why and ``.settings`` are the loader's own.
+        The result: ``.settings``, ``.reason``, ``.trials``. If nothing could be tried, also because the dataset raises
+        an error, ``.settings`` are the loader's own, and ``.reason`` says why.
 
     Raises:
         ValueError: A time is not a positive number.
