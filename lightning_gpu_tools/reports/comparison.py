@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_gpu_tools.advice.noise import mean_interval, median_interval
 from lightning_gpu_tools.reports.report import Report
@@ -71,50 +71,38 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
                 f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
-    change = change_of_speed(old.step_s_blocks, new.step_s_blocks)
+    speed = _change_of_speed(old.step_s_blocks, new.step_s_blocks)
     verdict: Verdict = "same"
-    if reasons or change is None:
+    if reasons:
         verdict = "not_comparable"
-    elif change.slowdown > max_slowdown and change.slowdown_low > 0:
+    elif speed["slowdown"] > max_slowdown and speed["slowdown_low"] > 0:
         verdict = "slower"
-    elif change.slowdown_high < 0:
+    elif speed["slowdown_high"] < 0:
         verdict = "faster"
-    return Comparison(
-        verdict=verdict,
-        reasons=tuple(reasons),
-        max_slowdown=max_slowdown,
-        changes=changes,
-        **({} if change is None else change._asdict()),
-    )
+    return Comparison(verdict=verdict, reasons=tuple(reasons), max_slowdown=max_slowdown, changes=changes, **speed)
 
 
-class SpeedChange(NamedTuple):
-    """The time of a step, as in :class:`Comparison`."""
-
-    of: str
-    old_step_s: float
-    new_step_s: float
-    slowdown: float
-    slowdown_low: float
-    slowdown_high: float
-
-
-def change_of_speed(old: Sequence[float], new: Sequence[float]) -> SpeedChange | None:
-    """Return the change of the mean step if it is beyond the noise, else of the median step; ``None``: too few values.
+def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
+    """Return what a comparison says of the mean step if its change is beyond the noise, else of the median step.
 
     A few steps that became slow change only the mean, and a single accident makes only the mean uncertain.
     """
-    change = None
+    found: dict[str, Any] = {}
     for of, typical, interval in (("mean", fmean, mean_interval), ("median", median, median_interval)):
         old_interval, new_interval = interval(old), interval(new)
         if old_interval is None or new_interval is None:
-            return None
-        old_s, new_s = typical(old), typical(new)
-        low, high = new_interval[0] / old_interval[1] - 1, new_interval[1] / old_interval[0] - 1
-        change = SpeedChange(of, old_s, new_s, new_s / old_s - 1, low, high)
-        if not low <= 0 <= high:
             break
-    return change
+        found = {
+            "of": of,
+            "old_step_s": typical(old),
+            "new_step_s": typical(new),
+            "slowdown": typical(new) / typical(old) - 1,
+            "slowdown_low": new_interval[0] / old_interval[1] - 1,
+            "slowdown_high": new_interval[1] / old_interval[0] - 1,
+        }
+        if not found["slowdown_low"] <= 0 <= found["slowdown_high"]:
+            break
+    return found
 
 
 def _show(value: Any) -> str:
