@@ -9,7 +9,6 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
@@ -256,11 +255,7 @@ def cause_phase(report: Report) -> str | None:
     return next((phase for phase in phases if phase in report.phase_s), None)
 
 
-class _Line(NamedTuple):
-    label: str
-    amount: str
-    share: float
-    rest: str = ""
+_Line = tuple[str, str]  # a label, and what follows it
 
 
 def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
@@ -270,10 +265,9 @@ def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
         is_last = i == len(branches) - 1
         stems = [("   " if is_last else "│  ") + "├─ "] * len(leaves)
         stems[-1:] = [stem.replace("├", "└") for stem in stems[-1:]]
-        for stem, line in zip(["└─ " if is_last else "├─ ", *stems], [branch, *leaves], strict=True):
+        for stem, (label, rest) in zip(["└─ " if is_last else "├─ ", *stems], [branch, *leaves], strict=True):
             width = 44 - len(stem)
-            label = printable(line.label, width)
-            lines.append(f"{stem}{label:<{width}}{line.amount:>10}{100 * line.share:>6.1f} %{line.rest}")
+            lines.append(f"{stem}{printable(label, width):<{width}}{rest}")
     return lines
 
 
@@ -281,8 +275,9 @@ def _time_tree(report: Report, full: bool) -> list[str]:
     cause = cause_phase(report)
 
     def line(label: str, seconds: float, phase: str) -> _Line:
-        per_step = f"{format_duration(seconds / max(1, report.steps)):>10}/step{'  ◀ cause' * (phase == cause)}"
-        return _Line(label, format_duration(seconds), seconds / report.wall_s, per_step)
+        amount, per_step = format_duration(seconds), format_duration(seconds / max(1, report.steps))
+        marked = "  ◀ cause" * (phase == cause)
+        return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f} %{per_step:>10}/step{marked}"
 
     branches = []
     for group, parts in phase_groups(report.phase_s).items():
@@ -314,7 +309,7 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
     whole_bytes = max(1, sum(account.parts_bytes.values()))
 
     def line(label: str, size: float) -> _Line:
-        return _Line(label, format_bytes(size), size / whole_bytes)
+        return label, f"{format_bytes(size):>10}{100 * size / whole_bytes:>6.1f} %"
 
     groups: dict[str, dict[str, int]] = {}
     for name, size in account.parts_bytes.items():
