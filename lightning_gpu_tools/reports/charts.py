@@ -35,37 +35,32 @@ ROW_METRICS: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
 }
 
 
-class LineChart(NamedTuple):
-    """How a timeline is drawn as a line."""
-
+class _LineChart(NamedTuple):
     label: str
     divisor: float
     height: int  # in pixels of the page, of which the picture has 100 to the inch
 
 
-LINES: Mapping[str, LineChart] = {
-    "utilization_percent": LineChart("GPU busy (%)", 1.0, 260),
-    "memory_used_bytes": LineChart("GPU memory in use (GiB)", 2.0**30, 220),
-    "power_watts": LineChart("Power (W)", 1.0, 180),
+# Timelines that are drawn as lines.
+LINES: Mapping[str, _LineChart] = {
+    "utilization_percent": _LineChart("GPU busy (%)", 1.0, 260),
+    "memory_used_bytes": _LineChart("GPU memory in use (GiB)", 2.0**30, 220),
+    "power_watts": _LineChart("Power (W)", 1.0, 180),
 }
 
 
-class TimeUnit(NamedTuple):
-    """The unit of a time axis."""
-
+class _TimeUnit(NamedTuple):
     name: str
     seconds: float
 
 
-def time_unit(wall_s: float) -> TimeUnit:
+def time_unit(wall_s: float) -> _TimeUnit:
     """Return the largest unit of which a run has at least three."""
-    units = (TimeUnit("days", 86_400.0), TimeUnit("hours", 3600.0), TimeUnit("minutes", 60.0))
-    return next((unit for unit in units if wall_s >= 3 * unit.seconds), TimeUnit("seconds", 1.0))
+    units = (_TimeUnit("days", 86_400.0), _TimeUnit("hours", 3600.0), _TimeUnit("minutes", 60.0))
+    return next((unit for unit in units if wall_s >= 3 * unit.seconds), _TimeUnit("seconds", 1.0))
 
 
-class Band(NamedTuple):
-    """One band of a stack over time."""
-
+class _Band(NamedTuple):
     label: str
     color: str
     bottom: list[float]
@@ -79,7 +74,7 @@ def phase_color(group: str) -> str:
     return PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
 
 
-def phase_bands(report: Report) -> list[Band]:
+def phase_bands(report: Report) -> list[_Band]:
     """Return the groups of phases from bottom to top, in percent of each of the report's spans."""
     bands = []
     bottom = [0.0] * len(report.spans)
@@ -89,7 +84,7 @@ def phase_bands(report: Report) -> list[Band]:
         whole = sum(parts.values()) / max(report.wall_s, 1e-9)
         amount = f"{100 * whole:.0f} %" if whole >= 0.005 else "< 1 %"
         is_visible = max([whole, *shares]) >= _MIN_VISIBLE
-        bands.append(Band(phase_label(group), phase_color(group), bottom, top, amount, is_visible))
+        bands.append(_Band(phase_label(group), phase_color(group), bottom, top, amount, is_visible))
         bottom = top
     return bands
 
@@ -104,33 +99,31 @@ def torch_account(report: Report) -> MemoryAccount | None:
     return next((account for account in report.memory if account.timeline), None)
 
 
-def torch_bands(account: MemoryAccount) -> list[Band]:
+def torch_bands(account: MemoryAccount) -> list[_Band]:
     """Return what torch used a GPU's memory for, in GiB at each point of the account's timeline."""
     bands = []
     bottom = [0.0] * len(account.timeline)
     for field, label, color in _MEMORY_BANDS:
         sizes = [getattr(point, field) / 2**30 for point in account.timeline]
         top = [max(low, size) for low, size in zip(bottom, sizes, strict=True)]
-        bands.append(Band(label, color, bottom, top))
+        bands.append(_Band(label, color, bottom, top))
         bottom = top
     return bands
 
 
-class Strip(NamedTuple):
-    """A GPU, or the mean of a node, as one color after the other; place and height are in rows from the top."""
-
+class _Strip(NamedTuple):
     label: str
-    place: float
+    place: float  # from the top, in rows
     height: float
     percent: list[float | None]  # in columns of equal width over the whole run
 
 
 class Row(NamedTuple):
-    """A GPU, or a node and the GPU of it that stands out."""
+    """Colors over time of a GPU, or of a node and the GPU of it that stands out."""
 
     label: str
     gpu: GpuSummary
-    strips: list[Strip]  # of a node its mean, and below it that GPU
+    strips: list[_Strip]  # of a node its mean, and below it that GPU
 
 
 def rows(report: Report, metric: str) -> list[Row]:
@@ -152,15 +145,15 @@ def rows(report: Report, metric: str) -> list[Row]:
     if len(gpus) <= MAX_ROWS or len(nodes) == 1:
         for place, (gpu, percent) in enumerate(gpus):
             label = gpu_label(gpu)
-            found.append(Row(label, gpu, [Strip(label, place, 1.0, percent)]))
+            found.append(Row(label, gpu, [_Strip(label, place, 1.0, percent)]))
         return found
     _, extreme, pick = ROW_METRICS[metric]
     for place, node in enumerate(sorted(nodes)):
         label = f"node {node}"
         means = [mean(column) for column in zip(*(percent for _, percent in nodes[node]), strict=True)]
         gpu, percent = pick(nodes[node], key=lambda one: mean(one[1]) or 0.0)
-        below = Strip(f"GPU {gpu.index}, {extreme} of {label}", place + 1 - _GPU_OF_NODE, _GPU_OF_NODE, percent)
-        found.append(Row(label, gpu, [Strip(label, place, 1 - _GPU_OF_NODE, means), below]))
+        below = _Strip(f"GPU {gpu.index}, {extreme} of {label}", place + 1 - _GPU_OF_NODE, _GPU_OF_NODE, percent)
+        found.append(Row(label, gpu, [_Strip(label, place, 1 - _GPU_OF_NODE, means), below]))
     return found
 
 
