@@ -1,1 +1,1 @@
-"""DataLoader settings: trials of other settings, and the hand-over to the best ones."""
+"""DataLoader settings: the search for better ones, and the hand-over to them."""

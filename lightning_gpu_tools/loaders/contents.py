@@ -1,4 +1,4 @@
-"""What a dataset holds: whether worker processes can have copies of it, and whether it has changed."""
+"""Whether worker processes can have copies of a dataset, and whether it has changed."""
 
 from __future__ import annotations
 
@@ -13,46 +13,34 @@ from typing import Any
 
 import torch
 
-# A dataset of a million paths is about 64 MiB of pickle and takes about a second to go through. Our default: the first
-# 16 MiB have to speak for the rest.
+# Our default: the first 16 MiB of pickle speak for the rest. A million paths have 64 MiB, which take a second.
 _MAX_BYTES = 16 * 2**20
-# Our default: at most this many elements of a tensor or an array are read, spread over it.
-_ELEMENTS = 4096
-# What a worker process gets as it is, and what says nothing about whether that may be done.
+_ELEMENTS = 4096  # our default: about this many are read of a tensor or an array, spread over it
 _SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)
 _OWN_WAYS = ("__getstate__", "__reduce__", "__reduce_ex__")
-
-
-class NotCopyableError(Exception):
-    """A dataset holds what worker processes would share or could not have."""
 
 
 def fingerprint(dataset: object) -> int:
     """Return a number that is another one when the dataset has changed.
 
-    Every object that the dataset holds is gone through as pickle does. Functions and classes are skipped: they need not
-    be pickled where workers are forked. A forked worker also gets what a ``__getstate__`` leaves out, such as an open
-    file: that is searched for what cannot be copied, but a change of it is none of the dataset.
+    All that it holds is pickled, but for functions and classes, which forked workers have anyway. They also have what a
+    ``__getstate__`` leaves out, such as an open file: that is searched for what cannot be copied, but does not count.
 
     Raises:
-        NotCopyableError: It holds an open file, a lock, a running generator, ...
+        Exception: Worker processes cannot have copies of it: it holds an open file, a lock, a running generator, ...
     """
     checksum = _Checksum()
-    try:
+    with suppress(_EnoughError):
         _Walk(checksum).dump(dataset)
-    except _EnoughError:
-        pass
-    except Exception as error:  # anybody's class may refuse in any way
-        raise NotCopyableError(f"{type(error).__name__}: {error}") from error
     return checksum.value
 
 
 class _EnoughError(Exception):
-    """The rest is not walked through."""
+    pass
 
 
 class _Checksum:
-    """A file that keeps nothing of what is written but a checksum."""
+    """A file that keeps only a checksum of what is written."""
 
     def __init__(self) -> None:
         self.value = self._size = 0
@@ -82,7 +70,7 @@ class _Walk(pickle.Pickler):
             flat = thing.detach().reshape(-1)[:: max(1, thing.numel() // _ELEMENTS)] if thing.is_contiguous() else None
             values = [] if flat is None or flat.device.type != "cpu" else flat[: 2 * _ELEMENTS].tolist()
             return tuple, ((str(thing.dtype), tuple(thing.shape), repr(values)),)
-        if _has_own_way(type(thing)) and hasattr(thing, "__dict__"):
+        if _has_own_way(thing):
             package = _package(thing)
             self._left_out.setdefault(package, _LeftOut(package)).search(vars(thing))
             return object, (), thing.__reduce_ex__(5)
@@ -90,10 +78,9 @@ class _Walk(pickle.Pickler):
 
 
 class _LeftOut(_Walk):
-    """Searches what classes of one package leave out when they are pickled, each object once.
+    """Searches what objects of one package leave out when they are pickled, each once.
 
-    What the package's own types refuse is its own affair: a cache of pandas holds what cannot be pickled, and is made
-    anew wherever it is missing.
+    What the package's own types refuse does not matter: a cache of pandas is made anew wherever it is missing.
     """
 
     def __init__(self, package: str) -> None:
@@ -107,7 +94,7 @@ class _LeftOut(_Walk):
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, (torch.Tensor, io.IOBase, *_SKIPPED)) or type(thing) in copyreg.dispatch_table:
             return super().reducer_override(thing)
-        has_own_way = _has_own_way(type(thing)) and hasattr(thing, "__dict__")
+        has_own_way = _has_own_way(thing)
         try:
             reduced = thing.__reduce_ex__(5)
         except Exception:  # anybody's class may refuse in any way
@@ -121,6 +108,7 @@ def _package(thing: object) -> str:
     return type(thing).__module__.partition(".")[0]
 
 
-def _has_own_way(kind: type) -> bool:
-    """Return whether a class written in Python decides itself what is pickled of its objects."""
-    return any(isinstance(getattr(kind, name, None), types.FunctionType) for name in _OWN_WAYS)
+def _has_own_way(thing: object) -> bool:
+    """Return whether an object's class, written in Python, decides itself what is pickled."""
+    own = any(isinstance(getattr(type(thing), name, None), types.FunctionType) for name in _OWN_WAYS)
+    return own and hasattr(thing, "__dict__")

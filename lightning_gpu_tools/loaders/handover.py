@@ -1,7 +1,7 @@
 """Changes the settings of a DataLoader while it is iterated: same batches, same order, same random numbers.
 
 The loader in use gets no more indices and delivers what it has begun. Then a plain DataLoader with the new settings
-takes the remaining indices of the same sampler iterator. Later epochs are plain DataLoaders with the new settings.
+goes on with the same sampler iterator. Later epochs are plain DataLoaders, too.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from lightning_gpu_tools.loaders.trial import in_one_line
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Workers that are not the user's own are given up if no batch comes for as long. Our default: no sample takes minutes.
+# Our default: settings that are not the user's are given up if no batch comes for this long.
 MAX_BATCH_S = 120.0
 
 
 class _Source:
-    """The indices of one epoch: each is taken once, whoever delivers its batch."""
+    """The indices of one epoch, each of which is taken once, by whatever loader."""
 
-    def __init__(self, sampler: Any) -> None:
-        self.drew_late = False
-        self.watched = False
+    def __init__(self, sampler: Any, *, watched: bool) -> None:
+        self.drew_late = False  # random numbers after the first index, as far as it was watched
+        self._watched = watched
         self._sampler = sampler
         self._indices: Iterator[Any] = iter(())
         self._ready: deque[Any] = deque()
         self._taken = 0
 
     def start(self) -> None:
-        """Ask the sampler for its iterator, which may draw random numbers."""
+        """Get the sampler's iterator, which may draw random numbers."""
         self._indices = iter(self._sampler)
         self._ready.clear()
         self._taken = 0
 
     def has_more(self) -> bool:
-        """Return whether there is another index; it is taken from the sampler for that."""
+        """Return whether there is another index, which is taken from the sampler for that."""
         if not self._ready:
-            before = random_states() if self.watched and self._taken else None
+            before = random_states() if self._watched and self._taken else None
             try:
                 self._ready.append(next(self._indices))
             except StopIteration:
@@ -79,9 +79,9 @@ class _Source:
 
 
 class _Rest:
-    """The sampler of one plain DataLoader: what is left of a source, until it is closed."""
+    """The sampler of a plain DataLoader: what is left of a source, until it is closed."""
 
-    def __init__(self, source: _Source, *, starts: bool) -> None:
+    def __init__(self, source: _Source, *, starts: bool = False) -> None:
         self.source = source
         self.closed = False
         self.under_way: deque[Any] = deque()  # indices whose batches have not been delivered
@@ -100,41 +100,26 @@ class _Rest:
 
 
 class _Living(NamedTuple):
-    """Persistent workers, and what the dataset held when they were started; ``None`` = they are the user's choice."""
+    """Persistent workers that live on between epochs."""
 
     batches: Batches
     rest: _Rest
-    contents: int | str | None
-
-    def restart(self, source: _Source) -> None:
-        self.rest.source, self.rest.closed = source, False
-        self.rest.under_way.clear()
-        self.batches.restart()
+    contents: int | str | None  # of the dataset when they were started; None: they are the user's own choice
 
 
 class Switch:
     """What the epochs of one loader share; its settings are changed here.
 
-    Args:
-        made: The loader. Its attributes show the settings in use.
-
-    Attributes:
-        original: The settings that it came with.
-        chosen: The settings that it was given here; ``None`` = none so far.
-        fault: Why settings that were given here were given up; ``None`` if they were not.
-        moved_draws: Whether random numbers that the dataset draws now come from other processes than before.
-        fetches: Takes each fetch, if it is a list, with ``None`` for the first one of an epoch: that waits for the
-            workers to start, and so is followed by no step like the others.
-        begun: Whether it was ever iterated.
-        as_own_work: Ends workers in the middle of a fetch; whoever times the fetch can put in a function that counts
-            this apart.
+    ``fetches`` gets each fetch, if it is a list, and ``None`` for the first one of an epoch, which waits for workers to
+    start. ``as_own_work`` ends workers within a fetch, so that whoever times the fetch can count that apart.
     """
 
     def __init__(self, made: DataLoader[Any]) -> None:
         self.original = settings_of(made)
         self.chosen: LoaderSettings | None = None
-        self.fault: str | None = None
-        self.moved_draws = self.begun = False
+        self.fault: str | None = None  # why the chosen settings were given up
+        self.moved_draws = False  # random numbers of the dataset now come from other processes
+        self.begun = False
         self.fetches: list[Fetch | None] | None = None
         self.as_own_work: Callable[[Callable[[], object]], object] = lambda end: end()
         self._shown_by = weakref.ref(made)
@@ -145,16 +130,15 @@ class Switch:
         self._epochs: weakref.WeakSet[_Epoch] = weakref.WeakSet()
         self._living: _Living | None = None
         self._seeds = torch.Generator()
-        # What was drawn in workers and is drawn in this process now comes from states of its own.
-        self._states: Any = None
+        self._states: Any = None  # for what was drawn in workers and is drawn in this process now
 
     @property
     def in_use(self) -> LoaderSettings:
-        """The settings that the next batches are loaded with."""
+        """The settings for the next batches."""
         return self.chosen or self.original
 
     def obstacle(self) -> str | None:
-        """Return why the settings had better not be changed, as far as the batches so far show; ends the watch."""
+        """Return why the settings should not be changed, as far as the batches so far show, and stop watching."""
         self._watched = False
         if any(epoch.source.drew_late for epoch in self._epochs):
             return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
@@ -169,7 +153,7 @@ class Switch:
         return None
 
     def use(self, settings: LoaderSettings) -> None:
-        """Load with other settings from the next batch on that nobody loads yet; the batch size stays what it is."""
+        """Load with other settings from the next batch on that nobody loads yet; the batch size stays."""
         self.chosen = settings = replace(settings, batch_size=self.original.batch_size)
         self.moved_draws = self._drew and settings.num_workers > 0
         living, self._living = self._living, None
@@ -178,7 +162,7 @@ class Switch:
         if (loader := self._shown_by()) is not None:
             vars(loader).update(asdict(settings), persistent_workers=False)
         for epoch in self._epochs:
-            epoch.close_rest()
+            epoch.rest.closed = True
 
     def end(self) -> None:
         """End all workers."""
@@ -194,23 +178,23 @@ class Switch:
         try:
             return fingerprint(self._dataset)
         except Exception as error:  # noqa: BLE001 - training goes on, whatever a dataset holds
-            return str(error)
+            return in_one_line(error)
 
 
 class _Epoch:
-    """The iterator that training gets. It starts workers and ends them; no reference cycle may hold it."""
+    """The iterator that training gets. It starts and ends workers; no reference cycle may hold it."""
 
     def __init__(self, loader: DataLoader[Any], switch: Switch) -> None:
         self.batches: Batches | None = None
         self._loader, self._switch = loader, switch
         self._settings = switch.in_use
-        self._rest: _Rest | None = None
         self._first = True
         self._wait_s = 0.0
-        self.source = _Source(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        self.source.watched = switch._watched
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.source = _Source(sampler, watched=switch._watched)
+        self.rest = _Rest(self.source)
         original = switch.original
-        # torch draws a seed for each new iterator; persistent workers keep theirs.
+        # torch draws a seed for each new iterator, but not for persistent workers.
         new = not (original.persistent_workers and switch.begun)
         switch.begun = True
         switch._epochs.add(self)
@@ -219,8 +203,8 @@ class _Epoch:
                 switch._seeds.manual_seed(peek_seed(loader.generator))
             self._load_with(starts=True, generator=loader.generator)
             return
-        # What torch does with the original settings is done here. The new workers start at the first batch, when
-        # Lightning has dropped the last epoch's iterator.
+        # As torch does with the original settings. The new workers start at the first batch, when Lightning has dropped
+        # the last epoch's iterator.
         self.source.start()
         if new:
             switch._seeds.manual_seed(draw_seed(loader.generator))
@@ -230,38 +214,37 @@ class _Epoch:
             self.source.has_more()
 
     def _load_with(self, *, starts: bool, generator: torch.Generator | None) -> None:
-        """Load with the settings in use: by workers that live on, or by new ones, seeded from the generator.
-
-        ``starts``: torch is to start the sampler, in the time that is usual.
-        """
+        """Load with the settings in use; with ``starts`` torch starts the sampler, when it usually does."""
         switch = self._switch
         settings = self._settings = switch.in_use
         living = switch._living
-        # A second iteration beside the one in use takes the workers away from that in torch, but not here.
+        # In torch, a second iteration takes the workers away from the first one. Not here.
         if living is not None and (starts or not switch._in_use(living)):
-            # Workers that live on have not learned what changed in the dataset since they were started.
+            # These workers have not learned what changed in the dataset since they were started.
             if living.contents is None or living.contents == switch._contents():
-                self.batches, self._rest = living.batches, living.rest
-                living.restart(self.source)
+                self.batches, self.rest = living.batches, living.rest
+                self.rest.source, self.rest.closed = self.source, False
+                self.rest.under_way.clear()
+                self.batches.restart()
                 return
             living.batches.close()
             living = switch._living = None
         contents = None
         if settings.persistent_workers and not switch.original.persistent_workers:
             contents = switch._contents()
-        self._rest = _Rest(self.source, starts=starts)
+        self.rest = _Rest(self.source, starts=starts)
         trusted = settings == switch.original
         limit = {} if trusted else {"timeout": self._loader.timeout or MAX_BATCH_S}
-        inner = plain_loader(self._loader, settings, self._rest, generator=generator, **limit)
+        inner = plain_loader(self._loader, settings, self.rest, generator=generator, **limit)
         self.batches = Batches(inner, trusted=trusted)
         if settings.persistent_workers and living is None:
-            switch._living = _Living(self.batches, self._rest, contents)
+            switch._living = _Living(self.batches, self.rest, contents)
 
     def __iter__(self) -> _Epoch:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Who watches a loader's workers finds them at torch's iterator.
+        # Whoever watches a loader's workers finds them at torch's iterator.
         batches = vars(self).get("batches")
         if batches is None or batches.iterator is None:
             raise AttributeError(name)
@@ -284,7 +267,7 @@ class _Epoch:
                 self._load_with(starts=False, generator=self._switch._seeds)
             return self._fetch()
         except StopIteration:
-            if self._rest is None or not (self._rest.closed and self.source.has_more()):
+            if not (self.rest.closed and self.source.has_more()):
                 raise
             self._switch.as_own_work(self.release)  # drained
         except Exception as error:
@@ -296,7 +279,6 @@ class _Epoch:
     def _fetch(self) -> Any:
         switch, workers = self._switch, self._settings.num_workers
         assert self.batches is not None
-        assert self._rest is not None
         watched = switch._watched and not workers and not switch._drew and self.source.has_more()
         before = random_states() if watched else None  # what the sampler draws for this batch is drawn before
         asked_s = time.perf_counter()
@@ -312,15 +294,14 @@ class _Epoch:
         self._wait_s = time.perf_counter() - asked_s
         if before is not None:
             switch._drew |= not same_states(before, random_states())
-        self._rest.under_way.popleft()
+        self.rest.under_way.popleft()
         return batch
 
     def _fall_back(self, error: Exception) -> None:
-        """Go back to the original settings; what was under way is loaded again."""
+        """Go back to the original settings and load again what was under way."""
         switch = self._switch
-        if self._rest is not None:
-            self.source.give_back(self._rest.under_way)
-            self._rest.under_way = deque()
+        self.source.give_back(self.rest.under_way)
+        self.rest.under_way = deque()
         if self.batches is not None:
             switch.as_own_work(functools.partial(self.batches.close, 0.0))
             self.batches = None
@@ -335,28 +316,22 @@ class _Epoch:
             switch.use(switch.original)
         self._settings = switch.original
 
-    def close_rest(self) -> None:
-        """Take no more indices for the loader in use."""
-        if self._rest is not None:
-            self._rest.closed = True
-
     def release(self) -> None:
-        """End the workers, but for persistent ones, which wait for the next epoch."""
+        """End the workers, except those that live on."""
         batches, self.batches = self.batches, None
         living = self._switch._living
         if batches is not None and (living is None or living.batches is not batches):
             batches.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_switch"):
-            self.release()
+        self.release()
 
 
 def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy of a loader whose settings can be changed in mid-epoch, by its attribute ``switch``.
+    """Return a copy of a loader whose settings can be changed in mid-epoch by its attribute ``switch``.
 
     Raises:
-        ValueError: This loader has to be left alone; the message says why.
+        ValueError: Why this loader has to be left alone.
     """
     fixed = why_fixed(loader)
     if fixed is not None:
@@ -366,18 +341,18 @@ def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
     own = getattr(kind, GET_ITERATOR)
 
     def get_iterator(self: DataLoader[Any]) -> Any:
-        switch = vars(self).get("switch")  # Lightning may have made another object of this class
+        switch = vars(self).get("switch")  # which another object that Lightning made of this class lacks
         return own(self) if switch is None else _Epoch(self, switch)
 
     # One base only: with a mixin as a second one, objects have another layout.
     made.__class__ = type(kind.__name__, (kind,), {GET_ITERATOR: get_iterator, "__module__": kind.__module__})
-    # Without persistent workers DataLoader.__iter__ asks for an iterator in each epoch.
+    # Without persistent workers DataLoader.__iter__ asks for a new iterator in each epoch.
     vars(made).update(switch=Switch(made), persistent_workers=False)
     return made
 
 
 def restore(made: DataLoader[Any]) -> None:
-    """Turn what :func:`switchable` returned into a loader like the user's, with no workers left."""
+    """End the workers of what :func:`switchable` returned, and make it a loader like the user's again."""
     switch: Switch = vars(made).pop("switch")
     switch.end()
     made.__class__ = type(made).__bases__[0]

@@ -1,13 +1,13 @@
-"""The global random numbers of this process: read, compared, put back."""
+"""The states of this process's global random generators."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 RandomStates = tuple[Any, Any, Any]
@@ -15,24 +15,22 @@ RandomStates = tuple[Any, Any, Any]
 
 def random_states() -> RandomStates:
     """Return the states of torch's (CPU), NumPy's and Python's global generators."""
-    numpy = sys.modules.get("numpy")  # a program that has not imported it draws nothing from it
-    return torch.get_rng_state(), None if numpy is None else numpy.random.get_state(), random.getstate()
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def put_back(states: RandomStates) -> None:
-    """Set the global generators to states that :func:`random_states` returned."""
+    """Set the global generators to these states."""
     torch.set_rng_state(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+    np.random.set_state(states[1])
     random.setstate(states[2])
 
 
 def same_states(one: RandomStates, other: RandomStates) -> bool:
     """Return whether no global generator was drawn from between the two."""
-    if not torch.equal(one[0], other[0]) or one[2] != other[2]:
-        return False
-    # Where NumPy came in between, its generator is new; nobody can have drawn from the one before.
-    return one[1] is None or other[1] is None or (one[1][2:] == other[1][2:] and (one[1][1] == other[1][1]).all())
+    _, keys, *place = one[1]
+    _, other_keys, *other_place = other[1]
+    same_numpy = place == other_place and np.array_equal(keys, other_keys)
+    return same_numpy and one[2] == other[2] and torch.equal(one[0], other[0])
 
 
 @contextmanager
@@ -46,7 +44,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a new iterator, as torch's DataLoader does; ``None`` is the global generator."""
+    """Draw the seed of a new iterator like torch's DataLoader; ``None``: from the global generator."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
@@ -57,11 +55,10 @@ def peek_seed(generator: torch.Generator | None) -> int:
 
 
 def seeded_states(seed: int) -> RandomStates:
-    """Return the states that the global generators have after they were seeded."""
-    numpy = sys.modules.get("numpy")
+    """Return the states of the global generators after seeding."""
     return (
-        # Not torch.manual_seed, which would seed the GPUs, too.
+        # Not torch.manual_seed, which also seeds the GPUs.
         torch.Generator().manual_seed(seed).get_state(),
-        None if numpy is None else numpy.random.RandomState(seed % 2**32).get_state(),
+        np.random.RandomState(seed % 2**32).get_state(),
         random.Random(seed).getstate(),
     )

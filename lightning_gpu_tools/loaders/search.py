@@ -1,4 +1,4 @@
-"""The search for DataLoader settings, for which training stands still; and for those who train without a Trainer."""
+"""The search for DataLoader settings, during which training stands still."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.advice.loader_plan import LoadCost
 from lightning_gpu_tools.advice.loader_trials import LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.host import HostBudget, read_host_budget
-from lightning_gpu_tools.loaders.contents import NotCopyableError, fingerprint
+from lightning_gpu_tools.loaders.contents import fingerprint
 from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_trial
 from lightning_gpu_tools.loaders.random_state import undisturbed
 from lightning_gpu_tools.loaders.settings import settings_of, why_fixed
 from lightning_gpu_tools.loaders.trial import Trials, in_one_line
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# How the ranks of a job exchange facts: returns those of all, the same on each, or raises SilentRankError.
+# Returns the facts of all ranks, the same on each, or raises SilentRankError.
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class SilentRankError(Exception):
-    """The ranks of a job cannot agree on anything; the message says why."""
+    """The ranks of a job cannot agree, with the reason."""
 
 
 def search(
@@ -45,61 +44,53 @@ def search(
     bar: bool = False,
     gather: Gather = lambda facts: [facts],
 ) -> LoaderResult:
-    """Try the few settings that the cost of a batch promises, and return the best of them.
+    """Try the few settings that the cost of a batch suggests, and return the best of them.
 
-    Args:
-        loader: The loader. It stays as it is, and so do all random numbers of this process.
-        step: What a training step takes.
-        host: What the host grants.
-        cuda: Whether batches go to an NVIDIA GPU.
-        budget_s: How long the search may take, in seconds.
-        alone_s: Seconds that the training process itself takes for a batch; ``None`` if that was not seen.
-        epoch_steps: Steps in an epoch; ``None`` if that is unknown, or workers cannot live on between epochs.
-        bar: Whether to show a progress bar.
-        gather: Exchanges facts with the other ranks, which search at the same time and come to the same result.
-
-    Raises:
-        SilentRankError: By ``gather``.
+    The loader and all random numbers of this process stay as they are. With ``gather``, whose errors go through, all
+    ranks search at the same time and come to the same result. ``alone_s`` is what the training process itself takes for
+    a batch, if that was seen; ``bar`` shows a progress bar.
     """
     began_s = time.perf_counter()
-    original = settings_of(loader)
+    original = settings = settings_of(loader)
     tried: list[LoaderTrial] = []
-
-    def decide(show: Callable[[str], None]) -> tuple[LoaderSettings, str]:
+    with undisturbed(), _progress(budget_s, shown=bar) as show:
         show("a batch")
         trials, own = _probed(loader, step, budget_s, alone_s)
         everyones = gather({**own, "host": dataclasses.asdict(host)})
         failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
         if failed or trials is None:
-            return original, f"The loader is left as it is: {failed}."
-        # All ranks wait for the slowest one in every step, so its costs count, and the tightest host.
-        slowest = max(everyones, key=lambda facts: float(facts["cost"]["wall_s"]))
-        tightest = min((facts["host"] for facts in everyones), key=lambda one: one["cores"] / one["local_ranks"])
-        case = LoaderCase(
-            original=original,
-            cost=LoadCost(**slowest["cost"]),
-            step=step,
-            host=HostBudget(**tightest),
-            cuda=cuda,
-            epoch_steps=epoch_steps,
-        )
-        tried.append(_alone(original, max(facts["alone_s"] for facts in everyones), step))
-        while (left_s := min(facts["left_s"] for facts in everyones)) > 0:
-            settings = next_trial(case, tried)
-            if settings is None:
-                break
-            if trials.expected_s(settings, case.cost, slowest["start_s"], case.host.cores) > left_s:
-                trial = LoaderTrial(settings=settings)  # no time is left
-            else:
-                show(f"num_workers={settings.num_workers}, prefetch_factor={settings.prefetch_factor}")
-                trial = trials.run(settings, min(one.batch_s or math.inf for one in tried))
-            everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
-            worst = min((facts["trial"] for facts in everyones), key=_speed)
-            tried.append(LoaderTrial(**{**worst, "settings": settings}))
-        return choose(case, tried)
-
-    with undisturbed(), _progress(budget_s, shown=bar) as show:
-        settings, reason = decide(show)
+            reason = f"The loader is left as it is: {failed}."
+        else:
+            # All ranks wait for the slowest one in every step, so its costs count, and the tightest host.
+            slowest = max(everyones, key=lambda facts: float(facts["cost"]["wall_s"]))
+            tightest = min((facts["host"] for facts in everyones), key=lambda one: one["cores"] / one["local_ranks"])
+            case = LoaderCase(
+                original=original,
+                cost=LoadCost(**slowest["cost"]),
+                step=step,
+                host=HostBudget(**tightest),
+                cuda=cuda,
+                epoch_steps=epoch_steps,
+            )
+            # Without workers, batch and step come one after the other.
+            wait_s = max(facts["alone_s"] for facts in everyones)
+            alone = dataclasses.replace(original, num_workers=0, prefetch_factor=None, persistent_workers=False)
+            tried.append(LoaderTrial(settings=alone, batch_s=wait_s + step.wall_s, wait_s=wait_s, measured=False))
+            while (left_s := min(facts["left_s"] for facts in everyones)) > 0:
+                following = next_trial(case, tried)
+                if following is None:
+                    break
+                trial = LoaderTrial(settings=following)
+                if trials.expected_s(following, case.cost, slowest["start_s"], case.host.cores) <= left_s:
+                    show(f"num_workers={following.num_workers}, prefetch_factor={following.prefetch_factor}")
+                    trial = trials.run(following, min(one.batch_s or math.inf for one in tried))
+                everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
+                worst = max(
+                    (facts["trial"] for facts in everyones),
+                    key=lambda one: (one["failed"] is not None, one["batch_s"] or math.inf),
+                )
+                tried.append(LoaderTrial(**{**worst, "settings": following}))
+            settings, reason = choose(case, tried)
     found = trial_of(tried, settings)
     return LoaderResult(
         original=original,
@@ -114,18 +105,16 @@ def search(
 def _probed(
     loader: DataLoader[Any], step: StepCost, budget_s: float, alone_s: float | None
 ) -> tuple[Trials | None, dict[str, Any]]:
-    """Return what makes the trials here, and what the other ranks have to know of it."""
+    """Return the trials, and what the other ranks have to know."""
+    what = "its sampler gives no batches to try"
     try:
         trials = Trials(loader, step, budget_s)
-    except Exception as error:  # noqa: BLE001 - anybody's sampler, in any way
-        return None, {"failed": f"its sampler gives no batches to try ({type(error).__name__}: {error})"}
-    try:
+        what = "worker processes cannot have copies of its dataset"
         fingerprint(loader.dataset)
+        what = "a worker process cannot load a batch"
         cost, start_s = trials.probe()
-    except NotCopyableError as error:
-        return None, {"failed": f"worker processes cannot have copies of its dataset ({error})"}
-    except Exception as error:  # noqa: BLE001 - anybody's dataset: what fails here is not used in the training
-        return None, {"failed": f"a worker process cannot load a batch ({in_one_line(error)})"}
+    except Exception as error:  # noqa: BLE001 - anybody's sampler or dataset: what fails here is not used in training
+        return None, {"failed": f"{what} ({in_one_line(error)})"}
     return trials, {
         "failed": None,
         "cost": dataclasses.asdict(cost),
@@ -135,20 +124,9 @@ def _probed(
     }
 
 
-def _alone(original: LoaderSettings, alone_s: float, step: StepCost) -> LoaderTrial:
-    """Return what the training process itself reaches: batch and step, one after the other."""
-    settings = dataclasses.replace(original, num_workers=0, prefetch_factor=None, persistent_workers=False)
-    return LoaderTrial(settings=settings, batch_s=alone_s + step.wall_s, wait_s=alone_s, measured=False)
-
-
-def _speed(trial: dict[str, Any]) -> float:
-    """Return batches per second; less than none for a trial that failed."""
-    return -1.0 if trial["failed"] else 1 / trial["batch_s"] if trial["batch_s"] else 0.0
-
-
 @contextmanager
 def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is tried, from trial to trial: no thread draws it, because processes are forked."""
+    """Show on a terminal what is tried; without a thread that draws it, because processes are forked."""
     bar = Progress(
         TextColumn("Trying DataLoader settings: {task.description}"),
         BarColumn(),
@@ -168,24 +146,24 @@ def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
     """Return the ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` that suit a loader.
 
-    What a batch costs to load is measured in a worker process, and predicts the settings within the limits of this
-    machine: the cores granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are then tried with a
-    training step that sleeps. The choice is the smallest number of workers within 3 % of the best, or the loader's own
-    settings where those are as good. A step on a GPU leaves the cores to the workers, as sleep does; a step on the CPU
-    does not, but :class:`~lightning_gpu_tools.NumWorkersFinder` measures that as well.
+    The cost of a batch, measured in a worker process, predicts the settings within the limits of this machine: the
+    cores granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are tried with a training step that
+    sleeps. That leaves the cores to the workers, as a step on a GPU does; for one on the CPU use
+    :class:`~lightning_gpu_tools.NumWorkersFinder`. The choice is the smallest number of workers within 3 % of the best,
+    or the loader's own settings where those are as good.
 
-    The loader, its dataset, its sampler, its generator and the random numbers of this process stay as they are: batches
-    are loaded in worker processes only.
+    The loader, its dataset, sampler and generator, and the random numbers of this process stay as they are: batches are
+    loaded in worker processes only.
 
     Args:
-        loader: The loader as it is. One whose dataset is iterable or holds an open file or a lock, or that keeps its
-            position, is left alone, with the reason in the result.
+        loader: The loader. One that keeps its position, or whose dataset is iterable or holds an open file or a lock,
+            is left alone.
         step_time_s: How long a training step takes when its batch is there, in seconds.
-        budget_s: How long this may take, in seconds. It is a hard limit, also if an item of the dataset hangs.
+        budget_s: How long this may take, in seconds. A hard limit, also if an item of the dataset hangs.
 
     Returns:
-        The result: ``.settings``, ``.reason``, ``.trials``. Where nothing could be tried, also because the dataset
-        raises an error, ``.reason`` says why and ``.settings`` are the loader's own.
+        The result: ``.settings``, ``.reason``, ``.trials``. If nothing could be tried, also because the dataset raises
+        an error, ``.settings`` are the loader's own, and ``.reason`` says why.
 
     Raises:
         ValueError: A time is not a positive number.

@@ -1,8 +1,9 @@
-"""The settings of a DataLoader: read, why some loaders are left alone, and a plain loader with other ones."""
+"""The settings of a DataLoader: which it has, why they may be fixed, and a loader with other ones."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -10,29 +11,22 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# The two private names of torch that changing a loader in use takes. Without the first one loaders are left alone,
-# without the second one workers end when their iterator is dropped.
+# Private names of torch. Without the first one loaders are left alone, without the second one workers end when their
+# iterator is dropped.
 GET_ITERATOR = "_get_iterator"
 SHUT_DOWN_WORKERS = "_shutdown_workers"
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the settings of a DataLoader; of one that we have changed, those that it uses now."""
-    switch = vars(loader).get("switch")
-    if switch is not None:
+    """Return the settings that a DataLoader uses now, also if we have changed them."""
+    if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
-    return LoaderSettings(
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory=loader.pin_memory,
-        batch_size=loader.batch_size,
-    )
+    return LoaderSettings(**{field.name: getattr(loader, field.name) for field in fields(LoaderSettings)})
 
 
 def why_fixed(loader: object) -> str | None:
-    """Return why the settings of a loader cannot be changed without changing what it loads; ``None`` if they can."""
+    """Return why other settings would change what a loader loads; ``None`` if they would not."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         return f"it is a {kind.__module__}.{kind.__qualname__}, not a torch DataLoader"
@@ -53,36 +47,33 @@ def why_fixed(loader: object) -> str | None:
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
-    """Return a plain torch DataLoader with other settings, which loads what the given one loads.
+    """Return a plain DataLoader with other settings, which loads what the given one loads.
 
-    Args:
-        loader: The loader.
-        settings: The settings of the new one.
-        indices: What takes the place of its sampler, or of its batch sampler where it has one.
-        **options: Further arguments of the new loader, in place of the given one's.
+    ``indices`` take the place of its batch sampler, or of its sampler without one; ``options`` override its arguments.
     """
-    same: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    arguments = {
+        **asdict(settings),
+        "collate_fn": loader.collate_fn,
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+        **options,
+    }
     if device := getattr(loader, "pin_memory_device", ""):
-        same["pin_memory_device"] = device
-    if settings.num_workers:  # a loader without workers insists on neither
-        same |= {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
+        arguments["pin_memory_device"] = device
+    if not settings.num_workers:  # torch refuses both then
+        del arguments["timeout"], arguments["multiprocessing_context"]
+    if loader.batch_sampler is None:
+        arguments |= {"batch_size": None, "sampler": indices}
     else:
-        options.pop("timeout", None)
-    same |= {"batch_size": None, "sampler": indices} if loader.batch_sampler is None else {"batch_sampler": indices}
+        arguments |= {"batch_size": 1, "batch_sampler": indices}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: what waits can use them
-        return DataLoader(
-            loader.dataset,
-            num_workers=settings.num_workers,
-            prefetch_factor=settings.prefetch_factor,
-            persistent_workers=settings.persistent_workers,
-            pin_memory=settings.pin_memory,
-            **{**same, **options},
-        )
+        return DataLoader(loader.dataset, **arguments)
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the size of all tensors in a batch of nested lists, tuples and dictionaries, in bytes."""
+    """Return the size of all tensors in a batch of nested lists, tuples and dictionaries."""
     if isinstance(batch, torch.Tensor):
         return batch.element_size() * batch.numel()
     if isinstance(batch, dict):
@@ -93,7 +84,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor of a batch of nested lists, tuples and dictionaries; ``None`` without one."""
+    """Return the first tensor in a batch of nested lists, tuples and dictionaries, if there is one."""
     while not isinstance(batch, torch.Tensor):
         if not isinstance(batch, (dict, list, tuple)) or not batch:
             return None

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,19 +20,17 @@ from lightning_gpu_tools.advice.failures import how_it_ended
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 
-# How long workers may take to finish what they load when they are to end. torch gives each of them 5 s.
-GRACE_S = 5.0
-# How long they may then take to end by SIGTERM, which they can ignore, and by SIGKILL, which waits only for a core. Our
-# defaults: only a process that the kernel holds takes longer.
+GRACE_S = 5.0  # for workers to finish what they load when they are to end; torch gives this to each of them
+# Our defaults: SIGTERM can be ignored, SIGKILL waits only for a core, unless the kernel holds the process.
 _SIGNAL_TIMEOUTS_S = {BaseProcess.terminate: 0.5, BaseProcess.kill: 5.0}
-
-# A worker that is killed closes its sockets, which this process may be reading from, one after the other, its sentinel
-# among them, and only then has an exit code. Our defaults: microseconds, but for a core that is busy elsewhere.
+# A worker that is killed closes its sockets one after the other, which this process may be reading from, its sentinel
+# among them, and only then has an exit code. Our defaults: it is microseconds, but for a busy core.
 _CLOSING_S = 1.0
 _DYING_S = 5.0
-
-# What torch says of workers that are alive: none of them is waited for to die.
+# What torch says of workers that are alive, for whose death nobody should wait.
 OF_LIVING_WORKERS = ("DataLoader timed out after", "in DataLoader worker process")
+# Of torch, which raises there, in whatever the main thread does, when a worker has died.
+_SIGNAL_HANDLING = "torch/utils/data/_utils/signal_handling.py"
 
 _of_parents: list[Batches] = []
 
@@ -40,11 +38,9 @@ _of_parents: list[Batches] = []
 class Batches:
     """Iterates over a DataLoader, and ends the workers that this has started.
 
-    Whoever starts workers has to end them before the last reference is dropped: if a reference cycle holds the iterator
-    the garbage collector closes its queues first, and torch waits 5 s for each worker.
-
-    With settings that are not the user's own, and so not ``trusted``, a worker that dies ends the fetch of a batch, not
-    the training step.
+    They have to be ended before the last reference is dropped: if a reference cycle holds the iterator, the garbage
+    collector closes its queues first, and torch waits 5 s for each worker. Unless ``trusted``, as the user's own
+    settings are, a worker that dies ends the fetch of a batch, not the training step.
 
     Raises:
         Exception: The workers could not be started: the dataset cannot be pickled, too many files are open, ...
@@ -53,7 +49,6 @@ class Batches:
     def __init__(self, loader: DataLoader[Any], *, trusted: bool = False) -> None:
         self.loader = loader
         self._home = os.getpid()
-        self.workers: Sequence[BaseProcess] = ()
         self.iterator: Any = None
         before = set(multiprocessing.active_children())
         try:
@@ -64,18 +59,18 @@ class Batches:
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
-        self._deaths = _Deaths(self.workers) if self.workers and not trusted else None
+        self._deaths = _Deaths([] if trusted else self.workers)
 
     def restart(self) -> None:
         """Begin another epoch with the same, persistent workers."""
-        with self._deaths or nullcontext():
+        with self._deaths:
             self.iterator = iter(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        with self._deaths or nullcontext():
+        with self._deaths:
             return next(self.iterator)
 
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -84,10 +79,7 @@ class Batches:
             _of_parents.append(self)
             return
         iterator, self.iterator = self.iterator, None
-        if iterator is None:
-            return
-        shut_down: Callable[[], None] = getattr(iterator, SHUT_DOWN_WORKERS, lambda: None)
-        if not self.workers:
+        if iterator is None or not self.workers:
             return
         timer = threading.Timer(grace_s, _end_by_signal, [self.workers])
         timer.daemon = True
@@ -95,14 +87,13 @@ class Batches:
         try:
             # torch's handler of SIGCHLD names the worker that was killed, which is known here.
             with suppress(RuntimeError):
-                shut_down()
+                getattr(iterator, SHUT_DOWN_WORKERS, lambda: None)()
         finally:
             timer.cancel()
             timer.join()  # of two threads that wait for a process, only one learns that it has ended
-            if self._deaths is not None:
-                self._deaths.undo()
+            self._deaths.undo()
         with suppress(RuntimeError):
-            _end_by_signal([worker for worker in self.workers if worker.is_alive()])
+            _end_by_signal(self.workers)
 
 
 def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
@@ -116,7 +107,7 @@ def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
 
 
 def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
-    """Wait until workers that are about to end have exit codes; for some seconds at most."""
+    """Wait until workers that are about to end have exit codes, for at most some seconds."""
     closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _CLOSING_S)
     dying = [worker for worker in workers if worker.sentinel in closed]
     until_s = time.monotonic() + _DYING_S
@@ -126,10 +117,10 @@ def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C take effect at the end of a block in which processes are forked.
+    """Let Ctrl-C take effect at the end of a block that forks processes.
 
-    Most likely it comes during the fork itself, which takes milliseconds. Python then raises KeyboardInterrupt in a
-    function that the logging module has registered for after a fork, where exceptions are ignored.
+    Most likely it comes during the fork, when Python raises KeyboardInterrupt in a function that the logging module has
+    registered for after a fork, where exceptions are ignored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -152,19 +143,15 @@ def _interrupt_deferred() -> Iterator[None]:
             handler(*interrupts[0])
 
 
-# Where torch raises, in whatever the main thread does, when a worker has died.
-_SIGNAL_HANDLING = "torch/utils/data/_utils/signal_handling.py"
-
-
 def is_of_dead_worker(error: BaseException) -> bool:
-    """Return whether torch has raised an error because a worker has died, wherever the main thread was."""
+    """Return whether torch raised an error because a worker died."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code.co_filename.replace(os.sep, "/").endswith(_SIGNAL_HANDLING) for frame in frames)
+    return any(frame.f_code.co_filename.endswith(_SIGNAL_HANDLING) for frame in frames)
 
 
 @contextmanager
 def deaths_ignored() -> Iterator[None]:
-    """Keep torch from raising in a block when a worker dies: one that has ended the training has been heard of."""
+    """Keep torch from raising when a worker dies: one that has ended the training is known already."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -176,9 +163,9 @@ def deaths_ignored() -> Iterator[None]:
 
 
 class _Deaths:
-    """In the place of torch's handler of SIGCHLD, which raises in whatever the main thread does when a worker dies.
+    """Takes the place of torch's handler of SIGCHLD, which raises in whatever the main thread does when a worker dies.
 
-    That ends the training step. Here it ends the fetch of a batch, at once: the one that waits, or the next one.
+    Here this ends the fetch of a batch: the one that waits, or the next one.
     """
 
     def __init__(self, workers: Sequence[BaseProcess]) -> None:
@@ -186,7 +173,8 @@ class _Deaths:
         self._oom_kills = oom_kills()
         self._fetching = False
         self._before: Any = None
-        self._installed = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._installed = bool(workers) and hasattr(signal, "SIGCHLD") and in_main_thread
         if self._installed:
             self._before = signal.signal(signal.SIGCHLD, self)
 
@@ -203,9 +191,10 @@ class _Deaths:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._fetching = False
-        lives = any(words in str(error) for words in OF_LIVING_WORKERS)
-        if isinstance(error, (RuntimeError, OSError, EOFError)) and not lives:
-            wait_for_exit_codes(self._workers)  # torch may notice first that one has died, and does not say why
+        if not self._workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
+            return
+        if not any(words in str(error) for words in OF_LIVING_WORKERS):
+            wait_for_exit_codes(self._workers)  # torch may have noticed a death first, and does not say why
             self._check()
 
     def _check(self) -> None:
@@ -216,12 +205,11 @@ class _Deaths:
                 raise DeadWorkerError(f"a worker process {how.what}")
 
     def undo(self) -> None:
-        """Take it off; where somebody has put another handler over it, it only passes the signal on."""
+        """Remove it; below a handler that somebody else has installed, it only passes the signal on."""
         self._workers = ()
         current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
         if current is self:
-            signal.signal(signal.SIGCHLD, self._before if self._before is not None else signal.SIG_DFL)
-            self._installed = False
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if self._before is None else self._before)
 
 
 class DeadWorkerError(Exception):

@@ -1,1 +1,1 @@
-"""A training run's report: as data, as text, as a picture, and beside another one."""
+"""A run's report as data, text, picture and page, and beside another one."""

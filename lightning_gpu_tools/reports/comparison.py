@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_gpu_tools.advice.noise import mean_interval, median_interval
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.units import format_duration, printable
 
-# What must match so that a difference in speed is due to the program, by its name in Report.settings.
+# Settings that must match so that a difference in speed is due to the program.
 _MUST_MATCH = (
     *("cpu", "gpu", "accelerator", "world_size", "precision", "batch_size", "accumulate_grad_batches"),
     *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
@@ -26,7 +26,7 @@ Verdict = Literal["faster", "same", "slower", "not_comparable"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A setting that differs between two runs; ``None`` if a run does not have it."""
+    """A setting that differs between two runs; ``None`` where a run lacks it."""
 
     setting: str
     old: Any
@@ -38,41 +38,22 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What changed from an older run to a newer one.
-
-    Attributes:
-        verdict: ``slower`` or ``faster`` only if the difference exceeds the noise and, if slower, the limit.
-        reasons: Why the runs cannot be compared; empty if they can.
-        of: Which step is compared: the mean one if it has changed beyond the noise, otherwise the median one.
-        old_step_s: Its time in the older run; ``None``, as the next four, if a run has too few steady steps.
-        new_step_s: The same for the newer run.
-        slowdown: How much longer a step takes now: 0.07 = 7 % longer; negative = faster.
-        slowdown_low: Lower end of its 95 % interval.
-        slowdown_high: Upper end.
-        max_slowdown: The limit.
-        changes: The settings that differ.
-    """
+    """What changed from an older run to a newer one; the times are ``None`` if a run has too few steady steps."""
 
     verdict: Verdict
-    reasons: tuple[str, ...]
-    of: Literal["mean", "median"] = "median"
+    reasons: tuple[str, ...]  # why the runs cannot be compared
+    of: str = "median"  # or "mean"
     old_step_s: float | None = None
     new_step_s: float | None = None
-    slowdown: float | None = None
-    slowdown_low: float | None = None
+    slowdown: float | None = None  # 0.07 = a step takes 7 % longer
+    slowdown_low: float | None = None  # of its 95 % interval
     slowdown_high: float | None = None
-    max_slowdown: float
+    max_slowdown: float  # the limit
     changes: tuple[Change, ...]
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
-    """Compare two runs by the median and the mean time of their steady steps.
-
-    Args:
-        new: The run in question.
-        old: The run to compare it with.
-        max_slowdown: How much slower the new run may be: 0.05 = 5 %.
-    """
+    """Compare two runs by the time of their steady steps: ``slower`` is beyond the noise and the limit (0.05 = 5 %)."""
     names = sorted({*new.settings, *old.settings})
     changes = tuple(
         Change(setting=name, old=old.settings.get(name), new=new.settings.get(name))
@@ -90,64 +71,38 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
                 f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
-    change = change_of_speed(old.step_s_blocks, new.step_s_blocks)
+    speed = _change_of_speed(old.step_s_blocks, new.step_s_blocks)
     verdict: Verdict = "same"
-    if reasons or change is None:
+    if reasons:
         verdict = "not_comparable"
-    elif change.slowdown > max_slowdown and change.slowdown_low > 0:
+    elif speed["slowdown"] > max_slowdown and speed["slowdown_low"] > 0:
         verdict = "slower"
-    elif change.slowdown_high < 0:
+    elif speed["slowdown_high"] < 0:
         verdict = "faster"
-    return Comparison(
-        verdict=verdict,
-        reasons=tuple(reasons),
-        max_slowdown=max_slowdown,
-        changes=changes,
-        **({} if change is None else change._asdict()),
-    )
+    return Comparison(verdict=verdict, reasons=tuple(reasons), max_slowdown=max_slowdown, changes=changes, **speed)
 
 
-class SpeedChange(NamedTuple):
-    """What a :class:`Comparison` says of the time of a step."""
+def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
+    """Return what a comparison says of the mean step if its change is beyond the noise, else of the median step.
 
-    of: Literal["mean", "median"]
-    old_step_s: float
-    new_step_s: float
-    slowdown: float
-    slowdown_low: float
-    slowdown_high: float
-
-
-def change_of_speed(old: Sequence[float], new: Sequence[float]) -> SpeedChange | None:
-    """Return how much longer the mean step takes now if that is beyond the noise, otherwise the median step.
-
-    A few steps that became slow change only the mean, and a single accident makes only the mean uncertain. ``None``
-    with too few values.
+    A few steps that became slow change only the mean, and a single accident makes only the mean uncertain.
     """
-    by_mean = _change("mean", fmean, mean_interval, old, new)
-    if by_mean is not None and by_mean.slowdown_low <= 0 <= by_mean.slowdown_high:
-        return _change("median", median, median_interval, old, new)
-    return by_mean
-
-
-def _change(
-    of: Literal["mean", "median"],
-    typical: Callable[[Sequence[float]], float],
-    interval: Callable[[Sequence[float]], tuple[float, float] | None],
-    old: Sequence[float],
-    new: Sequence[float],
-) -> SpeedChange | None:
-    old_interval, new_interval = interval(old), interval(new)
-    if old_interval is None or new_interval is None:
-        return None
-    return SpeedChange(
-        of=of,
-        old_step_s=typical(old),
-        new_step_s=typical(new),
-        slowdown=typical(new) / typical(old) - 1,
-        slowdown_low=new_interval[0] / old_interval[1] - 1,
-        slowdown_high=new_interval[1] / old_interval[0] - 1,
-    )
+    found: dict[str, Any] = {}
+    for of, typical, interval in (("mean", fmean, mean_interval), ("median", median, median_interval)):
+        old_interval, new_interval = interval(old), interval(new)
+        if old_interval is None or new_interval is None:
+            break
+        found = {
+            "of": of,
+            "old_step_s": typical(old),
+            "new_step_s": typical(new),
+            "slowdown": typical(new) / typical(old) - 1,
+            "slowdown_low": new_interval[0] / old_interval[1] - 1,
+            "slowdown_high": new_interval[1] / old_interval[0] - 1,
+        }
+        if not found["slowdown_low"] <= 0 <= found["slowdown_high"]:
+            break
+    return found
 
 
 def _show(value: Any) -> str:
@@ -155,36 +110,30 @@ def _show(value: Any) -> str:
     return printable(", ".join(map(printable, values)), 300) or "None"
 
 
-_SAYS = {
-    "faster": "FASTER",
-    "same": "NO SLOWER",
-    "slower": "SLOWER",
-    "not_comparable": "NOT COMPARABLE",
-}
-
-
 def render_comparison(comparison: Comparison) -> str:
     """Return the comparison as text."""
-    return "\n".join([f"{_SAYS[comparison.verdict]}: {_numbers(comparison)}", *_details(comparison)])
+    return "\n".join([f"{_verdict(comparison)}: {_numbers(comparison)}", *_details(comparison)])
 
 
 def comparison_markdown(comparison: Comparison) -> str:
     """Return the comparison for a pull request."""
-    lines = [f"**{_SAYS[comparison.verdict]}:** {_numbers(comparison)}", ""]
+    lines = [f"**{_verdict(comparison)}:** {_numbers(comparison)}", ""]
     return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _details(comparison))]).rstrip()
+
+
+def _verdict(comparison: Comparison) -> str:
+    return "NO SLOWER" if comparison.verdict == "same" else comparison.verdict.replace("_", " ").upper()
 
 
 def _numbers(comparison: Comparison) -> str:
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
-    if old_s is None or new_s is None:
-        return "there are no steady steps to compare."
-    steps = f"{format_duration(old_s)} per {comparison.of} step before, {format_duration(new_s)} now"
     slowdown, low, high = comparison.slowdown, comparison.slowdown_low, comparison.slowdown_high
-    if slowdown is None or low is None or high is None:
-        return steps + "."
+    if old_s is None or new_s is None or slowdown is None or low is None or high is None:
+        return "there are no steady steps to compare."
     noise = ", within the noise of the runs" if low <= 0 <= high else ""
     limit = f"; the limit is {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
     interval = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} %"
+    steps = f"{format_duration(old_s)} per {comparison.of} step before, {format_duration(new_s)} now"
     return f"{steps}: {100 * slowdown:+.1f} % ({interval}){noise}{limit}."
 
 

@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.comparison import change_of_speed, compare
+from lightning_gpu_tools.reports.comparison import compare
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import cause_phase, phase_label
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
 from lightning_gpu_tools.units import format_duration, printable
 
-# What advice changes, by its name in Report.settings; all other settings must match.
+# Settings that advice changes; all others must match.
 _ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
-# Runs that differ here are of different programs.
 _SAME_PROGRAM = ("model", "dataset")
-# Our default: a phase counts as changed if it takes less than half as long.
-_CHANGED = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Confirmation:
-    """The measured result of a change.
-
-    Attributes:
-        what: What was changed, as text.
-        speedup: How much faster training is: 0.31 = +31 %.
-        low: Lower end of its 95 % interval; ``None`` without one.
-        high: Upper end.
-    """
-
-    what: str
-    speedup: float
-    low: float | None = None
-    high: float | None = None
-
-    def __str__(self) -> str:
-        result = f"{self.what}: {100 * abs(self.speedup):.0f} % {'slower' if self.speedup < 0 else 'faster'}"
-        if self.low is None or self.high is None:
-            return f"{result}, measured over the whole run."
-        result += f" (95 % interval {100 * self.low:+.0f} to {100 * self.high:+.0f} %)"
-        if self.low > 0:
-            return f"{result}, confirmed."
-        if self.high < 0:
-            return f"{result}. Undo the change."
-        return f"{result}, not confirmed: it is within the noise of the runs."
+_CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
 
 
 def is_of_one_run(folder: Path) -> bool:
@@ -56,13 +28,10 @@ def is_of_one_run(folder: Path) -> bool:
 
 
 def earlier_report(folder: str | Path) -> Report | None:
-    """Return the report of the previous run that was finished: in the same folder, or of the logger's other versions.
-
-    Of these it is the newest one.
-    """
+    """Return the last finished report of the folder, or else the newest one of the logger's other versions."""
     here = Path(folder)
-    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if file.exists()]
-    others = sorted(others, key=os.path.getmtime, reverse=True) if is_of_one_run(here) else []
+    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if is_of_one_run(here) and file.exists()]
+    others.sort(key=os.path.getmtime, reverse=True)
     for file in (here / FILE_NAME, here / PREVIOUS_NAME, *others):
         with contextlib.suppress(ReportError):  # none there, of a newer version, or not ours: nothing to compare with
             report = load_report(file)
@@ -71,18 +40,16 @@ def earlier_report(folder: str | Path) -> Report | None:
     return None
 
 
-def confirm(new: Report, old: Report) -> Confirmation | None:
-    """Return the result of following an older run's advice; ``None`` if it was not followed or cannot be measured.
-
-    Args:
-        new: The run in question.
-        old: A run with advice.
-    """
+def confirm(new: Report, old: Report) -> str | None:
+    """Return the result of following the older run's advice; ``None`` if it was not followed or cannot be measured."""
     if not old.diagnosis.findings or any(new.settings.get(name) != old.settings.get(name) for name in _SAME_PROGRAM):
         return None
     advised = [change for change in compare(new, old).changes if change.setting in _ADVISED]
-    aligned = {**old.settings, **{change.setting: change.new for change in advised}}
-    if compare(new, replace(old, settings=aligned)).verdict == "not_comparable":
+    aligned = _by_sample(old, {**old.settings, **{change.setting: change.new for change in advised}})
+    # How much longer the older run's steps take is how much faster the newer one is.
+    change = compare(aligned, _by_sample(new, new.settings))
+    speedup, low, high = change.slowdown, change.slowdown_low, change.slowdown_high
+    if change.verdict == "not_comparable" or speedup is None or low is None or high is None:
         return None
     phase = cause_phase(old)
     took_less = phase is not None and _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old)
@@ -90,25 +57,30 @@ def confirm(new: Report, old: Report) -> Confirmation | None:
         if not took_less or not new.wall_s:
             return None
         speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1
-        return Confirmation(what=_phase_change(phase, new, old), speedup=speedup)
+        return f"{_phase_change(phase, new, old)}: {_faster(speedup)}, measured over the whole run."
     if advised:
         what = ", ".join(f"{change.setting} {change}" for change in advised)
     elif phase is not None and took_less:
         what = _phase_change(phase, new, old)
     else:
         return None
-    # How much longer the older run's steps take is how much faster the newer one is.
-    measured = change_of_speed(_per_sample_s(new), _per_sample_s(old))
-    if measured is None:
-        return None
-    return Confirmation(what=what, speedup=measured.slowdown, low=measured.slowdown_low, high=measured.slowdown_high)
+    verdict = ", not confirmed: it is within the noise of the runs."
+    if low > 0:
+        verdict = ", confirmed."
+    elif high < 0:
+        verdict = ". Undo the change."
+    return f"{what}: {_faster(speedup)} (95 % interval {100 * low:+.0f} to {100 * high:+.0f} %){verdict}"
 
 
-def _per_sample_s(report: Report) -> list[float]:
-    """Return the times of steady steps, per sample where the batch size is known."""
+def _faster(speedup: float) -> str:
+    return f"{100 * abs(speedup):.0f} % {'slower' if speedup < 0 else 'faster'}"
+
+
+def _by_sample(report: Report, settings: Mapping[str, Any]) -> Report:
+    """Return the report with other settings, and with the time of steps per sample if the batch size is known."""
     size = report.settings.get("batch_size")
     samples = size if isinstance(size, int) and size > 0 else 1
-    return [step_s / samples for step_s in report.step_s_blocks]
+    return replace(report, settings=settings, step_s_blocks=tuple(step_s / samples for step_s in report.step_s_blocks))
 
 
 def _phase_per_step(phase: str, report: Report) -> float:

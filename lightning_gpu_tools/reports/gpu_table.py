@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.units import number_ranges, printable
@@ -19,35 +19,19 @@ _MAX_NODES_NAMED = 8
 # Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993): a modified z-score above 3.5, where 1.4826 times the
 # median absolute deviation estimates the standard deviation.
 _MAX_DEVIATIONS = 3.5 * 1.4826
-# Our default: less than 10 points of percent, 10 degrees, or 10 % of the median away from it is not worth a mark.
+# Our default: less than 10 percentage points, 10 degrees, or 10 % of the median away from it is not worth a mark.
 _MARGIN = 10.0
 
 
 class _Column(NamedTuple):
-    """A column of the table.
-
-    Attributes:
-        title: Its first line.
-        unit: Its second line.
-        field: Of :class:`GpuSummary`.
-        of_node: Whether a line about a node has it.
-        compared: Whether a GPU can stand out by it.
-        shown: Whether there is a column: where something is known, where that is not all zero, or always.
-    """
-
     title: str
     unit: str
     field: str
-    of_node: bool = True
-    compared: bool = True
-    shown: Literal["known", "not zero", "always"] = "known"
-
-    def is_shown(self, values: Sequence[float]) -> bool:
-        """Return whether these are worth a column."""
-        return {"known": bool(values), "not zero": any(values), "always": True}[self.shown]
+    of_node: bool = True  # also in lines about a node
+    compared: bool = True  # a GPU can stand out by it
+    is_shown: Callable[[Sequence[float]], object] = bool  # by the known values
 
     def values(self, gpus: Iterable[GpuSummary]) -> list[float]:
-        """Return what is known of some GPUs, in its unit."""
         known = [value for gpu in gpus if (value := getattr(gpu, self.field)) is not None]
         return [value / 2**30 for value in known] if self.unit == "GiB" else known
 
@@ -58,66 +42,61 @@ class _Column(NamedTuple):
         return "/".join(texts if len({*texts}) > 1 else texts[:1])
 
     def text(self, value: float) -> str:
-        """Return a number of it."""
         if abs(value) >= 1e6:  # which no GPU has, but a file may
             return f"{value:.0e}"
         return f"{value:.1f}" if self.unit == "GiB" and value < 99.95 else f"{value:.0f}"
 
 
 _COLUMNS = (
-    _Column("busy", "%", "utilization_percent_mean", shown="always"),
+    _Column("busy", "%", "utilization_percent_mean", is_shown=lambda values: True),
     _Column("p5", "%", "utilization_percent_p5", of_node=False, compared=False),
     _Column("p95", "%", "utilization_percent_p95", of_node=False, compared=False),
     _Column("SMs", "%", "sm_active_percent"),
     _Column("tensor", "%", "tensor_active_percent", of_node=False, compared=False),
     _Column("peak", "GiB", "memory_used_bytes_max"),
     _Column("of", "GiB", "memory_total_bytes", of_node=False),
-    _Column("others", "GiB", "others_memory_bytes_max", of_node=False, shown="not zero"),
-    _Column("others", "%", "others_utilization_percent", of_node=False, shown="not zero"),
+    _Column("others", "GiB", "others_memory_bytes_max", of_node=False, is_shown=any),
+    _Column("others", "%", "others_utilization_percent", of_node=False, is_shown=any),
     _Column("power", "W", "power_watts_mean"),
     _Column("temp", "C", "temperature_celsius_max"),
-    _Column("throttled", "%", "throttled_percent", shown="not zero"),
+    _Column("throttled", "%", "throttled_percent", is_shown=any),
 )
 
 
 class _Compared(NamedTuple):
-    """A GPU beside the others.
-
-    Attributes:
-        gpu: The GPU.
-        excess: By how much it differs in each column in which it stands out, in multiples of what others do.
-    """
-
     gpu: GpuSummary
-    excess: dict[_Column, float]
+    excess: dict[_Column, float]  # distance from the median, in multiples of what counts, where it stands out
 
     @property
     def oddness(self) -> float:
-        """How much it stands out; 0 if it does not."""
         return max([math.inf if self.gpu.errors else 0.0, *map(abs, self.excess.values())])
 
 
-def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
-    """Return what a report says of the GPUs: a table, whose lines have at most 100 columns, and sentences.
+# Of a table: the first cells, the GPUs that it is about, and what follows behind the last cell.
+_Line = tuple[list[str], list[_Compared], str]
 
-    Args:
-        gpus: Those of the job.
-        full: Whether each GPU has a line, however many there are.
-    """
+
+def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
+    """Return what a report says of the GPUs: a table of at most 100 columns, and sentences; ``full``: a line a GPU."""
     columns = [column for column in _COLUMNS if column.is_shown(column.values(gpus))]
     compared = _compare(gpus, columns)
-    if not gpus:
-        lines = []
-    elif full or len(gpus) <= _MAX_ROWS:
-        lines = _table_of_gpus(compared, columns)
-    else:
-        nodes = len({gpu.node for gpu in gpus})
+    nodes = len({gpu.node for gpu in gpus})
+    lines = []
+    if len(gpus) > _MAX_ROWS and not full:
         place = f"{len(gpus):,} GPUs on {nodes:,} node{'s' * (nodes > 1)}"
-        head = f"{place}: min/median/max (each GPU: lightning-gpu-tools report FILE --full)"
-        table = _table_of_nodes(compared, [column for column in columns if column.of_node])
-        lines = [head, *table, *_outliers(compared)]
-    energy_joules = sum(gpu.energy_joules or 0.0 for gpu in gpus)
-    return [*lines, *_products(gpus), *_errors(gpus, full), *([_energy(energy_joules)] if energy_joules else [])]
+        lines.append(f"{place}: min/median/max (each GPU: lightning-gpu-tools report FILE --full)")
+        columns = [column for column in columns if column.of_node]
+        lines += [*_table(["node", "GPUs"], columns, _node_lines(compared)), *_outliers(compared)]
+    elif gpus:
+        heads = ["node", "GPU"] if any(gpu.node for gpu in gpus) else ["GPU"]
+        lines = _table(heads, columns, [_gpu_line(one, len(heads)) for one in compared])
+        lines += ["* differs from the rest"] if any(one.excess for one in compared) else []
+    lines += [*_products(gpus), *_errors(gpus, full)]
+    watt_hours = sum(gpu.energy_joules or 0.0 for gpu in gpus) / 3600
+    if watt_hours:
+        amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
+        lines.append(f"Energy of the GPUs: {amount}.")
+    return lines
 
 
 def _compare(gpus: Sequence[GpuSummary], columns: Sequence[_Column]) -> list[_Compared]:
@@ -136,18 +115,12 @@ def _compare(gpus: Sequence[GpuSummary], columns: Sequence[_Column]) -> list[_Co
     return compared
 
 
-def _table_of_gpus(compared: Sequence[_Compared], columns: Sequence[_Column]) -> list[str]:
-    has_nodes = any(one.gpu.node for one in compared)
-    heads = ["node", "GPU"] if has_nodes else ["GPU"]
-    rows = [
-        [*([f"{one.gpu.node}"] if has_nodes else []), f"{one.gpu.index}", *_cells([one], columns)] for one in compared
-    ]
-    marks = ["◀" * (one.oddness > 0) + " error" * bool(one.gpu.errors) for one in compared]
-    legend = ["* differs from the rest"] if any(one.excess for one in compared) else []
-    return [*_aligned(heads, columns, rows, marks), *legend]
+def _gpu_line(one: _Compared, heads: int) -> _Line:
+    head = [f"{one.gpu.node}", f"{one.gpu.index}"][-heads:]
+    return head, [one], "◀" * (one.oddness > 0) + " error" * bool(one.gpu.errors)
 
 
-def _table_of_nodes(compared: Sequence[_Compared], columns: Sequence[_Column]) -> list[str]:
+def _node_lines(compared: Sequence[_Compared]) -> list[_Line]:
     """Return a line for each node; of many nodes those where a GPU stands out, and one for the rest."""
     nodes: dict[str, list[_Compared]] = {}
     for one in sorted(compared, key=lambda one: one.gpu.node):
@@ -158,26 +131,20 @@ def _table_of_nodes(compared: Sequence[_Compared], columns: Sequence[_Column]) -
         odd = {node: inside for node, inside in nodes.items() if node in oddest and oddness[node]}
         rest = [one for node, inside in nodes.items() if node not in odd for one in inside]
         nodes = {**odd, "rest" if odd else "all": rest}
-    rows = [[node, f"{len(inside):,}", *_cells(inside, columns)] for node, inside in nodes.items()]
-    return _aligned(["node", "GPUs"], columns, rows, ["◀" * (oddness.get(node, 0.0) > 0) for node in nodes])
+    return [([node, f"{len(inside):,}"], inside, "◀" * (oddness.get(node, 0.0) > 0)) for node, inside in nodes.items()]
 
 
-def _cells(compared: Sequence[_Compared], columns: Sequence[_Column]) -> list[str]:
-    gpus = [one.gpu for one in compared]
-    return [column.range(gpus) + "*" * any(column in one.excess for one in compared) for column in columns]
-
-
-def _aligned(
-    heads: Sequence[str], columns: Sequence[_Column], rows: Sequence[Sequence[str]], marks: Sequence[str]
-) -> list[str]:
-    """Return the lines of a table, its cells aligned to the right but for the star behind them."""
-    titles = [[*heads, *(column.title for column in columns)], [*("" for _ in heads), *(one.unit for one in columns)]]
-    lines = [[cell if cell.endswith("*") else f"{cell} " for cell in line] for line in (*titles, *rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return [
-        f"{' '.join(map(str.rjust, line, widths))} {mark}".rstrip()
-        for line, mark in zip(lines, ["", "", *marks], strict=True)
-    ]
+def _table(heads: Sequence[str], columns: Sequence[_Column], lines: Sequence[_Line]) -> list[str]:
+    """Return a table whose cells are aligned to the right, but for the star behind them."""
+    rows = [[*heads, *(column.title for column in columns)], ["" for _ in heads] + [column.unit for column in columns]]
+    for head, inside, _ in lines:
+        gpus = [one.gpu for one in inside]
+        stars = ("*" * any(column in one.excess for one in inside) for column in columns)
+        rows.append([*head, *(column.range(gpus) + star for column, star in zip(columns, stars, strict=True))])
+    rows = [[cell if cell.endswith("*") else f"{cell} " for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    marks = ["", "", *(mark for _, _, mark in lines)]
+    return [f"{' '.join(map(str.rjust, row, widths))} {mark}".rstrip() for row, mark in zip(rows, marks, strict=True)]
 
 
 def _outliers(compared: Sequence[_Compared]) -> list[str]:
@@ -188,22 +155,23 @@ def _outliers(compared: Sequence[_Compared]) -> list[str]:
             alike[tuple((column, by > 0) for column, by in one.excess.items())].append(one)
     groups = sorted(alike.values(), key=lambda group: -max(one.oddness for one in group))
     everyone = [one.gpu for one in compared]
-    lines = []
+    lines = ["* differs from the rest:"] if groups else []
     for group in groups[:_MAX_OUTLIERS]:
+        gpus = [one.gpu for one in group]
         reasons = []
         for column in group[0].excess:
-            values, usual = column.values(one.gpu for one in group), column.text(median(column.values(everyone)))
+            values, usual = column.values(gpus), column.text(median(column.values(everyone)))
             texts = dict.fromkeys(map(column.text, (min(values), max(values))))
             reasons.append(f"{column.title} {' to '.join(texts)} {column.unit} (median {usual})")
-        lines.append(f"{_names([one.gpu for one in group], everyone)}: {', '.join(reasons)}")
+        lines.append(f"  {_names(gpus, everyone)}: {', '.join(reasons)}")
     rest = [one.gpu for group in groups[_MAX_OUTLIERS:] for one in group]
     if rest:
-        lines.append(f"{_names(rest, everyone)} differ{'s' * (len(rest) == 1)}, too")
-    return ["* differs from the rest:", *(f"  {line}" for line in lines)] if lines else []
+        lines.append(f"  {_names(rest, everyone)} differ{'s' * (len(rest) == 1)}, too")
+    return lines
 
 
 def _products(gpus: Sequence[GpuSummary]) -> list[str]:
-    """Return which GPU is of which product where there are several; of one the first line of the report has it."""
+    """Return which GPU is of which product if there are several; a single one is in the first line of the report."""
     by_name: defaultdict[str, list[GpuSummary]] = defaultdict(list)
     for gpu in gpus:
         by_name[printable(gpu.name or "unknown")].append(gpu)
@@ -217,15 +185,10 @@ def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
         for error in gpu.errors:
             by_error[printable(error)].append(gpu)
     lines = [f"ERROR on {_names(some, gpus)}: {error}" for error, some in by_error.items()]
-    shown = lines if full else lines[:_MAX_ERRORS]
-    more = len(lines) - len(shown)
-    return [*shown, *([f"{more:,} more errors of GPUs (lightning-gpu-tools report FILE --full)"] if more else [])]
-
-
-def _energy(joules: float) -> str:
-    watt_hours = joules / 3600
-    amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
-    return f"Energy of the GPUs: {amount}."
+    more = 0 if full else len(lines) - _MAX_ERRORS
+    if more > 0:
+        lines[_MAX_ERRORS:] = [f"{more:,} more errors of GPUs (lightning-gpu-tools report FILE --full)"]
+    return lines
 
 
 def _names(gpus: Sequence[GpuSummary], everyone: Sequence[GpuSummary]) -> str:

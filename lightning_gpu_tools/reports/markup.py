@@ -9,19 +9,14 @@ from typing import NamedTuple
 from lightning_gpu_tools.units import printable
 
 _MAX_TEXT = 1000
-# Our default: a longer table is folded.
-_MAX_LINES = 40
+_MAX_LINES = 40  # our default: a longer table is folded
+_LONG = 24  # a text, which wraps, and not a number
 
 
 class Bar(NamedTuple):
-    """A cell with a bar.
+    """A cell with a bar."""
 
-    Attributes:
-        share: Its length, 0 to 1.
-        color: In CSS.
-    """
-
-    share: float
+    share: float  # of the full length
     color: str
 
 
@@ -31,8 +26,8 @@ def escaped(text: object) -> str:
 
 
 def element(name: str, text: object, css: str = "") -> str:
-    """Return an element with this text, and of a class of the page's style."""
-    return f"<{name}{_of_class(css)}>{escaped(text)}</{name}>"
+    """Return an element with this text and CSS class."""
+    return f"<{name}{_class(css)}>{escaped(text)}</{name}>"
 
 
 def folded(summary: str, content: str) -> str:
@@ -41,19 +36,12 @@ def folded(summary: str, content: str) -> str:
 
 
 def table(caption: str, head: Sequence[object], lines: Sequence[Sequence[object]], css: Sequence[str] = ()) -> str:
-    """Return a table whose first column names its lines; nothing without lines.
-
-    Args:
-        caption: What it shows.
-        head: Names of the columns.
-        lines: Their cells.
-        css: The class of each line, in the page's style.
-    """
+    """Return a table whose first column names its lines, each with its CSS class; nothing without lines."""
     if not lines:
         return ""
     columns = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)
     rows = "".join(
-        f'<tr{_of_class(kind)}><th scope="row">{escaped(first)}</th>{"".join(map(_cell, rest))}</tr>'
+        f'<tr{_class(kind)}><th scope="row">{escaped(first)}</th>{"".join(map(_cell, rest))}</tr>'
         for (first, *rest), kind in zip(lines, css or [""] * len(lines), strict=True)
     )
     content = (
@@ -67,11 +55,8 @@ def _cell(value: object) -> str:
     if isinstance(value, Bar):
         style = f"width:{10 * min(max(value.share, 0.0), 1.0):.2f}rem;background:{value.color}"
         return f'<td class="text"><span class="bar" style="{style}"></span></td>'
-    return f"<td{_of_class('text' if isinstance(value, str) and len(value) > _LONG else '')}>{escaped(value)}</td>"
+    return element("td", value, "text" if isinstance(value, str) and len(value) > _LONG else "")
 
 
-_LONG = 24  # a text, which wraps, and not a number
-
-
-def _of_class(css: str) -> str:
+def _class(css: str) -> str:
     return f' class="{css}"' if css else ""

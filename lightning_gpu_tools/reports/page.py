@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import bokeh
 from bokeh.embed import components
@@ -18,25 +17,31 @@ from bokeh.embed import components
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.charts import MAX_LINES, ROW_METRICS, gpu_label, phase_color, rows, torch_account
+from lightning_gpu_tools.reports.charts import LINES, MAX_LINES, ROW_METRICS, phase_color, rows, torch_account
 from lightning_gpu_tools.reports.comparison import compare, render_comparison
 from lightning_gpu_tools.reports.confirmation import confirm
 from lightning_gpu_tools.reports.markup import Bar, element, escaped, table
-from lightning_gpu_tools.reports.page_charts import LINES, Charts
+from lightning_gpu_tools.reports.page_charts import Charts
 from lightning_gpu_tools.reports.report import PAGE_NAME, Report
-from lightning_gpu_tools.reports.text import cause_phase, phase_groups, phase_label, run_header, run_line
+from lightning_gpu_tools.reports.text import (
+    cause_phase,
+    gpu_label,
+    loader_line,
+    measuring_lines,
+    phase_groups,
+    phase_label,
+    run_header,
+    run_line,
+    stall_line,
+    verdict_label,
+)
 from lightning_gpu_tools.units import format_bytes, format_duration
 
-# The account of memory has a column for each of at most this many GPUs, the fullest.
-_MAX_ACCOUNTS = 8
+_MAX_ACCOUNTS = 8  # of memory: those of the fullest GPUs
 
 
 def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Write the report as ``gpu_report.html`` into ``folder``, completely or not at all, and return its path.
-
-    Raises:
-        OSError: The folder is not writable.
-    """
+    """Write ``gpu_report.html``, completely or not at all, and return its path; an OSError goes through."""
     target = Path(folder) / PAGE_NAME
     with replacing(str(target)) as file:
         file.write(render_page(report).encode())
@@ -44,13 +49,7 @@ def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
 
 
 def render_page(report: Report, against: Report | None = None, max_slowdown: float = 0.0) -> str:
-    """Return the report as HTML that needs no network, of one to two megabytes.
-
-    Args:
-        report: The report.
-        against: An older run to show beside it, with what has changed.
-        max_slowdown: How much slower the newer run may be: 0.05 = 5 %.
-    """
+    """Return the report, or two runs side by side, as one to two megabytes of HTML that needs no network."""
     charts = [Charts(report, "now")]
     articles = [_article(report, charts[0], "Now: " if against else "")]
     introduction = ""
@@ -59,7 +58,8 @@ def render_page(report: Report, against: Report | None = None, max_slowdown: flo
         articles.insert(0, _article(against, charts[0], "Before: "))
         verdict, *details = render_comparison(compare(report, against, max_slowdown)).split("\n")
         confirmation = confirm(report, against)
-        details += [] if confirmation is None else [f"Result of the change: {confirmation}"]
+        if confirmation is not None:
+            details.append(f"Result of the change: {confirmation}")
         introduction = element("h1", verdict) + "".join(element("p", line) for line in details)
     content = f'{introduction}<main class="runs">{"".join(articles)}</main>'
     plots = {mark: plot for one in charts for mark, plot in one.plots.items()}
@@ -101,27 +101,22 @@ _STYLE = """
 body { margin: 0 auto; padding: 1rem 1.5rem; max-width: 90rem; }
 .runs { display: grid; gap: 2.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); }
 article { min-width: 0; }
-h1, h2 { font-size: 1.5rem; margin: .5rem 0; }
-h3 { font-size: 1.15rem; margin: 2rem 0 .3rem; border-bottom: 1px solid #767676; }
-h4 { margin: 1rem 0 .2rem; }
+h1, h2 { font-size: 1.5rem; }
+h3 { margin: 2rem 0 .3rem; border-bottom: 1px solid #767676; }
 p { margin: .3rem 0; max-width: 60rem; overflow-wrap: anywhere; }
-.next { font-weight: 600; }
 figure { margin: 1.2rem 0; }
-figcaption { font-weight: 600; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-caption { text-align: left; font-weight: 600; padding: .2rem 0; white-space: nowrap; }
-th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption, th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
+caption, th:first-child, td.text { text-align: left; }
 thead th { border-bottom: 1px solid #767676; vertical-align: bottom; }
-th:first-child { text-align: left; }
 tbody th { font-weight: 400; }
-td.text { text-align: left; white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
+td.text { white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
 .part th { padding-left: 1.4rem; }
-.cause > * { font-weight: 700; }
-.bar, .chip, .scale { display: inline-block; border: 1px solid #555; vertical-align: middle; }
-.bar { height: .8em; }
-.chip { width: 1em; height: .8em; }
-.scale { width: 10rem; height: .8em; }
+.next, .cause > *, caption, figcaption { font-weight: 600; }
+.bar, .chip, .scale { display: inline-block; height: .8em; border: 1px solid #555; }
+.chip { width: 1em; }
+.scale { width: 10rem; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .2rem 0; }
 """
 # Shows the lines of the GPU that is chosen.
@@ -143,7 +138,6 @@ for (const data of document.querySelectorAll("script[data-of]")) {
 
 
 def _article(report: Report, charts: Charts, title: str) -> str:
-    """Return one run, with marks where its charts are to stand."""
     diagnosis = report.diagnosis
     sections = {
         "Findings": _findings(report),
@@ -152,13 +146,13 @@ def _article(report: Report, charts: Charts, title: str) -> str:
         "GPU memory": _memory(report, charts),
         "Ranks": _ranks(report),
         "Notes": _notes(report),
-        "Settings": [table("What the run was made with", ("setting", "value"), _settings(report))],
+        "Settings": _settings(report),
     }
     contents = {name: "".join(parts) for name, parts in sections.items()}
     return "".join(
         [
             "<article>",
-            element("h2" if title else "h1", f"{title}{diagnosis.verdict.replace('_', ' ').upper()}"),
+            element("h2" if title else "h1", f"{title}{verdict_label(diagnosis)}"),
             element("p", run_header(report)),
             element("p", run_line(report)),
             element("p", f"Why: {diagnosis.why}"),
@@ -200,19 +194,16 @@ def _time(report: Report, charts: Charts) -> Iterable[str]:
 
 def _gpus(report: Report, charts: Charts) -> Iterable[str]:
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
-    if len(gpus) > MAX_LINES:
+    is_chosen = len(gpus) > MAX_LINES
+    if is_chosen:
         found = {metric: shown for metric in ROW_METRICS if (shown := rows(report, metric))}
         for metric, shown in found.items():
             yield charts.rows(metric, shown)
         gpus = [row.gpu for shown in list(found.values())[:1] for row in shown] or gpus
         yield charts.choice(gpus)
-        for timeline in LINES:
-            is_known = any(timeline in gpu.timelines for gpu in gpus)
-            yield charts.lines(timeline, gpus[:1], chosen=True) if is_known else ""
-    else:
-        for timeline in LINES:
-            having = [gpu for gpu in gpus if timeline in gpu.timelines]
-            yield charts.lines(timeline, having) if having else ""
+    for metric in LINES:
+        if having := [gpu for gpu in gpus if metric in gpu.timelines]:
+            yield charts.lines(metric, gpus[:1] if is_chosen else having, chosen=is_chosen)
     columns = {name: [show(gpu) for gpu in report.gpus] for name, show in _COLUMNS.items()}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     yield table("The GPUs over the whole run", [*columns], list(zip(*columns.values(), strict=True)))
@@ -226,7 +217,7 @@ def _size(size_bytes: int | None) -> str:
     return "" if size_bytes is None else format_bytes(size_bytes)
 
 
-# Of the table of GPUs; a column of which nothing was reported is left out.
+# Of the table of GPUs; an empty column is left out.
 _COLUMNS: dict[str, Callable[[GpuSummary], str]] = {
     "GPU": gpu_label,
     "name": lambda gpu: gpu.name or gpu.uuid,
@@ -260,10 +251,10 @@ def _memory(report: Report, charts: Charts) -> Iterable[str]:
         for name in names
         if any(name in account.parts_bytes for account in shown)
     ]
-    lines += [("all of these", *map(format_bytes, map(_used, shown)))]
-    lines += [("free", *(_size(account.free_bytes) for account in shown))]
+    lines.append(("all of these", *map(format_bytes, map(_used, shown))))
+    lines.append(("free", *(_size(account.free_bytes) for account in shown)))
     of = f", of the {len(shown)} fullest of {len(report.memory)} GPUs" if len(shown) < len(report.memory) else ""
-    head = [f"{f'node {account.node} ' if account.node else ''}GPU {account.index}" for account in shown]
+    head = map(gpu_label, shown)
     yield table(f"What the memory was used for{of}", ("part", *head), lines) if shown else ""
 
 
@@ -287,21 +278,13 @@ def _ranks(report: Report) -> Iterable[str]:
 
 
 def _notes(report: Report) -> Iterable[str]:
-    for stall in report.stalls:
-        yield element("p", f"No progress for {format_duration(stall.lasted_s)} at step {stall.step}: {stall.why}")
-    if report.gpu_note:
-        yield element("p", report.gpu_note)
+    notes = [*map(stall_line, report.stalls), report.gpu_note, *measuring_lines(report)]
     if report.loader is not None:
-        yield element("p", f"NumWorkersFinder: {report.loader.reason}")
-    for missing in report.unseen:
-        yield element("p", f"Not measured, because this version of Lightning or torch lacks it: {missing}")
-    if report.monitor_us_per_step is not None:
-        yield element("p", f"Measuring added at least {report.monitor_us_per_step:.0f} us per step.")
+        notes.append(loader_line(report.loader))
+    return [element("p", note) for note in notes if note]
 
 
-def _settings(report: Report) -> Sequence[tuple[str, Any]]:
-    return [
-        (name, ", ".join(map(str, value)) if isinstance(value, list) else value)
-        for name, value in report.settings.items()
-        if value is not None
-    ]
+def _settings(report: Report) -> Iterable[str]:
+    known = {name: value for name, value in report.settings.items() if value is not None}
+    lines = [(name, ", ".join(map(str, value)) if isinstance(value, list) else value) for name, value in known.items()]
+    yield table("What the run was made with", ("setting", "value"), lines)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d
@@ -15,57 +14,34 @@ from bokeh.plotting import figure
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.charts import (
+    LINES,
     Row,
-    RowMetric,
-    gpu_label,
     label_every,
     mean,
     phase_bands,
     rows_title,
     span_edges_s,
-    strips,
     time_unit,
     torch_bands,
 )
 from lightning_gpu_tools.reports.markup import escaped, folded, table
 from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.text import gpu_label
 
-
-class _Lines(NamedTuple):
-    """A chart of lines."""
-
-    label: str
-    divisor: float
-    height: int  # in pixels
-
-
-LINES: Mapping[str, _Lines] = {
-    "utilization_percent": _Lines("GPU busy (%)", 1.0, 260),
-    "memory_used_bytes": _Lines("GPU memory in use (GiB)", 2.0**30, 220),
-    "power_watts": _Lines("Power (W)", 1.0, 180),
-}
 # Okabe and Ito's, distinguishable with every common color blindness; the lines differ in dashes, too.
-_LINES = (("#000000", "solid"), ("#D55E00", "dashed"), ("#0072B2", "dotdash"), ("#CC79A7", "dotted"))
-# A chart's values are in a table as their means over so many parts of the run.
+_LINE_STYLES = (("#000000", "solid"), ("#D55E00", "dashed"), ("#0072B2", "dotdash"), ("#CC79A7", "dotted"))
+# A chart's values are in a table, too, as means over this many parts of the run.
 _PARTS = 10
-# Our default: the lines of all GPUs that can be chosen have together at most so many points of a metric: 300 kB.
+# Our default for the points of a metric of all GPUs that can be chosen: 300 kB.
 _MAX_POINTS = 16_000
 _ROW_PIXELS, _ROWS_PIXELS = 26, 900  # of one row, and at most of all
 
 
 class Charts:
-    """The charts of one run. Each is returned as HTML with a mark where the chart itself is to stand.
-
-    Args:
-        report: Of the run.
-        prefix: Of all names of this run on the page.
-
-    Attributes:
-        plots: The charts by mark.
-    """
+    """The charts of one run as HTML, with marks in the places of the plots; the prefix is that of the run's names."""
 
     def __init__(self, report: Report, prefix: str) -> None:
-        self.plots: dict[str, Any] = {}
+        self.plots: dict[str, Any] = {}  # by mark
         self._report = report
         self._prefix = prefix
         self._unit = time_unit(report.wall_s)
@@ -82,7 +58,7 @@ class Charts:
 
     def phases(self) -> str:
         """Return what the time was spent on."""
-        plot = self._plot("time (%)", 260, (0, 100))
+        plot = self._plot("time (%)", 260, y_range=(0, 100))
         self._draw_phases(plot)
         shares = {
             f"share{number}": np.subtract(band.top, band.bottom, dtype=np.float32)
@@ -90,25 +66,25 @@ class Charts:
         }
         spans = ColumnDataSource({"left": self._edges[:-1], "right": self._edges[1:], **shares})
         drawn = plot.quad("left", "right", 100, 0, source=spans, alpha=0)
-        shown = [(number, band) for number, band in enumerate(self._bands) if band.is_visible][::-1]
-        tooltips = [(band.label, f"@share{number}{{0.0}} %") for number, band in shown]
+        shown = [(number, band) for number, band in enumerate(self._bands) if band.is_visible]
+        tooltips = [(band.label, f"@share{number}{{0.0}} %") for number, band in reversed(shown)]
         tooltips.append((self._unit.name, "@left{0.00} to @right{0.00}"))
         plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, visible=False))
-        legend = _legend([(band.color, f"{band.label} {band.amount}") for _, band in shown[::-1]])
+        legend = _legend([(band.color, f"{band.label} {band.amount}") for _, band in shown])
         return self._figure("phases", plot, "What the time was spent on, over the run", legend)
 
-    def rows(self, metric: RowMetric, shown: Sequence[Row]) -> str:
-        """Return a row of colors for each GPU, or for each node and the GPU of it that stands out."""
-        parts = strips(shown, metric)
+    def rows(self, metric: str, shown: Sequence[Row]) -> str:
+        """Return rows of colors."""
+        parts = [strip for row in shown for strip in row.strips]
         pixels = min(_ROW_PIXELS * len(shown), _ROWS_PIXELS)
-        plot = self._plot("", pixels + 70, (len(shown), 0))
+        plot = self._plot("", pixels + 70, y_range=(len(shown), 0))
         every = label_every(len(shown), _ROWS_PIXELS / _ROW_PIXELS)
         plot.yaxis.ticker = FixedTicker(ticks=[place + 0.5 for place in range(0, len(shown), every)])
         plot.yaxis.major_label_overrides = {place + 0.5: row.label for place, row in enumerate(shown)}
         plot.grid.visible = False
         source = ColumnDataSource(
             {
-                "image": [np.array([_with_nan(strip.percent)], np.float32) for strip in parts],
+                "image": [np.array([strip.percent], np.float32) for strip in parts],  # None becomes NaN
                 "label": [strip.label for strip in parts],
                 "y": [strip.place for strip in parts],
                 "dh": [strip.height for strip in parts],
@@ -121,32 +97,32 @@ class Charts:
         return self._figure(f"rows of {metric}", plot, rows_title(shown, metric), _SCALE, values)
 
     def lines(self, metric: str, gpus: Sequence[GpuSummary], *, chosen: bool = False) -> str:
-        """Return a line for each of at most four GPUs, or the one that was chosen of those in rows."""
+        """Return a line for each of at most four GPUs, or of the one that was chosen."""
         label, divisor, height = LINES[metric]
         is_percent = metric == "utilization_percent"
-        plot = self._plot(label, height, (0, 103) if is_percent else None)
+        plot = self._plot(label, height, **({"y_range": (0, 103)} if is_percent else {}))
         if is_percent:
             self._draw_phases(plot, alpha=0.2)
         plot.y_range.start = 0
-        for (color, dashes), gpu in zip(_LINES, gpus, strict=False):
+        for (color, dashes), gpu in zip(_LINE_STYLES, gpus, strict=False):
             begin, step, values = self._values(gpu, metric)
             x = begin + (np.arange(len(values)) + 0.5) * step
-            source = ColumnDataSource({"x": x.astype(np.float32), "y": np.array(_with_nan(values), np.float32)})
+            source = ColumnDataSource({"x": x.astype(np.float32), "y": np.array(values, np.float32)})
             source.name = f"{self._prefix}-{metric}"
             line: Any = {"color": color, "line_dash": dashes, "line_width": 1.5, "name": gpu_label(gpu)}
             drawn = plot.line("x", "y", source=source, **line)
-            tooltips = ("" if chosen else "$name: ") + "@y{0.0}" + self._time
-            plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, mode="vline", visible=False))
+            self._add_tooltips(plot, drawn, ("" if chosen else "$name: ") + "@y{0.0}")
         title = f"{label}, over the run"
         if chosen:
             return self._figure(metric, plot, title)
         edges_s = [self._report.wall_s * part / _PARTS for part in range(_PARTS + 1)]
-        drawn_lines = [(gpu_label(gpu), gpu.timelines[metric].means(edges_s)) for gpu in gpus]
-        values_table = self._table_of_parts(
-            label, [(name, [None if one is None else one / divisor for one in means]) for name, means in drawn_lines]
-        )
-        legend = [(color, f"{gpu_label(gpu)}, {dashes}") for (color, dashes), gpu in zip(_LINES, gpus, strict=False)]
-        return self._figure(metric, plot, title, _legend(legend if len(gpus) > 1 else []), values_table)
+        means = [
+            (gpu_label(gpu), [None if one is None else one / divisor for one in gpu.timelines[metric].means(edges_s)])
+            for gpu in gpus
+        ]
+        styles = zip(_LINE_STYLES, gpus, strict=False)
+        legend = [(color, f"{gpu_label(gpu)}, {dashes}") for (color, dashes), gpu in styles] if len(gpus) > 1 else []
+        return self._figure(metric, plot, title, _legend(legend), self._table_of_parts(label, means))
 
     def choice(self, gpus: Sequence[GpuSummary]) -> str:
         """Return what chooses the GPU whose lines are shown, with the values of each."""
@@ -171,16 +147,14 @@ class Charts:
             bottom, top = (np.array(side, np.float32) for side in (band.bottom, band.top))
             plot.varea(x, bottom, top, color=band.color, alpha=0.8)
             drawn = plot.line(x, top, color=band.color, name=band.label)
-            tooltips = f"$name up to @y{{0.0}} GiB{self._time}"
-            plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, mode="vline", visible=False))
+            self._add_tooltips(plot, drawn, "$name up to @y{0.0} GiB")
         title = f"What torch used the memory of GPU {account.index} for, over the run"
         return self._figure("torch", plot, title, _legend([(band.color, band.label) for band in bands]))
 
-    def _plot(self, label: str, height: int, y_range: tuple[float, float] | None = None) -> Any:
-        """Return an empty chart over the time of the run."""
-        ranges: dict[str, Any] = {"x_range": self._range} | ({} if y_range is None else {"y_range": y_range})
+    def _plot(self, label: str, height: int, **options: Any) -> Any:
         plot: Any = figure(
-            **ranges,
+            x_range=self._range,
+            **options,
             height=height,
             sizing_mode="stretch_width",
             x_axis_label=f"time since training started ({self._unit.name})",
@@ -199,6 +173,9 @@ class Charts:
             top = f"top{number}"
             plot.varea_step("x", bottom, top, source=self._phases, step_mode="after", color=band.color, alpha=alpha)
             bottom = top
+
+    def _add_tooltips(self, plot: Any, line: Any, text: str) -> None:
+        plot.add_tools(HoverTool(renderers=[line], tooltips=text + self._time, mode="vline", visible=False))
 
     def _figure(self, name: str, plot: Any, title: str, legend: str = "", values: str = "") -> str:
         mark = f"<!-- {self._prefix} {name} -->"
@@ -221,7 +198,6 @@ class Charts:
         return series.begin_s / self._unit.seconds, series.interval_s / self._unit.seconds, values
 
     def _table_of_parts(self, what: str, lines: Sequence[tuple[str, Sequence[float | None]]]) -> str:
-        """Return a folded table of a name and its means in the parts of the run."""
         head = [f"from {self._length * part / _PARTS:.3g}" for part in range(_PARTS)]
         cells = [(name, *("" if value is None else f"{value:.1f}" for value in means)) for name, means in lines]
         return folded(
@@ -230,13 +206,8 @@ class Charts:
 
 
 def _in_parts(percent: Sequence[float | None]) -> list[float | None]:
-    """Return the means of columns in the parts of the run."""
     columns = len(percent) // _PARTS
     return [mean(percent[part * columns : (part + 1) * columns]) for part in range(_PARTS)]
-
-
-def _with_nan(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
 
 
 def _legend(colors: Sequence[tuple[str, str]]) -> str:

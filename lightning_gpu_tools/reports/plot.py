@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
@@ -17,52 +16,35 @@ from matplotlib.patches import Patch
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.charts import (
+    LINES,
     MAX_LINES,
     MAX_ROWS,
     ROW_METRICS,
     Row,
-    RowMetric,
-    gpu_label,
     label_every,
     phase_bands,
     rows,
     rows_title,
     span_edges_s,
-    strips,
     time_unit,
     torch_account,
     torch_bands,
 )
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
+from lightning_gpu_tools.reports.text import gpu_label, verdict_label
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    Panel = tuple[float, Callable[[Axes], None]]  # its height in inches, and what draws it
-
-# Lines of GPUs differ in dashes as well as in shade, so that they can be told apart in print.
-_LINES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
-
-
-class _Lines(NamedTuple):
-    """A panel of lines."""
-
-    timeline: str
-    label: str
-    divisor: float
-    height: float  # in inches
-
-
-_UTILIZATION = _Lines("utilization_percent", "GPU busy (%)", 1.0, 2.8)
-_MEMORY = _Lines("memory_used_bytes", "memory (GiB)", 2.0**30, 2.1)
-_POWER = _Lines("power_watts", "power (W)", 1.0, 1.4)
+# Lines differ in dashes as well as in shade, so that they can be told apart in print.
+_LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
 _MAX_POINTS = 600  # of a line; with more, four of them hide each other
-# Of a panel of rows, in inches: at most this much each and together, and room for a line of text.
+# In inches: one row, all rows at most, a line of text.
 _ROW, _ROWS, _TEXT = 0.28, 7.0, 0.17
 # Distinguishable with every common color blindness, and equal steps look equal (Nunez, Anderton and Renslow, 2018).
 _COLORS = "cividis"
-# Whatever the user's own style is. Text may hold dollar signs, which are not meant as mathematics.
+# Not the user's own style. Text may hold dollar signs, which are not meant as mathematics.
 _STYLE: list[Any] = ["default", {"text.parse_math": False}]
 # Beside the data, never on it.
 _LEGEND: dict[str, Any] = {
@@ -75,14 +57,10 @@ _LEGEND: dict[str, Any] = {
 
 
 def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Draw the report into ``gpu_report.png`` in ``folder``, completely or not at all, and return its path.
+    """Draw the report into ``gpu_report.png``, completely or not at all, and return its path; an OSError goes through.
 
-    From top to bottom: the phases of the wall time; how busy the GPUs were; memory. Up to four GPUs are lines, with
-    their power; more are a row each, whose color says how busy; of more than 32, each node is a row, with the GPU of it
-    that stands out below. What was not reported is left out.
-
-    Raises:
-        OSError: The folder is not writable.
+    From top to bottom: where the wall time went, how busy the GPUs were, memory, power. Up to four GPUs are lines; more
+    are rows of colors.
     """
     target = Path(folder) / PLOT_NAME
     with style.context(_STYLE), replacing(str(target)) as file:
@@ -91,15 +69,14 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
 
 
 def _draw(report: Report) -> Figure:
-    panels = _panels(report)
-    heights = [height for height, _ in panels]
+    panels = list(_panels(report))
+    heights = [height for height, *_ in panels]
     figure = Figure(figsize=(12, 1.1 + sum(heights) + 0.25 * len(heights)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0])
-    verdict = report.diagnosis.verdict.replace("_", " ").upper()
-    title = textwrap.fill(f"{verdict}: {printable(report.diagnosis.why, 1000)}", 120)
+    title = textwrap.fill(f"{verdict_label(report.diagnosis)}: {printable(report.diagnosis.why, 1000)}", 120)
     figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
-    for axis, (_, draw) in zip(axes, panels, strict=True):
-        draw(axis)
+    for axis, (_, draw, *arguments) in zip(axes, panels, strict=True):
+        draw(axis, report, *arguments)
         axis.spines[["top", "right"]].set_visible(False)
     unit = time_unit(report.wall_s)
     axes[-1].set_xlabel(f"time since training started ({unit.name})")
@@ -107,24 +84,22 @@ def _draw(report: Report) -> Figure:
     return figure
 
 
-def _panels(report: Report) -> list[Panel]:
-    """Return the panels from top to bottom."""
-    named = sum(band.is_visible for band in phase_bands(report))
-    panels: list[Panel] = [(max(1.4, _TEXT * named), functools.partial(_draw_where_time_went, report=report))]
+def _panels(report: Report) -> Iterator[tuple[Any, ...]]:
+    """Yield the panels from top to bottom: height in inches, what draws it, and of what."""
+    labels = sum(band.is_visible for band in phase_bands(report))
+    yield max(1.4, _TEXT * labels), _draw_where_time_went
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
-    lines: Sequence[_Lines] = (_UTILIZATION, _MEMORY, _POWER)
+    metrics = list(LINES)
     if len(gpus) > MAX_LINES:
         for metric in ROW_METRICS:
-            shown = rows(report, metric)
-            draw = functools.partial(_draw_rows, report=report, metric=metric, shown=shown)
-            panels += [(min(_ROW * len(shown), _ROWS) + _TEXT, draw)] if shown else []
+            if shown := rows(report, metric):
+                yield min(_ROW * len(shown), _ROWS) + _TEXT, _draw_rows, metric, shown
         account = torch_account(report)
-        gpus, lines = [gpu for gpu in gpus if account is not None and gpu.uuid == account.uuid], [_MEMORY]
-    for panel in lines:
-        drawn = [gpu for gpu in gpus if panel.timeline in gpu.timelines]
-        draw = functools.partial(_draw_lines, report=report, gpus=drawn, panel=panel)
-        panels += [(panel.height, draw)] if drawn else []
-    return panels
+        gpus = [gpu for gpu in gpus if account is not None and gpu.uuid == account.uuid]
+        metrics = ["memory_used_bytes"]
+    for metric in metrics:
+        if drawn := [gpu for gpu in gpus if metric in gpu.timelines]:
+            yield LINES[metric].height / 100, _draw_lines, metric, drawn
 
 
 def _draw_where_time_went(axis: Axes, report: Report) -> None:
@@ -138,7 +113,6 @@ def _draw_where_time_went(axis: Axes, report: Report) -> None:
 
 
 def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
-    """Stack, span by span, the share of the time that each phase took."""
     unit = time_unit(report.wall_s)
     edges = [edge_s / unit.seconds for edge_s in span_edges_s(report)]
     for band in phase_bands(report):
@@ -147,40 +121,36 @@ def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
     axis.set_ylim(0, 100)
 
 
-def _draw_lines(axis: Axes, report: Report, gpus: Sequence[GpuSummary], panel: _Lines) -> None:
+def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSummary]) -> None:
     unit = time_unit(report.wall_s)
-    if panel is _UTILIZATION:
+    label, divisor, _ = LINES[metric]
+    if metric == "utilization_percent":
         _draw_phases(axis, report, alpha=0.2)
     account = torch_account(report)
-    if panel is _MEMORY and account is not None:  # what the driver says is drawn over it
+    if metric == "memory_used_bytes" and account is not None:  # what the driver says is drawn over it
         times = [point.time_s / unit.seconds for point in account.timeline]
         for band in torch_bands(account):
             axis.fill_between(times, band.bottom, band.top, color=band.color, alpha=0.6, linewidth=0, label=band.label)
         axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
-    for (color, dashes), gpu in zip(_LINES, gpus, strict=False):
-        points = gpu.timelines[panel.timeline].at_most(_MAX_POINTS).points()
-        axis.plot(
-            [time_s / unit.seconds for time_s, _ in points],
-            [value / panel.divisor for _, value in points],
-            label=gpu_label(gpu),
-            color=color,
-            linestyle=dashes,
-            linewidth=1.2,
-        )
-    for total in {gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes} if panel is _MEMORY else ():
-        label = f"all of it, {format_bytes(total)}"
-        axis.axhline(total / panel.divisor, color="#D55E00", linewidth=1, linestyle="--", label=label)
-    axis.set_ylim(0, 103 if panel is _UTILIZATION else None)
-    axis.set_ylabel(panel.label)
+    for (color, dashes), gpu in zip(_LINE_STYLES, gpus, strict=False):
+        points = gpu.timelines[metric].at_most(_MAX_POINTS).points()
+        x = [time_s / unit.seconds for time_s, _ in points]
+        y = [value / divisor for _, value in points]
+        axis.plot(x, y, label=gpu_label(gpu), color=color, linestyle=dashes, linewidth=1.2)
+    if metric == "memory_used_bytes":
+        for total in {gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes}:
+            whole = f"all of it, {format_bytes(total)}"
+            axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--", label=whole)
+    axis.set_ylim(0, 103 if metric == "utilization_percent" else None)
+    axis.set_ylabel(label)
     axis.grid(alpha=0.25)
     axis.legend(**_LEGEND)
 
 
-def _draw_rows(axis: Axes, report: Report, metric: RowMetric, shown: Sequence[Row]) -> None:
-    """Draw a row of colors for each GPU, or for each node and below it the GPU that stands out."""
-    columns = len(shown[0].percent)
+def _draw_rows(axis: Axes, report: Report, metric: str, shown: Sequence[Row]) -> None:
     length = report.wall_s / time_unit(report.wall_s).seconds
-    parts = strips(shown, metric)
+    parts = [strip for row in shown for strip in row.strips]
+    columns = len(parts[0].percent)
     colors = axis.pcolormesh(
         [length * column / columns for column in range(columns + 1)],
         [*(part.place for part in parts), len(shown)],

@@ -33,15 +33,14 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 SCHEMA_VERSION = 2
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
-# One of 8,192 GPUs has 25 MiB.
-_MAX_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
 PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
 RUNNING = "running"
 _CUT_OFF = "cut off"
-# How often the report of a run is written while it runs, at least.
+# The report of a run is written at least this often while it runs.
 WRITE_EVERY_S = 60.0
-# Our default: a writer that cannot be seen from here runs no more when it has left out its last two writes.
+# Our default: a writer on another machine has ended if its last two writes are missing.
 _MAX_SILENCE_S = 3 * WRITE_EVERY_S
 
 
@@ -51,13 +50,13 @@ class LoaderSummary:
 
     Attributes:
         users: The original settings; ``None`` if the loader is not a torch DataLoader.
-        settings: The settings found, likewise.
+        settings: The settings found.
         applied: Whether they were in use at the end.
-        confirmed: Whether they were as good in the first hundred steps of their use; ``None`` if that was not measured.
-        reason: The reason, with numbers.
-        users_batches_per_s: Speed of loader and step together with the original settings; ``None`` if not measured.
-        batches_per_s: Speed with the settings found, likewise.
-        wait_share: Share of the time in which training waited for data with them; ``None`` if not measured.
+        confirmed: Whether they were as good in the first hundred steps of their use.
+        reason: Why, with numbers.
+        users_batches_per_s: Speed of loader and step together with the original settings.
+        batches_per_s: Speed with the settings found.
+        wait_share: Share of the time in which training waited for data with them.
         seconds: How long the search took.
     """
 
@@ -73,7 +72,7 @@ class LoaderSummary:
 
 
 def summarize(result: LoaderResult) -> LoaderSummary:
-    """Return what a report keeps of a search for DataLoader settings."""
+    """Return what a report keeps of a search."""
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     return LoaderSummary(
         users=None if result.original is None else dataclasses.asdict(result.original),
@@ -90,44 +89,43 @@ def summarize(result: LoaderResult) -> LoaderSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The report of one fit.
+    """The report of one fit. ``None`` = unknown, or there is none.
 
     Attributes:
-        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``; ``"running"`` in a file that was
-            written meanwhile. Of that, ``load_report`` makes ``"running: step 812 so far"`` or, if the process has
-            gone, ``"cut off after step 812"``.
+        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``; in a file that was written
+            meanwhile ``"running"``, which ``load_report`` turns into ``"running: step 812 so far"`` or, if the process
+            is gone, ``"cut off after step 812"``.
         started_at: ISO 8601, UTC.
         steps: Training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
         phase_s: Wall time by phase; see docs/report_schema.md.
-        step_s_median: Median time of a step after the warm-up, without validation, checkpoints and starting epochs;
-            ``None`` if there were none.
+        step_s_median: Median time of a step after the warm-up, without validation, checkpoints and starting epochs.
         diagnosis: Verdict and findings.
         gpus: The monitored GPUs.
-        gpu_note: Why there are none, or what could not be read; ``None`` if there is no problem.
-        step_s_p95: 95th percentile of the same steps, likewise.
-        step_s_max: The longest of them, likewise.
-        samples_per_s: Samples of all ranks per second of the same steps; ``None`` if the batch size is unknown.
+        gpu_note: Why there are none, or what could not be read.
+        step_s_p95: 95th percentile of the same steps.
+        step_s_max: The longest of them.
+        samples_per_s: Samples of all ranks per second of the same steps.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
         monitor_us_per_step: What this package added to each step at least, in microseconds: its wrappers in the
-            training thread, as measured in warm caches, and its own work there; ``None`` if it was not measured.
-        monitor_thread_us_per_step: CPU time of its background threads per step, likewise; ``None`` without GPUs.
-        confirmation: The measured result of following the previous run's advice, as text; ``None`` without one.
+            training thread, measured in warm caches, and its own work there.
+        monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
+        confirmation: The measured result of following the previous run's advice.
         unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
             around it.
         spans: The phases over time, in at most 401 parts.
-        gpu_step_s: Mean time of a training step by the GPU's own clock, by part; empty without a GPU.
+        gpu_step_s: Mean time of a training step by the GPU's own clock, by part.
         ranks: The steps of each rank that reported; empty with one rank.
-        memory: What the memory of each GPU that was trained on was used for; empty without a GPU.
-        allocator_failures: How often torch's allocator had no memory to give on rank 0, and the run went on: the
-            program or cuDNN caught the error, or a search for the largest batch size provoked it.
+        memory: What the memory of each GPU of the training was used for.
+        allocator_failures: How often torch's allocator ran out of memory on rank 0 and the run went on: the program or
+            cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which the training made no progress, with the reason.
-        failure: What has ended the run and what to do, where more is known than its error; else ``None``.
-        loader: The result of NumWorkersFinder; ``None`` without one, or if it did not finish.
+        failure: What ended the run and what to do, where more is known than its error.
+        loader: The result of NumWorkersFinder, if it finished.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
             and dataset show whether they are runs of the same program.
-        process: Who wrote the report; ``None`` if that is unknown.
+        process: Who wrote the report.
     """
 
     outcome: str
@@ -160,7 +158,7 @@ class Report:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to an end that it could report, be it an error."""
+        """Whether the run could report its end, even if that was an error."""
         return not self.outcome.startswith((RUNNING, _CUT_OFF))
 
 
@@ -171,7 +169,7 @@ def to_json(report: Report) -> str:
 
 
 def as_json(data: Mapping[str, Any]) -> str:
-    """Return plain data as ASCII JSON, one line a field, with ``null`` for infinity and NaN."""
+    """Return plain data like :func:`to_json`, one line a field."""
     compact = functools.partial(json.dumps, separators=(",", ":"))
     return "{\n" + ",\n".join(f"{compact(name)}: {compact(_finite(value))}" for name, value in data.items()) + "\n}"
 
@@ -187,14 +185,10 @@ def _finite(value: Any) -> Any:
 
 
 def from_json(text: str, source: str = "the text") -> Report:
-    """Return the report that :func:`to_json` wrote. Unknown fields are ignored.
-
-    Args:
-        text: The JSON text.
-        source: Where it comes from; used in the error.
+    """Return the report that :func:`to_json` wrote; unknown fields are ignored. ``source`` names it in errors.
 
     Raises:
-        ReportError: It is not a report, was written by a newer version of this package, or holds a wrong type, a number
+        ReportError: It is no report, was written by a newer version of this package, or holds a wrong type, a number
             that is not finite, a negative time, or too many items.
     """
     try:
@@ -214,17 +208,16 @@ def from_json(text: str, source: str = "the text") -> Report:
             raise ValueError("step_s_blocks holds a step of less than a nanosecond")
         if any(one.interval_s < _SHORTEST_S for gpu in report.gpus for one in gpu.timelines.values()):
             raise ValueError("gpus holds a timeline with intervals of less than a nanosecond")
+        findings = tuple(map(_unbounded, report.diagnosis.findings))
+        return dataclasses.replace(report, diagnosis=dataclasses.replace(report.diagnosis, findings=findings))
     except RecursionError:
         reason = "it is nested too deeply"
     except ValueError as error:
         reason = str(error)
-    else:
-        findings = tuple(map(_unbounded, report.diagnosis.findings))
-        return dataclasses.replace(report, diagnosis=dataclasses.replace(report.diagnosis, findings=findings))
     raise ReportError(
         f"{printable_path(source)} is not a report of lightning_gpu_tools: {reason}. Pass a {FILE_NAME} that "
         "GPUUtilizationMonitor wrote."
-    ) from None
+    )
 
 
 # Where to_json writes null for infinity and NaN.
@@ -232,33 +225,30 @@ _AS_WRITTEN = {"ceiling": float | None, "ceiling_lower": float | None, "evidence
 
 
 class _Point(NamedTuple):
-    """Of a timeline in schema version 1."""
-
     time: float
     value: float
 
 
+# In schema version 1 timelines were lists of points.
 _AS_ONCE_WRITTEN = {"timelines": Mapping[str, Sequence[_Point]]}
 _SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
 
 
 def _with_series(gpu: GpuSummary) -> GpuSummary:
-    """Return a GPU of schema version 1, whose timelines were lists of points, with series."""
     timelines: Mapping[str, Any] = gpu.timelines
     return dataclasses.replace(gpu, timelines={name: series_of(points) for name, points in timelines.items()})
 
 
 def _unbounded(finding: Finding) -> Finding:
-    """Return the finding with infinity for bounds that were written as ``null``."""
     ceiling, lower = (math.inf if bound is None else bound for bound in (finding.ceiling, finding.ceiling_lower))
     return dataclasses.replace(finding, ceiling=ceiling, ceiling_lower=lower)
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
-    """Return the report in a file, or in the folder that holds a ``gpu_report.json``.
+    """Return the report in a file, or in a folder that holds a ``gpu_report.json``.
 
     Raises:
-        ReportError: There is no report, or it cannot be read; see :func:`from_json`.
+        ReportError: There is no report, it cannot be read, it is from a newer version of this package, or it is forged.
     """
     file = Path(path)
     try:
@@ -278,7 +268,6 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 
 def _outcome_now(report: Report, age_s: float) -> str:
-    """Return the outcome of a run whose report was written so many seconds ago."""
     if report.outcome != RUNNING:
         return report.outcome
     runs = None if report.process is None else report.process.is_running
@@ -290,14 +279,8 @@ def _outcome_now(report: Report, age_s: float) -> str:
 class ReportFile:
     """The ``gpu_report.json`` of one run in a folder, which may be written again and again.
 
-    What another run has left there is kept as ``gpu_report.previous.json``. But the report of a run that was cut off
+    What another run has left there is kept as ``gpu_report.previous.json``, but the report of a run that was cut off
     never takes the place of one that is finished.
-
-    Args:
-        folder: Where it is to be.
-
-    Attributes:
-        path: The file.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -309,7 +292,7 @@ class ReportFile:
         """Write the report, completely or not at all, and return its path.
 
         Raises:
-            OSError: The folder is not writable, or another thread is still writing, because the disk does not answer.
+            OSError: The folder is not writable, or the disk does not answer, so that another thread is still writing.
         """
         if not self._writing.acquire(blocking=False):
             raise TimeoutError("the disk does not answer")

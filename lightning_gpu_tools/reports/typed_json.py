@@ -12,39 +12,43 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.units import printable
 
-# Far more than any list or object of a report: a timeline has 2000 points, and a job of 1,024 ranks as many entries.
+# Far more than any list or object of a report has: a timeline has 2,000 points.
 _MAX_ITEMS = 20_000
-# NVML counts bytes in 64 bits; nothing else is as large. Smaller numbers cannot overflow in a sum or a product.
+# NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.
 _MAX_NUMBER = 2**64
-# Values of settings and evidence are numbers, strings and lists of them.
-_MAX_DEPTH = 8
-# Times and rates are never negative. Their unit is in the name of a field on the way to them.
+_MAX_DEPTH = 8  # of settings and evidence, which are numbers, strings and lists of them
+# Places of times and rates, which are never negative.
 _OF_TIMES = re.compile(r"_s(_|$|[.\[])|(^|\.)seconds$")
-_WORDS = {NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+# By type: what json.loads returns for it, and its name in errors.
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    NoneType: (NoneType, "null"),
+    bool: (bool, "true or false"),
+    int: (int, "an integer"),
+    float: ((int, float), "a number"),
+    str: (str, "a string"),
+    list: (list, "a list"),
+    dict: (dict, "an object"),
+}
 
 
-def read(kind: Any, value: Any, kinds: Mapping[str, Any]) -> Any:
+def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> Any:
     """Return a value of parsed JSON as an object of this type. Unknown fields are ignored.
 
     Args:
-        kind: A type: a dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``,
-            ``Sequence[X]``, ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for anything not
-            nested deeply and without numbers out of range.
+        kind: A dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``, ``Sequence[X]``,
+            ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for plain data of little depth.
         value: What ``json.loads`` returned.
-        kinds: Types that replace the declared ones of dataclass fields, by the field's name.
+        kinds: Types that replace those of dataclass fields, by the field's name.
+        place: Where the value stands; used in the error.
 
     Raises:
         ValueError: The value has another type or too many items, or a number is not finite, too large, a negative
-            integer or a negative time. The message names the place and the value.
+            integer or a negative time.
     """
-    return _read(kind, value, "", kinds)
-
-
-def _read(kind: Any, value: Any, place: str, kinds: Mapping[str, Any]) -> Any:
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     option = next((one for one in options if _fits(one, value)), None)
     if option is None:
-        raise _refused(place, f"must be {' or '.join(map(_in_words, options))}", value)
+        raise _refused(place, f"must be {' or '.join(_in_json(one)[1] for one in options)}", value)
     if get_origin(option) is Literal and value not in get_args(option):
         raise _refused(place, f"must be one of {', '.join(get_args(option))}", value)
     _check_ranges(value, place, _MAX_DEPTH if option is Any else None)
@@ -60,22 +64,15 @@ def _read(kind: Any, value: Any, place: str, kinds: Mapping[str, Any]) -> Any:
             raise _refused(place, f"has no {field.name!r}")
     if is_dataclass or hasattr(option, "_fields"):
         types = {name: kinds.get(name, inner) for name, inner in _hints(option).items() if name in value}
-        return option(**{name: _read(inner, value[name], _inside(place, name), kinds) for name, inner in types.items()})
+        return option(**{name: read(inner, value[name], kinds, _inside(place, name)) for name, inner in types.items()})
     if isinstance(value, dict):
-        return {key: _read(get_args(option)[1], one, _inside(place, key), kinds) for key, one in value.items()}
-    items = [_read(get_args(option)[0], one, _inside(place, i), kinds) for i, one in enumerate(value)]
+        return {key: read(get_args(option)[1], one, kinds, _inside(place, key)) for key, one in value.items()}
+    items = [read(get_args(option)[0], one, kinds, _inside(place, i)) for i, one in enumerate(value)]
     return tuple(items) if get_origin(option) is tuple else items
 
 
 def _check_ranges(value: Any, place: str, depth: int | None) -> None:
-    """Refuse numbers and sizes that nothing in a report has.
-
-    Args:
-        value: The value.
-        place: Its place.
-        depth: How many levels may be inside a value of any type; ``None`` for a typed one, whose items are checked by
-            themselves.
-    """
+    """Refuse what no report has; ``depth``: levels allowed inside a value of any type, ``None`` for a typed one."""
     if isinstance(value, (list, dict)):
         if depth == 0:
             raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
@@ -96,34 +93,23 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether ``json.loads`` could have returned the value for this type."""
-    return kind is Any or (isinstance(value, _in_json(kind)) and (kind is bool or not isinstance(value, bool)))
+    return kind is Any or (isinstance(value, _in_json(kind)[0]) and (kind is bool or not isinstance(value, bool)))
 
 
 @functools.cache
-def _in_json(kind: Any) -> type | tuple[type, ...]:
-    if kind is float:
-        return (int, float)
-    if kind in _WORDS:
-        return kind  # type: ignore[no-any-return]
-    if get_origin(kind) is Literal:
-        return str
-    return dict if dataclasses.is_dataclass(kind) or kind is dict or get_origin(kind) is Mapping else list
-
-
-def _in_words(kind: Any) -> str:
-    in_json = _in_json(kind)
-    return _WORDS.get(kind) or ("an object" if in_json is dict else "a list" if in_json is list else "a string")
+def _in_json(kind: Any) -> tuple[Any, str]:
+    plain = str if get_origin(kind) is Literal else kind
+    if plain not in _IN_JSON:
+        plain = dict if dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping else list
+    return _IN_JSON[plain]
 
 
 def _inside(place: str, key: str | int) -> str:
     return f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}" if place else key
 
 
-def _refused(place: str, why: str, *value: Any) -> ValueError:
-    """Return the error about a place, with the value where there is one."""
-    if value:
-        (one,) = value
-        has_items = isinstance(one, (list, dict))
-        why += f", got {_in_words(type(one)) if has_items else printable(json.dumps(one))}"
+def _refused(place: str, why: str, *values: Any) -> ValueError:
+    for value in values:
+        has_items = isinstance(value, (list, dict))
+        why += f", got {_IN_JSON[type(value)][1] if has_items else printable(json.dumps(value))}"
     return ValueError(f"{printable(place, 200)} {why}".lstrip())

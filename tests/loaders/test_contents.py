@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gpu_tools.loaders.contents import NotCopyableError, fingerprint
+from lightning_gpu_tools.loaders.contents import fingerprint
 
 
 class Holding:
@@ -75,7 +75,7 @@ def test_a_cache_that_a_class_leaves_out_counts_for_nothing() -> None:
     index.labels.append("c")
     assert fingerprint([index]) != before
     index.cache["lock"] = threading.Lock()
-    with pytest.raises(NotCopyableError, match="cannot pickle"):
+    with pytest.raises(TypeError, match="cannot pickle"):
         fingerprint([index])
 
 
@@ -86,13 +86,13 @@ def test_a_cache_that_a_class_leaves_out_counts_for_nothing() -> None:
     ids=lambda thing: type(thing).__name__,
 )
 def test_what_workers_could_not_have_is_found(kind: type[Holding], thing: Any) -> None:
-    with pytest.raises(NotCopyableError):
+    with pytest.raises((TypeError, RuntimeError)):
         fingerprint([{"deep": kind(thing)}])
 
 
 @pytest.mark.parametrize("kind", [Holding, Reopening])
 def test_an_open_file_is_found(kind: type[Holding]) -> None:
-    with Path(__file__).open() as file, pytest.raises(NotCopyableError, match="an open file"):
+    with Path(__file__).open() as file, pytest.raises(TypeError, match="an open file"):
         fingerprint(kind(file))
 
 

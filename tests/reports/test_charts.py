@@ -32,8 +32,8 @@ def test_up_to_32_gpus_have_a_row_each() -> None:
     report = replace(REPORT, gpus=tuple(gpu(i % 8, 90.0 - i, node=i // 8) for i in range(32)))
     shown = rows(report, "utilization_percent")
     assert [row.label for row in shown[:9:4]] == ["GPU 0", "GPU 4", "node 1 GPU 0"]
-    assert [row.percent[0] for row in shown] == [90.0 - i for i in range(32)]
-    assert shown[0].percent[60] is None  # not reported is not 0
+    assert [row.strips[0].percent[0] for row in shown] == [90.0 - i for i in range(32)]
+    assert shown[0].strips[0].percent[60] is None  # not reported is not 0
     assert rows_title(shown, "utilization_percent").endswith("least busy of all is node 3 GPU 7, on average 59 %")
 
 
@@ -41,10 +41,10 @@ def test_more_gpus_have_a_row_a_node_with_its_extreme() -> None:
     report = replace(REPORT, gpus=tuple(gpu(i % 8, 50.0 if i == 19 else 90.0, node=i // 8) for i in range(40)))
     busy, memory = rows(report, "utilization_percent"), rows(report, "memory_used_bytes")
     assert [row.label for row in busy] == [f"node {node}" for node in range(5)]
-    assert [row.percent[0] for row in busy] == [90, 90, 85, 90, 90]
-    assert (busy[2].gpu.index, (busy[2].gpu_percent or [None])[0]) == (3, 50)
+    assert [row.strips[0].percent[0] for row in busy] == [90, 90, 85, 90, 90]
+    assert (busy[2].gpu.index, busy[2].strips[1].percent[0]) == (3, 50)
     assert {row.gpu.index for row in memory} == {7}
-    assert memory[0].percent[0] == pytest.approx(100 * 23.5 / 80)
+    assert memory[0].strips[0].percent[0] == pytest.approx(100 * 23.5 / 80)
     assert "fullest of all is GPU 7, on average 34 %" in rows_title(memory, "memory_used_bytes")
 
 

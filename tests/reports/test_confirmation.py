@@ -34,11 +34,7 @@ def with_settings(run: Report, **settings: Any) -> Report:
 
 def test_a_speedup_is_confirmed_with_its_interval() -> None:
     found = confirm(with_settings(report(10), num_workers=4), report(13.1))
-    assert found is not None
-    assert found.speedup == pytest.approx(0.31)
-    assert found.low is not None
-    assert 0.29 < found.low < 0.31
-    assert str(found) == "num_workers 0 -> 4: 31 % faster (95 % interval +30 to +32 %), confirmed."
+    assert found == "num_workers 0 -> 4: 31 % faster (95 % interval +30 to +32 %), confirmed."
 
 
 def test_noise_is_not_confirmed_and_a_slowdown_is_undone() -> None:
@@ -52,7 +48,7 @@ def test_noise_is_not_confirmed_and_a_slowdown_is_undone() -> None:
 def test_a_larger_batch_is_compared_by_samples() -> None:
     found = confirm(with_settings(report(16), batch_size=16), report(10))
     assert found is not None
-    assert found.speedup == pytest.approx(0.25)
+    assert found.startswith("batch_size 8 -> 16: 25 % faster (")
 
 
 @pytest.mark.parametrize(
