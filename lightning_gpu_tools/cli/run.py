@@ -17,31 +17,30 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import GpuSelection
 
 _SRUN_INSIDE = (
-    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so a program that does not pick with this package "
-    "sees all GPUs. Write srun ... lightning-gpu-tools run ... -- CMD instead."
+    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so the command sees all GPUs unless it picks with "
+    "this package. Write srun ... lightning-gpu-tools run ... -- CMD instead."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command and its help."""
     parser.description = (
-        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
-        "The claim lives exactly as long as the command and its children, however they end. Under srun, torchrun or "
-        "mpirun the processes on one machine share one choice if N is at least their number; with a smaller N each "
-        "picks for itself. SLURM hides CUDA_VISIBLE_DEVICES from tasks without --gres: write `srun ... "
-        "lightning-gpu-tools run ... -- CMD`, because the tasks of `run -- srun CMD` see all GPUs."
+        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. The claim "
+        "lives exactly as long as the command and its children, however they end. Under srun, torchrun or mpirun the "
+        "processes on one machine share one choice if N is at least their number; with a smaller N each picks for "
+        "itself. With SLURM write `srun ... lightning-gpu-tools run ... -- CMD`: the tasks of `run -- srun CMD` see "
+        "all GPUs."
     )
     parser.epilog = (
-        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
-        "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
-        f"be run or found. {options.ABOUT_CLAIMS}"
+        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command, or "
+        "2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot be run or found. "
+        f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
     parser.add_argument(
         "--advise",
         action="store_true",
-        help="Have every Lightning Trainer in the command report how busy the GPUs are, and why. Without another "
-        "option no GPUs are claimed.",
+        help="Have every Lightning Trainer in the command report how busy the GPUs are, and why. Alone it claims none.",
     )
     parser.add_argument(
         "--bind-numa", action="store_true", help="Keep the command on the CPU cores near its GPUs (Linux)."
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Claim and execute; returns only if the command could not be started, or on Windows."""
+    """Claim and execute; returns only if the command cannot be started, or on Windows."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.parser.error("no command given: put it last, after --")
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sharing_launch(count: int) -> Launch | None:
-    """Return what has started processes here that share that many GPUs: there is one for each of them, or more."""
+    """Return what has started processes here that share that many GPUs, each with one or more."""
     launch = find_launch(os.environ, has_mpi4py=True)
     return launch if launch and 1 < (launch.processes or 1) <= count else None
 
