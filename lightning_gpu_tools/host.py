@@ -1,4 +1,4 @@
-"""What the host grants this process: cores by affinity and cgroup quota, memory, shared memory; CPU time used."""
+"""What the host grants this process: cores, memory, shared memory; and what it has used of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import psutil
 from lightning_gpu_tools.processes import read_kernel_file
 
 _SHARED_MEMORY = Path("/dev/shm")  # through which workers pass batches
+_CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBudget:
-    """What the host grants this process, and the other ranks of its training on this machine, together."""
+    """What the host grants this process and its training's other ranks here together."""
 
     cores: float  # by the affinity mask and the cgroup's quota
     memory_available_bytes: int
@@ -29,21 +31,16 @@ class HostBudget:
     cores_in_reach: float | None = None  # what this job can get of them beside other jobs; None: not measured
 
 
-def read_host_budget(
-    *,
-    local_ranks: int = 1,
-    cgroup_mount: Path = Path("/sys/fs/cgroup"),
-    cgroup_membership: Path = Path("/proc/self/cgroup"),
-) -> HostBudget:
-    """Return what this process may use of the host right now."""
+def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
+    """Return what this process may use of the host now."""
     cores = [float(len(_own_cores()))]
     memory_bytes = [psutil.virtual_memory().available]
     # A limit anywhere on the path to the root applies, so the tightest one counts. Files of cgroup v2, or of v1.
-    for folder in _cgroup_folders("cpu", cgroup_mount, cgroup_membership):
+    for folder in _cgroup_folders("cpu"):
         quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
             cores.append(int(quota[0]) / int(quota[1]))
-    for folder in _cgroup_folders("memory", cgroup_mount, cgroup_membership):
+    for folder in _cgroup_folders("memory"):
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
         if limit and used and limit[0] != "max":
@@ -66,7 +63,7 @@ def shared_memory_bytes() -> int | None:
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds that this process's children have used so far, those that have ended included."""
+    """Return the CPU seconds of this process's children, those that have ended included."""
     process = psutil.Process()
     ended = process.cpu_times()
     total: float = ended.children_user + ended.children_system
@@ -78,7 +75,7 @@ def children_cpu_s() -> float:
 
 
 def idle_cpu_s() -> float:
-    """Return for how many CPU seconds this process's cores have been idle since boot; 0 where that is not reported."""
+    """Return for how long this process's cores have been idle since boot, together; 0 where that is not reported."""
     try:
         per_core = psutil.cpu_times(percpu=True)
     except OSError:  # /proc is mounted with subset=pid
@@ -89,44 +86,37 @@ def idle_cpu_s() -> float:
 
 
 def resident_memory_bytes() -> int:
-    """Return how much memory this process uses, without mapped files: the kernel drops those when memory is short."""
+    """Return this process's memory without mapped files, which the kernel drops when memory is short."""
     rss: int = _sum_bytes("self/status", "RssAnon|RssShmem") or psutil.Process().memory_info().rss  # Linux 4.5
     return rss
 
 
 def private_memory_bytes(pids: list[int]) -> list[int]:
-    """Return the memory that each of the processes does not share, of those of which the kernel reports it."""
+    """Return what each process does not share with others, without those of which it is unknown."""
     private = [_sum_bytes(f"{pid}/smaps_rollup", "Private_Clean|Private_Dirty") for pid in pids]  # Linux 4.14
     return [size for size in private if size is not None]
 
 
-def oom_kills(
-    *,
-    cgroup_mount: Path = Path("/sys/fs/cgroup"),
-    cgroup_membership: Path = Path("/proc/self/cgroup"),
-    vmstat: Path = Path("/proc/vmstat"),
-) -> int:
-    """Return how many processes of this job the kernel has killed so far because memory ran out; take differences.
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed so far because memory ran out; take differences.
 
-    Where no cgroup counts them, as outside of containers and batch systems, those of the whole machine count.
+    Those of this job, or, where no cgroup counts them, of the whole machine.
     """
-    # The innermost group has this process's siblings.
-    groups = reversed(_cgroup_folders("memory", cgroup_mount, cgroup_membership))
+    groups = reversed(_cgroup_folders("memory"))  # the innermost one has this process's siblings
     files = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
-    return next((found["oom_kill"] for found in map(_counters, [*files, vmstat]) if "oom_kill" in found), 0)
+    return next((found["oom_kill"] for found in map(_counters, [*files, _VMSTAT]) if "oom_kill" in found), 0)
 
 
 def cores_in_reach(cores: float, used_or_idle: float) -> float:
-    """Return how many of its cores a job could use, when it used some and others were idle, on average."""
+    """Return how many of its cores a job could use beside others, by how many it used or left idle on average."""
     taken = max(0.0, cores - used_or_idle)
-    # A job that mostly slept used less than the scheduler would give it: its fair share, once it has as many runnable
-    # threads as cores.
+    # A job that mostly slept would get more: its fair share, once it has as many runnable threads as cores.
     return max(min(cores, used_or_idle), cores * cores / (cores + taken))
 
 
 @functools.cache
 def processor_name() -> str:
-    """Return the name of the CPU, or of its architecture where the system does not report the name."""
+    """Return the name of the CPU, or of its architecture where that is unknown."""
     name = re.search(r"^model name\s*:\s*(.+)$", read_kernel_file("/proc/cpuinfo"), re.MULTILINE)
     return name[1] if name else platform.processor() or platform.machine()
 
@@ -135,15 +125,15 @@ def _own_cores() -> Collection[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
-def _cgroup_folders(controller: str, mount: Path, membership: Path) -> list[Path]:
-    """Return the existing folders of this process's cgroup and of its ancestors, from the root inwards."""
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and of its ancestors, the root first."""
     folders: set[Path] = set()
-    for line in read_kernel_file(membership).splitlines():
+    for line in read_kernel_file(_CGROUP_MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         # v2 has one tree and names no controllers; v1 has a tree for each group of controllers.
-        root = mount / controllers
+        root = _CGROUP_MOUNT / controllers
         group = root / path.lstrip("/")
         folders.update(folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())
     return sorted(folders)

@@ -54,7 +54,7 @@ def running_kernel() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessId:
-    """A process of some machine; report_schema.md is made of this text.
+    """A process of some machine.
 
     Attributes:
         kernel: Tells the boot of its machine from any other.

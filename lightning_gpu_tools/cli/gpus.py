@@ -82,7 +82,7 @@ def _watch(console: Any) -> int:
 
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
-    """Return the GPUs and the claims on them, ``None`` where these cannot be read."""
+    """Return the GPUs and the claims; ``None``: these cannot be read."""
     from lightning_gpu_tools.gpus import nvml
     from lightning_gpu_tools.selection import claims
 
@@ -138,7 +138,7 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
 
 
 def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:
-    """Yield the row of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
+    """Yield rows of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
     yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims)
     empty: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
     for one in gpu.mig_instances:
@@ -156,7 +156,7 @@ def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) 
 
 
 def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
-    """Return free and total memory, utilization, who uses the GPU, and who has claimed it."""
+    """Return the cells after number and name."""
     claimed = []
     for claim in claims or ():
         if gpu.uuid in claim.uuids:
@@ -199,10 +199,7 @@ def _use(gpu: GpuReading) -> str:
 
 
 def _state(process: GpuProcess) -> dict[str, Any]:
-    """Return what is known of a process beside what the driver says, ``None`` where it cannot be seen from here.
-
-    It is idle if it only holds memory, and left over if whoever started it has ended.
-    """
+    """Return what the driver does not say; ``None`` where the process cannot be seen from here."""
     import psutil
 
     state: dict[str, Any] = {"started_s": None, "is_idle": None, "is_left_over": None}
@@ -218,7 +215,6 @@ def _state(process: GpuProcess) -> dict[str, Any]:
 
 
 def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
-    """Return whether a claim's owner has no process on the GPU; ``None`` where processes cannot be seen."""
     from lightning_gpu_tools.gpus import nvml
 
     if gpu.processes is None or any(one.user is None for one in gpu.processes) or not nvml.pids_are_ours():

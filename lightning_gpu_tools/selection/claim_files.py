@@ -2,11 +2,11 @@
 
 An entry is two files: a record (``.json``), complete before it can be seen and never written again, and a Unix socket
 (``.sock``) on which its process listens and never answers. The kernel ends the socket with the last process that has
-it, however that ends, so an entry is alive if one can connect.
+it, so an entry is alive if one can connect.
 
 Nobody in the folder is trusted. It has to be sticky, so that nobody else can remove, rename or replace a user's files.
-No symbolic link is followed, no read waits, and no file of another user is ever written to. Anybody can lock the
-folder, so nobody waits for that lock without a limit.
+No symbolic link is followed, no read waits, no file of another user is written to. Anybody can lock the folder, so the
+wait for that lock is limited.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Held:
         os.set_inheritable(self._descriptors[1], True)
 
     def release(self) -> None:
-        """Remove it, also if forked children still have its socket; idempotent."""
+        """Remove it, even if forked children still have its socket; idempotent."""
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors and self._pid == os.getpid():
             _remove(descriptors[0], self.name)
@@ -71,7 +71,7 @@ class Held:
 
 
 class Folder:
-    """The folder, open; see :func:`open_folder` and :func:`locked_folder`."""
+    """The folder, open."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path
@@ -88,7 +88,7 @@ class Folder:
         return sorted(found, key=lambda entry: (entry.since_ns, entry.name))
 
     def read(self, entry: Entry) -> bytes:
-        """Return an entry's record; ``OSError`` or ``ValueError`` says why it is none."""
+        """Return an entry's record; ``OSError`` or ``ValueError``: it is none."""
         descriptor = os.open(f"{entry.name}.json", _READ, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
@@ -101,7 +101,7 @@ class Folder:
             os.close(descriptor)
 
     def put(self, kind: str, record: bytes) -> Held:
-        """Put an entry there, with the folder locked, and hold it; ``ClaimsError`` leaves nothing behind."""
+        """Put an entry there and hold it; nothing is left if that fails."""
         from socket import AF_UNIX, socket
 
         name = f"{kind}-{os.urandom(8).hex()}"
@@ -118,7 +118,7 @@ class Folder:
         return Held(name, folder=os.dup(self._descriptor), listener=listener.detach())
 
     def clean_up(self) -> None:
-        """Remove what this user's ended processes have left, of all users as root, with the folder locked."""
+        """Remove what ended processes have left: this user's, all users' as root."""
         owners = {}
         with os.scandir(self._descriptor) as files:
             for file in files:
@@ -132,7 +132,7 @@ class Folder:
 
     @property
     def _here(self) -> str:
-        """Its path for calls that take no descriptor; a socket's address has at most 107 characters."""
+        """A path for calls that take no descriptor, and short enough for a socket's address."""
         return f"/proc/self/fd/{self._descriptor}"
 
     def _records(self, kind: str) -> Iterator[Entry]:
@@ -145,7 +145,6 @@ class Folder:
                         yield Entry(name, found.st_uid, found.st_ctime_ns)
 
     def _is_held(self, name: str, owner_id: int) -> bool:
-        """Return whether a process of the owner's has the socket of this name."""
         try:
             found = os.stat(f"{name}.sock", dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -179,11 +178,8 @@ class Folder:
     def _refusal(self, error: OSError) -> ClaimsError:
         if error.errno == errno.EACCES:
             return _unusable(self._path, "this user may not create files in it", _open_to_all(self._path))
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP):
-            return _unusable(self._path, "its file system has no Unix sockets", "Put it on a local file system")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _unusable(self._path, "its file system is full", "Free some space")
-        return _unusable(self._path, f"no file can be created in it ({error.strerror})", "Check its file system")
+        reason = f"no file or Unix socket can be created in it ({error.strerror})"
+        return _unusable(self._path, reason, "Put it on a local file system with free space")
 
 
 @contextlib.contextmanager
@@ -221,7 +217,7 @@ def locked_folder(path: str) -> Iterator[Folder]:
 
 
 def why_private(path: str) -> str | None:
-    """Return why other jobs on this machine do not see the folder; ``None`` if nothing says so."""
+    """Return why other jobs do not see the folder; ``None`` if nothing says so."""
     own_mounts = read_kernel_file("/proc/self/mountinfo")
     mount = mount_of(path, own_mounts)
     if mount != mount_of(path, read_kernel_file("/proc/1/mountinfo") or own_mounts):  # hidden by hidepid
@@ -234,7 +230,7 @@ def why_private(path: str) -> str | None:
 
 
 def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return the device, and the folder of it, that a ``/proc/PID/mountinfo`` has mounted where a path is."""
+    """Return the device, and its folder, that a ``/proc/PID/mountinfo`` has mounted at a path."""
     found, longest = None, ""
     for line in mounts.splitlines():
         _, _, device, folder, point = line.split(" ")[:5]
@@ -265,7 +261,7 @@ def _create_and_open(path: str) -> int:
 
 
 def _is_being_made(path: str) -> bool:
-    """Return whether another user may have created it a moment ago and not opened it to everybody yet."""
+    """Return whether another user may have just created it and not opened it to everybody yet."""
     found = os.lstat(path)
     return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
@@ -302,7 +298,7 @@ def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
 
 
 def _remove(folder: int, name: str) -> None:
-    """Remove an entry's files, the record before what says that it is alive."""
+    """Remove an entry's files, the record before the socket that keeps it alive."""
     for file in (f".{name}.json", f"{name}.json", f"{name}.sock"):
         with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
             os.unlink(file, dir_fd=folder)
@@ -322,7 +318,6 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def _holder_of_lock(descriptor: int) -> str:
-    """Name who has locked a file, as far as the kernel shows the process to this one."""
     found = os.fstat(descriptor)
     file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     for words in map(str.split, read_kernel_file("/proc/locks").splitlines()):

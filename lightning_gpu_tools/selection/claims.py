@@ -1,7 +1,7 @@
 """Claims: what live jobs have said they need of which GPUs, for all users of the machine to see.
 
-Each process of a job has a record of its own; the job's claim lives as long as one of them. Here is what the records
-say; ``claim_files`` keeps them and knows which of their processes live. docs/claims.md has the protocol on one page.
+Each process of a job has a record; the job's claim lives as long as one of them. Here is what the records say;
+``claim_files`` keeps them and knows which live. docs/claims.md has the protocol on one page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 
 _Parsed = TypeVar("_Parsed")
-# Names of the jobs whose claims this process and its children count as their own, comma-separated.
+# Names of the jobs of this process and of its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
 _SCHEMA_VERSION = 2
@@ -37,22 +37,22 @@ _UUID = re.compile(r"[\w/-]{1,100}")
 
 
 def own_jobs() -> list[str]:
-    """Return the names of the jobs whose claims are those of this process."""
+    """Return the names of this process's jobs."""
     return [job for job in os.environ.get(JOB_VARIABLE, "").split(",") if job]
 
 
 def adopt_job(job: str) -> None:
-    """Count a job's claims as those of this process and of its children."""
+    """Make a job one of this process and of its children."""
     os.environ[JOB_VARIABLE] = ",".join(dict.fromkeys([*own_jobs(), job]))
 
 
 def is_of_own_job(claim: GpuClaim) -> bool:
-    """Return whether a claim is one of this process's jobs."""
+    """Return whether a claim is that of one of this process's jobs."""
     return claim.job in own_jobs() and is_trusted(claim)
 
 
 def is_trusted(claim: GpuClaim) -> bool:
-    """Return whether to believe a claim's names of job and group, which other users can read and write, too."""
+    """Return whether a claim's names of job and group, which all users can copy, are to be believed."""
     return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
 
 
@@ -63,11 +63,7 @@ def directory() -> str:
 
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
-    """Read claims while others make and release them. Waits for nobody, creates nothing.
-
-    Raises:
-        ClaimsError: They cannot be read, or not be relied on.
-    """
+    """Read claims while others make and release them; waits for nobody, creates nothing."""
     _check(path)
     with claim_files.open_folder(path) as folder:
         yield Ledger(path, folder)
@@ -75,11 +71,7 @@ def read_ledger(path: str) -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
-    """Lock all claims, so that no other process claims at the same time.
-
-    Raises:
-        ClaimsError: The folder cannot be used; ``ClaimsLockedError``: somebody else has locked it.
-    """
+    """Lock all claims, so that no other process claims at the same time."""
     _check(path)
     with claim_files.locked_folder(path) as folder:
         folder.clean_up()
@@ -87,7 +79,7 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 
 
 def count_waiting(names: Collection[str]) -> int:
-    """Return how many of these waiting jobs have a record, alive or not, for a fiftieth of reading the queue."""
+    """Return how many waiting jobs have a record, alive or not: 50 times faster than the queue."""
     try:
         files = {*os.listdir(directory())}
     except OSError:  # removed, or closed to this user
@@ -98,8 +90,7 @@ def count_waiting(names: Collection[str]) -> int:
 class Ledger:
     """The claims and the waiting jobs, as they were when first read; none where there is no folder.
 
-    One that ``takes_claims`` is of a folder that this process has locked. Adding to it raises ``ClaimsError`` where
-    that cannot be written.
+    It ``takes_claims`` if this process has locked the folder.
     """
 
     def __init__(self, path: str, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
@@ -108,10 +99,7 @@ class Ledger:
         self.takes_claims = takes_claims
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
-        """Return the live claims, the oldest first.
-
-        A claim of memory is returned with those processes of its job that are among the given ones.
-        """
+        """Return the live claims, the oldest first; those of memory with their jobs' processes among the given ones."""
         jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId]]] = {}
         for claim, process in self._claim_records:
             # Only records of one user make one job: others can write any name.
@@ -128,7 +116,7 @@ class Ledger:
 
     @functools.cached_property
     def waiters(self) -> tuple[GpuWaiter, ...]:
-        """The jobs that wait, the one that has waited longest first."""
+        """The waiting jobs, the first in the queue first."""
         return tuple(self._parsed("wait", _parse_waiter))
 
     @functools.cached_property
@@ -144,7 +132,7 @@ class Ledger:
         group: str | None = None,
         job: str | None = None,
     ) -> Held:
-        """Claim GPUs, the best first, as in ``GpuClaim``. ``job`` is that whose further process this is, if any."""
+        """Claim GPUs as in ``GpuClaim``, for a new job or as a further process of one."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
         held = self._put("claim", content)
@@ -152,14 +140,14 @@ class Ledger:
         return held
 
     def join(self, claim: GpuClaim) -> Held | None:
-        """Hold a claim, too, so that it lives as long as the last that does; ``None``: this process does already."""
+        """Hold a claim, too, which lives as long as its last holder; ``None``: this process does already."""
         own = (claim.job, os.geteuid(), ProcessId.of(os.getpid()))
         if own in ((one.job, one.owner_id, process) for one, process in self._claim_records):
             return None
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
-        """Take the last place in the queue for that many of these GPUs."""
+        """Take the last place in the queue for ``count`` of these GPUs."""
         return self._put("wait", {"uuids": list(uuids), "requested": count})
 
     def _put(self, kind: str, content: dict[str, Any]) -> Held:
@@ -176,7 +164,7 @@ class Ledger:
         return self._folder.put(kind, json.dumps(record, indent=1).encode())
 
     def _parsed(self, kind: str, parse: Callable[[Any, Entry], _Parsed]) -> Iterator[_Parsed]:
-        """Yield what the live records of a kind say, the earliest first; name those that make no sense, and go on."""
+        """Yield what the live records of a kind say, the earliest first, and name those that make no sense."""
         if self._folder is None:
             return
         for entry in self._folder.entries(kind):
@@ -277,7 +265,7 @@ def _text(record: Any, name: str, max_length: int) -> str:
 
 
 def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
-    """Return which processes are among the holders of a claim or come from one of them."""
+    """Return which processes are holders of a claim or their children."""
     found = set()
     for pid in process_ids:
         ancestor = pid

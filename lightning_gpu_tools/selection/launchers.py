@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Those for which Lightning looks, in its order: the program; the variables of how many processes of the job are on this
-# machine, and of this one's number among them; those that name the job here, and a restarted one differently, because
-# it chooses again. Kubeflow is missing: it starts one process in each container.
+# Those for which Lightning looks, in its order, but Kubeflow, which starts one process in each container: the program;
+# the variables of how many processes it started here, and of this one's number among them; those that name the job, and
+# a restarted one differently, because it chooses again.
 _LAUNCHERS = (
     (
         "torchrun",
@@ -41,12 +41,12 @@ class Launch(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """How processes without a name for their job get a common choice."""
+        """What to do where nothing names the job."""
         return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
 
     def group(self, gpus: int) -> str:
-        """Return a name for a choice of that many GPUs which all of them share."""
-        # The host's name, because containers that share the claims may use the same port.
+        """Return a name for their common choice of that many GPUs."""
+        # With the host, because containers that share the claims may use the same port.
         return " ".join([platform.node(), *self.job, f"devices={gpus}"])
 
 

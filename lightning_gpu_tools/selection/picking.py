@@ -240,10 +240,7 @@ class Attempt:
         return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
 
     def is_choice_of_job(self, claim: GpuClaim) -> bool:
-        """Return whether another process of this job has made the choice, which this one then follows.
-
-        To choose again could give another order, or nothing: meanwhile the job itself uses these GPUs.
-        """
+        """Return whether another process of this job has made the choice: to choose again could give another one."""
         if self.group is not None and claim.group == self.group:
             return claims.is_trusted(claim)  # anybody can write any name of a group
         # Lightning's DDP starts its other ranks by running the script again, so they ask what the first one has asked.
@@ -289,10 +286,7 @@ def pick(
     group: str | None = None,
     among: Sequence[str] | None = None,
 ) -> _T:
-    """Decide once, or, if the request waits, until ``decide`` raises no more ``NotEnoughGpusError``.
-
-    It is called with the claims locked. The driver is opened at most once. ``group``, ``among``: see :class:`Attempt`.
-    """
+    """Decide with the claims locked: once, or, if the request waits, until that raises no ``NotEnoughGpusError``."""
     from lightning_gpu_tools.gpus import nvml
 
     give_up_s = None if request.wait_s is None else time.monotonic() + request.wait_s
@@ -342,7 +336,7 @@ def pick(
 
 
 def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[str]) -> None:
-    """Sleep until it is time to poll again: the sooner, the fewer are left of those ahead in the queue."""
+    """Sleep until it is time to poll: the sooner, the fewer of those ahead are left."""
     while (now_s := time.monotonic()) < give_up_s:
         place = 1 + claims.count_waiting(ahead)
         left_s = polled_s + min(_MAX_POLL_AFTER_S, max(_POLL_AFTER_S, place * cost_s / _MAX_LOAD)) - now_s
@@ -363,7 +357,7 @@ def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
 
 @contextlib.contextmanager
 def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
-    """Yield the claims, locked if there is something to write, and what is wrong with their folder."""
+    """Yield the claims, locked to write, and what is wrong with their folder."""
     path = claims.directory()
     problem = None
     with contextlib.ExitStack() as stack:

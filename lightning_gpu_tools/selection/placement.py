@@ -48,7 +48,7 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
 def how_many(request: Request) -> int:
     """Return how many GPUs "all" are: those of the job, of the mask or of the launcher, else all that qualify.
 
-    At least 1: asking for one where none qualifies gives the reasons.
+    At least 1, so that none gives the reasons.
     """
     return pick(replace(request, claim=False, wait=None), _how_many)
 
@@ -93,7 +93,6 @@ def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
 
 
 def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
-    """Claim the devices that the user named, if they qualify, and leave their numbers as they are."""
     wanted = [uuid for index, uuid in enumerate(attempt.visible_uuids) if index in devices]
     own = next((claim for claim in _own_claims(attempt) if set(claim.uuids) == set(wanted)), None)
     if own:
@@ -124,7 +123,7 @@ def _how_many(attempt: Attempt) -> int:
 
 
 def _launch() -> Launch | None:
-    """Return what has started this process and others that train with it; ``None`` if nothing has."""
+    """Return what has started this process and others that train with it."""
     launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
     if launch is None or launch.processes == 1 or (launch.job and not launch.needs):
         return launch
@@ -140,7 +139,7 @@ def _launch() -> Launch | None:
 
 
 def _launcher_group(devices: int) -> str | None:
-    """Return a name for the processes of this training that a launcher started here; ``None`` if none did."""
+    """Return a name for the processes that a launcher started here for this training."""
     launch = _launch()
     if launch is None or (launch.processes or devices) == 1:
         return None
@@ -148,7 +147,7 @@ def _launcher_group(devices: int) -> str | None:
 
 
 def _claim_granted(attempt: Attempt) -> None:
-    """Claim GPUs that a scheduler or the user gave to this job; what speaks against that is only a warning."""
+    """Claim GPUs that a scheduler or the user gave; what speaks against that is only a warning."""
     if not attempt.request.claim:
         return
     uuids = set(attempt.visible_uuids)
@@ -177,12 +176,11 @@ def _claim_granted(attempt: Attempt) -> None:
 
 
 def _own_claims(attempt: Attempt) -> list[GpuClaim]:
-    """Return the claims of this process and of those that started it, the latest first."""
     return [claim for claim in reversed(attempt.ledger.claims()) if claims.is_of_own_job(claim)]
 
 
 def _own_choice(devices: int, attempt: Attempt) -> GpuClaim | None:
-    """Return the latest own claim on that many of the visible GPUs; -1: any number."""
+    """Return the latest own claim on that many visible GPUs; -1: any number."""
     wanted = (claim for claim in _own_claims(attempt) if devices in (-1, len(claim.uuids)))
     return next((claim for claim in wanted if {*claim.uuids} <= {*attempt.visible_uuids}), None)
 

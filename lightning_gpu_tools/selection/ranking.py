@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
     @property
     def tier(self) -> tuple[bool, int, int]:
-        """What counts before memory, smaller is better: memory known, fewer claims, idle before busy before unknown."""
+        """What counts before memory: memory known, fewer claims, idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
         return (self.effective_free_bytes is None, self.whole_claims, load)
@@ -92,7 +92,7 @@ def rank_gpus(
 
 
 def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that would meet the request if everybody else left them."""
+    """Return the UUIDs of the GPUs that would meet the request if nobody used them."""
     left_alone = [
         replace(
             gpu,
@@ -106,7 +106,7 @@ def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
 
 
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
-    """Return the free memory minus what ``claims``, all of them on this GPU, asked for and do not use yet."""
+    """Return the free memory minus what the claims on this GPU asked for and do not use yet."""
     if gpu.memory_free_bytes is None:
         return None
     pending = 0
@@ -117,7 +117,7 @@ def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | N
 
 
 def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:
-    """Return the sentence that names the picked GPUs and what spoke for them."""
+    """Return the sentence that names the picked GPUs and why."""
     parts = []
     for candidate in chosen:
         free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
@@ -131,7 +131,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
 def sharding_hint(
     gpus: Sequence[GpuReading], others: Sequence[GpuClaim], request: Request, own_process_ids: Collection[int]
 ) -> str:
-    """Return what to do if no GPU is large enough but several together are; else nothing."""
+    """Return what to do if only several GPUs together are large enough; else nothing."""
     needed_bytes = request.min_free_bytes or 0
     relaxed = replace(request, min_free=None, count=max(2, request.count))
     candidates = rank_gpus(gpus, others, relaxed, own_process_ids).candidates
@@ -148,14 +148,14 @@ def sharding_hint(
 
 
 def label(gpu: GpuReading) -> str:
-    """Return what messages call a GPU: ``GPU 2 (GPU-1a2b3c4d…)``, ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
+    """Return ``GPU 2 (GPU-1a2b3c4d…)`` or ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
     kind = "GPU" if gpu.mig_index is None else "MIG instance"
     uuid = gpu.uuid or "UUID unknown"
     return f"{kind} {gpu.number} ({uuid if len(uuid) <= 13 else f'{uuid[:12]}…'})"
 
 
 def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
-    """Return each reason once, with how many GPUs it concerns and which; of many reasons the first ones."""
+    """Return each reason once, with its GPUs; of many reasons the first ones."""
     rejected: dict[str, list[GpuReading]] = {}
     for gpu, reason in rejections:
         rejected.setdefault(reason, []).append(gpu)
@@ -167,7 +167,7 @@ def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
 
 
 def _labels(gpus: Sequence[GpuReading]) -> str:
-    """Return what messages call several GPUs: ``8 GPUs (0 to 7)``, ``112 MIG instances (of GPUs 0 to 15)``."""
+    """Return ``8 GPUs (0 to 7)`` or ``112 MIG instances (of GPUs 0 to 15)``."""
     if len(gpus) == 1:
         return label(gpus[0])
     whole = [gpu.index for gpu in gpus if gpu.mig_index is None]
@@ -189,10 +189,7 @@ def _describe(process: GpuProcess) -> str:
 def _objections(
     candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], request: Request
 ) -> Iterator[str]:
-    """Yield a reason for each requirement that the GPU does not meet. What is unknown meets none.
-
-    ``others`` are the processes on it that are not the job's; ``None`` if they cannot be read.
-    """
+    """Yield a reason for each requirement that the GPU does not meet; what is unknown meets none."""
     gpu = candidate.gpu
     if gpu.error or not gpu.uuid:
         yield gpu.error or "the driver does not report its UUID"

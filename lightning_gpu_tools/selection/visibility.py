@@ -61,12 +61,12 @@ def visible_gpus(
 
 
 def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
-    """Return the GPUs, and of one that is divided into MIG instances these instead."""
+    """Return the GPUs, but of a divided one its MIG instances."""
     return tuple(part for gpu in gpus for part in (gpu.mig_instances or (gpu,)))
 
 
 def _distinct_until_none(items: Iterable[_T | None]) -> tuple[_T, ...]:
-    """Return what comes before the first ``None``, or nothing at all if something comes twice before it."""
+    """Return what comes before the first ``None``; nothing if something comes twice."""
     found: list[_T] = []
     for item in items:
         if item is None:
