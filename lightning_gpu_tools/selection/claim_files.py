@@ -42,9 +42,9 @@ _ELSEWHERE = "set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users shar
 class Entry(NamedTuple):
     """What a live process has put into the folder."""
 
+    since_ns: int  # the record's ctime, which nobody can set back
     name: str  # of its files, without the ending
     owner_id: int  # by the file system's word
-    since_ns: int  # the record's ctime, which nobody can set back
 
 
 class Held:
@@ -81,11 +81,11 @@ class Folder:
         """Return what live processes have put there, the earliest first."""
         per_user: Counter[int] = Counter()
         found = []
-        for entry in sorted(self._records(kind), key=lambda entry: entry.since_ns, reverse=True):
+        for entry in sorted(self._records(kind), reverse=True):
             per_user[entry.owner_id] += 1
             if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER and self._is_held(entry.name, entry.owner_id):
                 found.append(entry)
-        return sorted(found, key=lambda entry: (entry.since_ns, entry.name))
+        return found[::-1]
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; ``OSError`` or ``ValueError``: it is none."""
@@ -142,7 +142,7 @@ class Folder:
                 if ending == ".json" and _NAME.fullmatch(name) and name.startswith(f"{kind}-"):
                     with contextlib.suppress(FileNotFoundError):  # released meanwhile
                         found = file.stat(follow_symlinks=False)
-                        yield Entry(name, found.st_uid, found.st_ctime_ns)
+                        yield Entry(found.st_ctime_ns, name, found.st_uid)
 
     def _is_held(self, name: str, owner_id: int) -> bool:
         try:
@@ -234,8 +234,8 @@ def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
     found, longest = None, ""
     for line in mounts.splitlines():
         _, _, device, folder, point = line.split(" ")[:5]
-        parents = point if point == "/" else f"{point}/"
-        if f"{path}/".startswith(parents) and len(point) >= len(longest):  # a later mount hides an earlier one
+        # A later mount hides an earlier one.
+        if os.path.commonpath([path, point]) == point and len(point) >= len(longest):
             found, longest = (device, folder), point
     return found
 

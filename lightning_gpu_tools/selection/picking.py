@@ -139,9 +139,8 @@ def select_gpus(
     Only GPUs inside the inherited ``CUDA_VISIBLE_DEVICES`` are considered. Claims are an agreement among those who use
     this package; they do not keep other programs off a GPU.
 
-    Where Lightning's DDP starts the script again for each rank, all get the GPUs that the first one has applied. Under
-    torchrun, SLURM and MPI each rank picks for itself: use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a
-    strategy there, which pick once for all ranks.
+    Ranks that Lightning's DDP starts get the GPUs that the first one has applied. Under torchrun, SLURM and MPI each
+    rank picks for itself: use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy there.
 
     Args:
         count: How many GPUs. You never get fewer.
@@ -289,8 +288,9 @@ def pick(
     """Decide with the claims locked: once, or, if the request waits, until that raises no ``NotEnoughGpusError``."""
     from lightning_gpu_tools.gpus import nvml
 
-    give_up_s = None if request.wait_s is None else time.monotonic() + request.wait_s
-    announce_s = -math.inf
+    waits = request.wait_s is not None
+    give_up_s = time.monotonic() + (request.wait_s or 0.0)
+    announced_s = -math.inf
     place = None  # in the queue
     with contextlib.ExitStack() as until_the_end:
         keep_open = functools.cache(lambda: until_the_end.enter_context(nvml.session()))
@@ -302,22 +302,20 @@ def pick(
         if not claims.own_jobs():  # else all may be settled without the driver
             keep_open()  # before the lock is taken: without persistence mode it takes seconds
         while True:
-            writes = request.claim or group is not None or give_up_s is not None
             started_cpu_s = time.thread_time()
-            with _ledger(writes) as (ledger, problem):
-                is_patient = give_up_s is not None and time.monotonic() < give_up_s
-                if is_patient and isinstance(problem, ClaimsLockedError):
+            with _ledger(waits or request.claim or group is not None) as (ledger, problem):
+                if isinstance(problem, ClaimsLockedError) and time.monotonic() < give_up_s:
                     claims.warn_once(f"{problem} Waiting for it.")
                     continue
-                ahead = _ahead_of(place, ledger) if give_up_s is not None else ()
+                ahead = _ahead_of(place, ledger) if waits else ()
                 attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
-                    if give_up_s is None:
+                    if not waits:
                         raise
                     reasons = error
-                if announce_s == -math.inf:  # the first time
+                if announced_s == -math.inf:  # the first time
                     uuids = attainable(attempt.visible, attempt.request)
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help: even unused GPUs would not qualify.")
@@ -326,9 +324,9 @@ def pick(
                         until_the_end.callback(place.release)
             now_s = time.monotonic()
             if now_s >= give_up_s:
-                raise _prefixed(reasons, f"Waited {format_duration(request.wait_s or 0)}.")
-            if now_s - announce_s >= _ANNOUNCE_EVERY_S:
-                announce_s = now_s
+                raise _prefixed(reasons, f"Waited {format_duration(request.wait_s or 0.0)}.")
+            if now_s - announced_s >= _ANNOUNCE_EVERY_S:
+                announced_s = now_s
                 queue = f", behind {len(ahead)} other job{'s' * (len(ahead) > 1)}" if ahead else ""
                 claims.warn(f"Waiting for up to {format_duration(give_up_s - now_s)}{queue}. {reasons}")
             cost_s = time.thread_time() - started_cpu_s

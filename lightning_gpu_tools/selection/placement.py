@@ -27,12 +27,11 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
     """Return the numbers of the CUDA devices to use and claim the GPUs behind them.
 
     Until CUDA has started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the GPUs picked, the best first, so they
-    become the devices 0, 1, ... here and in every child. Later the devices are picked by number among the visible ones.
+    become the devices 0, 1, ... here and in every child. Later the devices are picked by number among the visible ones,
+    whose UUIDs ``cuda_uuids`` returns.
 
-    Args:
-        devices: How many, ``-1`` for all that qualify; or the numbers of the ones to take, which are then only checked.
-        request: What is asked of them; its ``count`` plays no role.
-        cuda_uuids: Returns the UUIDs of the visible devices in CUDA's order; only called after CUDA has started.
+    ``devices`` is how many, -1 for all that qualify, or their numbers: then they are only checked. The request's
+    ``count`` plays no role.
     """
     shown = cuda_uuids() if cuda.is_initialized() else None
     if not isinstance(devices, int):

@@ -62,11 +62,9 @@ class Request:
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them."""
-    options = "Args:\n" + "".join(f"    {name}: {text}\n" for name, text in OPTIONS.items())
-    # Python 3.13 takes the indentation off docstrings, older ones leave it.
-    head, section, rest = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
-    if not section:
-        head, section, rest = head.partition("Raises:\n")
-        options, rest = f"{options}\n", section + rest
-    cls.__doc__ = f"{head}{options}{rest}"
+    text = inspect.cleandoc(cls.__doc__ or "")
+    if "Args:\n" not in text:
+        text = text.replace("Raises:\n", "Args:\n\nRaises:\n")
+    options = "".join(f"    {name}: {meaning}\n" for name, meaning in OPTIONS.items())
+    cls.__doc__ = text.replace("Args:\n", f"Args:\n{options}")
     return cls
