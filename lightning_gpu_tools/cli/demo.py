@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools demo``: a slow training, its report, and the fix."""
+"""``lightning-gpu-tools demo``: a slow training, its report, and its fix."""
 
 from __future__ import annotations
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from lightning_gpu_tools.cli import options
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report import Report
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-slowdown",
         metavar="PERCENT",
-        type=_share,
+        type=options.percent,
         help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
     )
     parser.add_argument(
@@ -46,16 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
-def _share(text: str) -> float:
-    try:
-        percent = float(text.strip().removesuffix("%"))
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a percentage of at least 0, e.g. 5%, got {text!r}")
-    return percent / 100
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
     from lightning_gpu_tools.errors import ReportError
@@ -66,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--full is for the report of one run, as text or markdown")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
+    max_slowdown = args.max_slowdown or 0.0
+    if not 0 <= max_slowdown < math.inf:
+        args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
     if args.format == "html" and importlib.util.find_spec("bokeh") is None:
         args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
@@ -82,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     except ReportError as error:
         print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
         return 3
-    return _compare(new, old, args.max_slowdown or 0.0, args.format)
+    return _compare(new, old, max_slowdown / 100, args.format)
 
 
 def _page(*runs: Any) -> str:

@@ -7,18 +7,14 @@ import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.cli import options
-from lightning_gpu_tools.selection.launchers import Launch, find_launch
+from lightning_gpu_tools.selection.launchers import find_launch
 from lightning_gpu_tools.units import printable_path
 
-if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.picking import GpuSelection
-
 _SRUN_INSIDE = (
-    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so the command sees all GPUs unless it picks with "
-    "this package. Write srun ... lightning-gpu-tools run ... -- CMD instead."
+    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres: they see all GPUs unless they pick with this "
+    "package. Write srun ... lightning-gpu-tools run ... -- CMD instead."
 )
 
 
@@ -28,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. The claim "
         "lives exactly as long as the command and its children, however they end. Under srun, torchrun or mpirun the "
         "processes on one machine share one choice if N is at least their number; with a smaller N each picks for "
-        "itself. With SLURM write `srun ... lightning-gpu-tools run ... -- CMD`: the tasks of `run -- srun CMD` see "
-        "all GPUs."
+        "itself. With SLURM, write `srun ... lightning-gpu-tools run ... -- CMD`, not `run -- srun CMD`."
     )
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command, or "
@@ -65,46 +60,36 @@ def run(args: argparse.Namespace) -> int:
                 from lightning_gpu_tools.selection.affinity import bind_to_gpus
 
                 one_session.enter_context(nvml.session())
-            launch = _sharing_launch(args.count or 1)
-            if launch and not launch.job:
-                args.parser.error(f"{launch.program} gives its processes no name to share a choice by. {launch.remedy}")
-            selection = options.select(args, claim=True, group=launch.group(args.count or 1) if launch else None)
+            count, group = args.count or 1, None
+            launch = find_launch(os.environ, has_mpi4py=True)
+            if launch and 1 < (launch.processes or 1) <= count:  # each of them has one or more of the GPUs
+                if not launch.job:
+                    args.parser.error(f"{launch.program} does not name its processes' job. {launch.remedy}")
+                group = launch.group(count)
+            selection = options.select(args, claim=True, group=group)
             selection.apply()
             selection.pass_on()
             if args.bind_numa:
                 bind_to_gpus(selection.uuids)
+        reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
+        if launch and group:
+            reason += f" The {launch.processes} processes of this {launch.program} on this machine share them."
         with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the command may not need anybody to
-            print(f"lightning-gpu-tools: {_reason(selection, launch)}", file=sys.stderr, flush=True)
+            print(f"lightning-gpu-tools: {reason}", file=sys.stderr, flush=True)
             if os.path.basename(command[0]) == "srun":
                 print(f"lightning-gpu-tools: {_SRUN_INSIDE}", file=sys.stderr, flush=True)
     return _execute(command)
 
 
-def _sharing_launch(count: int) -> Launch | None:
-    """Return what has started processes here that share that many GPUs, each with one or more."""
-    launch = find_launch(os.environ, has_mpi4py=True)
-    return launch if launch and 1 < (launch.processes or 1) <= count else None
-
-
-def _reason(selection: GpuSelection, launch: Launch | None) -> str:
-    if launch is None:
-        return selection.reason
-    picked = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
-    return f"{picked} The {launch.processes} processes of this {launch.program} on this machine share them."
-
-
 def _execute(command: list[str]) -> int:
     try:
-        if os.name == "nt":  # there exec starts a second process and ends this one, and with it the claim
+        if os.name == "nt":  # there exec starts a second process and ends this one
             import subprocess
 
             return subprocess.call(command)
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what is ignored stays so in the command
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)
-    except FileNotFoundError:
-        print(f"lightning-gpu-tools: {printable_path(command[0])}: command not found", file=sys.stderr)
-        return 127  # as a shell does, POSIX "Exit Status for Commands"
     except OSError as error:
         print(f"lightning-gpu-tools: {printable_path(command[0])}: {error.strerror}", file=sys.stderr)
-        return 126
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell, POSIX "Exit Status for Commands"
