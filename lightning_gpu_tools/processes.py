@@ -34,7 +34,7 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 def pid_namespace() -> str | None:
-    """Return a name of the numbering of processes, of which a container has its own."""
+    """Return a name of this process's numbering of processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # /proc is not mounted
@@ -58,7 +58,7 @@ class ProcessId:
 
     Attributes:
         kernel: Tells the boot of its machine from any other.
-        namespace: Name of the numbering of processes there, which differs between containers; ``None`` if unknown.
+        namespace: Names its numbering of processes, of which a container has its own; ``None`` if unknown.
         pid: Its number.
         started_ticks: When it started, in clock ticks since boot; ``None`` if unknown.
     """

@@ -22,16 +22,12 @@ _BYTES_PER_UNIT = {
 }
 _SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
-_MAX_RANGES = 8  # of :func:`number_ranges`: what fits in a line of 100 columns, up to 5 digits
+_MAX_RANGES = 8  # of up to 5 digits, which fit in a line of 100 columns
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Return a size like ``"8GiB"``, ``"1.5 gb"`` or ``1048576`` in bytes.
-
-    Raises:
-        ValueError: It is not a size, or larger than any memory. The message calls it ``name``.
-    """
+    """Return a size like ``"8GiB"`` or ``1048576`` in bytes; ``ValueError``, which calls it ``name``, if it is none."""
     size_bytes = math.nan if isinstance(size, float) else _parse(size, _BYTES_PER_UNIT)
     if not 0 <= size_bytes < MAX_BYTES:
         raise ValueError(f'{name} must be a number of bytes or a size like "8GiB" or "500MB", got {size!r}.')
@@ -39,11 +35,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
 
 def parse_duration(duration: float | str, name: str = "duration") -> float:
-    """Return a duration like ``"90s"``, ``"1.5h"`` or ``600`` in seconds.
-
-    Raises:
-        ValueError: It is not a duration, or infinite. The message calls it ``name``.
-    """
+    """Return a duration like ``"90s"``, ``"1.5h"`` or ``600`` in seconds; ``ValueError`` if it is none."""
     seconds = _parse(duration, _SECONDS_PER_UNIT)
     if not 0 <= seconds < math.inf:
         raise ValueError(f'{name} must be a number of seconds or a duration like "90s" or "10m", got {duration!r}.')
@@ -87,10 +79,7 @@ def format_duration(duration_s: float) -> str:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in order and as ranges, each once: ``"0, 3, 4 and 8 to 1,023"``; ``""`` if there are none.
-
-    Of more than eight ranges the rest is counted: ``"0, 2, ..., 14 and 504 others"``.
-    """
+    """Return numbers like ``"0, 3, 4 and 8 to 1,023"`` or ``"0, 2, 4, 6, 8, 10, 12, 14 and 504 others"``."""
     ordered = sorted(set(numbers))
     ranges: list[list[int]] = []
     for _, consecutive in groupby(enumerate(ordered), lambda item: item[1] - item[0]):
@@ -114,7 +103,7 @@ def printable(text: object, max_length: int = 100) -> str:
             text = str(text)
         except (RecursionError, ValueError):  # nested too deeply; an integer with more digits than Python converts
             text = f"<{type(text).__name__}>"
-    # Escapes make text longer, never shorter, so at most this much of each end is needed.
+    # Escapes make text longer, never shorter, so no more of each end is needed.
     ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
     escaped = _escaped(ends)
     if len(text) == len(ends) and len(escaped) <= max_length:
@@ -139,7 +128,7 @@ def user_name(user_id: int) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a message with every control character but line ends escaped: the safety net below :func:`printable`.
+    """Return text with all control characters but line ends escaped: the net below :func:`printable`.
 
     Text of others that was inserted raw cannot control a terminal then, but it could still forge a line.
     """

@@ -28,7 +28,6 @@ COMMANDS = {
     "demo": "train with a slow loader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
-# Of the errors that not only some commands have; of others 1.
 _EXIT_CODES: dict[type, int] = {NotEnoughGpusError: 3, NvmlUnavailableError: 4}
 _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: no command's answer
 

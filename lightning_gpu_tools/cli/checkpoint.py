@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools checkpoint``: inspect, verify, convert and compare checkpoint files."""
+"""The command ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong u
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
         "Inspect, verify, convert and compare checkpoints: files of torch.save, Lightning and safetensors, folders of "
         "shards or their index (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). No code in a file "

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools demo``: a slow training, its report, and its fix."""
+"""The command ``demo``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
         "Train a small network with a slow loader and print its report; then apply the advice, train again, and print "
         "the result. It needs no GPU, downloads nothing, and takes under a minute."

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools gpus``: every GPU of the machine, who uses it, who claims it, and why it cannot be used."""
+"""The command ``gpus``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MIN_AGE_S = 300.0  # our default: who has begun less than five minutes ago may 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
         "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: memory, utilization over the last seconds, "
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools pick``: print the UUIDs of the best GPUs, for shell scripts."""
+"""The command ``pick``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_gpu_tools.cli import options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
         "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. It ends at once and so "
         "claims nothing; `run` claims GPUs for a command."

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools report``: print a report again, or compare it with another one."""
+"""The command ``report``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
         "Print the report that GPUUtilizationMonitor wrote of a run, which may still run or may have been killed; with "
         "--against, compare its steady steps with those of another run. Works without a GPU."

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools run``: claim GPUs and become the command that uses them."""
+"""The command ``run``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SRUN_INSIDE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
         "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. The claim "
         "lives exactly as long as the command and its children, however they end. Under srun, torchrun or mpirun the "

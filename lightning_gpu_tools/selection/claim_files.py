@@ -71,7 +71,7 @@ class Held:
 
 
 class Folder:
-    """The folder, open."""
+    """The folder, open; ``put`` and ``clean_up`` are for whom it is locked."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path

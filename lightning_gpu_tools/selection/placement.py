@@ -47,7 +47,7 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
 def how_many(request: Request) -> int:
     """Return how many GPUs "all" are: those of the job, of the mask or of the launcher, else all that qualify.
 
-    At least 1, so that none gives the reasons.
+    At least 1: asking for one where none qualifies gives the reasons.
     """
     return pick(replace(request, claim=False, wait=None), _how_many)
 
@@ -69,12 +69,8 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
         )
         _claim_granted(attempt)
         return list(range(count))  # Lightning says which of them do not exist
-    choice = attempt.choose()
-    choice.adopt()
-    if choice.reason:
-        started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
-        log().info("%s%s", choice.reason, started)
-    return _use(choice.uuids, attempt)
+    started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
+    return _use(_choose(attempt, started), attempt)
 
 
 def log() -> logging.Logger:
@@ -99,11 +95,16 @@ def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
     else:
         attempt.among = wanted
         attempt.request = replace(attempt.request, count=len(devices))
-        choice = attempt.choose()
-        choice.adopt()
-        if choice.reason:
-            log().info("%s They were requested by number.", choice.reason)
+        _choose(attempt, " They were requested by number.")
     return list(devices)
+
+
+def _choose(attempt: Attempt, remark: str) -> tuple[str, ...]:
+    choice = attempt.choose()
+    choice.adopt()
+    if choice.reason:
+        log().info("%s%s", choice.reason, remark)
+    return choice.uuids
 
 
 def _how_many(attempt: Attempt) -> int:

@@ -225,14 +225,17 @@ def _objections(
 
 def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
     free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
-    min_free, max_percent = request.min_free_bytes, request.max_utilization
-    if min_free is not None and free is None:
-        yield f"does not report its free memory, asked for {format_bytes(min_free)}"
-    elif min_free is not None and free is not None and free < min_free:
-        claimed = (candidate.gpu.memory_free_bytes or 0) - free
-        detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
-        yield f"{format_bytes(free)} free{detail}, asked for {format_bytes(min_free)}"
-    if max_percent is not None and percent is None:
-        yield f"does not report its utilization, asked for at most {max_percent:g} %"
-    elif max_percent is not None and percent is not None and percent > max_percent:
-        yield f"{percent:.0f} % busy, asked for at most {max_percent:g} %"
+    if request.min_free_bytes is not None:
+        asked = f"asked for {format_bytes(request.min_free_bytes)}"
+        if free is None:
+            yield f"does not report its free memory, {asked}"
+        elif free < request.min_free_bytes:
+            claimed = (candidate.gpu.memory_free_bytes or 0) - free
+            detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
+            yield f"{format_bytes(free)} free{detail}, {asked}"
+    if request.max_utilization is not None:
+        asked = f"asked for at most {request.max_utilization:g} %"
+        if percent is None:
+            yield f"does not report its utilization, {asked}"
+        elif percent > request.max_utilization:
+            yield f"{percent:.0f} % busy, {asked}"
