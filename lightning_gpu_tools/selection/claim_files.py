@@ -34,9 +34,8 @@ _MAX_RECORDS_PER_USER = 1000  # the latest first; a job has one for each of its 
 # (XDG Base Directory Specification, XDG_RUNTIME_DIR).
 _RECORD_MODE, _SOCKET_MODE = 0o1644, 0o1666
 _NAME = re.compile(r"[a-z]+-[0-9a-f]{16}")
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ELSEWHERE = "set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share"
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 class Entry(NamedTuple):
@@ -268,7 +267,7 @@ def _is_being_made(path: str) -> bool:
 
 def _open(path: str) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except PermissionError as error:
         raise _unusable(path, "this user may not read it", _open_to_all(path)) from error
     except NotADirectoryError as error:
@@ -294,7 +293,10 @@ def _open_to_all(path: str) -> str:
 
 
 def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
-    return ClaimsError(f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}; or {_ELSEWHERE}.")
+    return ClaimsError(
+        f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}; or set "
+        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share."
+    )
 
 
 def _remove(folder: int, name: str) -> None:

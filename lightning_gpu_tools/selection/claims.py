@@ -29,8 +29,6 @@ _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and of its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
-_SCHEMA_VERSION = 2
-_KINDS = ("memory", "whole", "exclusive")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
 _UUID = re.compile(r"[\w/-]{1,100}")
@@ -154,7 +152,7 @@ class Ledger:
         assert self._folder is not None, "only open_ledger() gives a ledger to write to"
         own = ProcessId.of(os.getpid())
         record = {
-            "schema_version": _SCHEMA_VERSION,
+            "schema_version": 2,
             **content,
             "pid": own.pid,
             "pid_namespace": own.namespace,
@@ -210,7 +208,7 @@ def _check(path: str) -> None:
 
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId]:
     kind = record["kind"]
-    if kind not in _KINDS:
+    if kind not in ("memory", "whole", "exclusive"):
         raise ValueError(f"kind is {kind!r:.80}")
     claim = GpuClaim(
         job=_text(record, "job", 100),

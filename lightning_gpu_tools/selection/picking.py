@@ -209,10 +209,10 @@ class Attempt:
         gpus = whole_or_instances(self.gpus)
         return self.ledger.claims({process.pid for gpu in gpus for process in gpu.processes or ()})
 
-    @property
-    def others(self) -> list[GpuClaim]:
-        """The claims of other jobs."""
-        return [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
+    def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
+        """Rank what may be picked for this or another request."""
+        others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
+        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead)
 
     def choose(self) -> GpuSelection:
         """Pick and claim; the errors are those of :func:`select_gpus`."""
@@ -224,9 +224,9 @@ class Attempt:
             if self.is_choice_of_job(claim) and by_uuid.keys() >= {*claim.uuids}:
                 held = self.ledger.join(claim) if self.ledger.takes_claims else None
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
-        ranking = rank_gpus(visible, self.others, self.request, {os.getpid()}, self.ahead)
+        ranking = self.rank(self.request, self.ahead)
         if len(ranking.candidates) < self.request.count:
-            raise self._not_enough(ranking, visible)
+            raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
         if self.among is not None:  # children of a process in which CUDA has started number them like this
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
@@ -263,15 +263,15 @@ class Attempt:
             raise error
         claims.warn_once(f"{error}{' The GPUs of this job are not claimed.' if self.request.claim else ''}")
 
-    def _not_enough(self, ranking: Ranking, visible: Sequence[GpuReading]) -> NotEnoughGpusError:
-        count, mask = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES")
+    def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
+        count, mask, visible = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
         outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not one of those asked for"
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
         rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
         asked = f"Asked for {count} GPU{'s' if count > 1 else ''}"
         if self.gpus:
             message = f"{asked}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-            message += sharding_hint(visible, self.others, self.request, {os.getpid()})
+            message += sharding_hint(self.request, self.rank)
         else:
             message = f"{asked}, but the NVIDIA driver lists none."
         message = "\n  ".join([message, *folded_reasons(rejections)])

@@ -19,7 +19,6 @@ from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
-from lightning_gpu_tools.selection.ranking import rank_gpus
 from lightning_gpu_tools.selection.request import Request
 
 
@@ -119,7 +118,7 @@ def _how_many(attempt: Attempt) -> int:
         return launch.processes
     # Several, because MIG instances do not qualify then: they cannot be combined.
     several = replace(attempt.request, count=2)
-    return max(1, len(rank_gpus(attempt.visible, attempt.others, several, {os.getpid()}).candidates))
+    return max(1, len(attempt.rank(several).candidates))
 
 
 def _launch() -> Launch | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -128,13 +128,10 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
     return f"Picked {'; '.join(parts)}. Best of {len(visible)} visible: idle before busy, then the most free memory."
 
 
-def sharding_hint(
-    gpus: Sequence[GpuReading], others: Sequence[GpuClaim], request: Request, own_process_ids: Collection[int]
-) -> str:
+def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
     """Return what to do if only several GPUs together are large enough; else nothing."""
     needed_bytes = request.min_free_bytes or 0
-    relaxed = replace(request, min_free=None, count=max(2, request.count))
-    candidates = rank_gpus(gpus, others, relaxed, own_process_ids).candidates
+    candidates = rank(replace(request, min_free=None, count=max(2, request.count))).candidates
     free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
     enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
     if enough is None or free_bytes[0] >= needed_bytes:
