@@ -171,7 +171,7 @@ class Attempt:
 
     request: Request
     ledger: claims.Ledger
-    problem: ClaimsError | None  # why claims cannot be made, or not even be read
+    problem: ClaimsError | None  # why claims cannot be made, or not even read
     read_gpus: Callable[[], tuple[GpuReading, ...]]
     ahead: Sequence[GpuWaiter]  # who has waited longer
     # Name of the processes that share one choice: the first one makes it, the others take it over.
@@ -210,7 +210,7 @@ class Attempt:
         return self.ledger.claims({process.pid for gpu in gpus for process in gpu.processes or ()})
 
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
-        """Rank what may be picked for this or another request."""
+        """Rank what may be picked, for this or another request."""
         others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
         return rank_gpus(self.visible, others, request, {os.getpid()}, ahead)
 
