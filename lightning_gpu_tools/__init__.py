@@ -1,8 +1,7 @@
 """Lightning callbacks and plugins for shared GPU servers.
 
-Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. The names
-below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor
-pynvml.
+Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. Most names
+are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor pynvml.
 """
 
 from __future__ import annotations
@@ -11,29 +10,29 @@ import importlib
 from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.environment import VERSION as __version__
+from lightning_gpu_tools.errors import (
+    AmbiguousCheckpointError,
+    BrokenCheckpointError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ClaimsError,
+    CudaAlreadyInitializedError,
+    KeyCollisionError,
+    LightningGpuToolsError,
+    LowGPUUtilizationWarning,
+    NotEnoughGpusError,
+    NvmlUnavailableError,
+    ReportError,
+    StalledTrainingWarning,
+    UnknownOptionError,
+    UnsafeCheckpointError,
+)
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
     from lightning_gpu_tools.advice.loader_trials import LoaderResult
     from lightning_gpu_tools.checkpoints.weights import LoadReport, load_weights
-    from lightning_gpu_tools.errors import (
-        AmbiguousCheckpointError,
-        BrokenCheckpointError,
-        CheckpointError,
-        CheckpointMismatchError,
-        CheckpointNotFoundError,
-        ClaimsError,
-        CudaAlreadyInitializedError,
-        KeyCollisionError,
-        LightningGpuToolsError,
-        LowGPUUtilizationWarning,
-        NotEnoughGpusError,
-        NvmlUnavailableError,
-        ReportError,
-        StalledTrainingWarning,
-        UnknownOptionError,
-        UnsafeCheckpointError,
-    )
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.loaders.search import find_loader_settings
     from lightning_gpu_tools.reports.report import Report, load_report
@@ -63,22 +62,6 @@ _MODULE_OF = {
     "watch": "trainer.watch",
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
-    "AmbiguousCheckpointError": "errors",
-    "BrokenCheckpointError": "errors",
-    "CheckpointError": "errors",
-    "CheckpointMismatchError": "errors",
-    "CheckpointNotFoundError": "errors",
-    "ClaimsError": "errors",
-    "CudaAlreadyInitializedError": "errors",
-    "KeyCollisionError": "errors",
-    "LightningGpuToolsError": "errors",
-    "LowGPUUtilizationWarning": "errors",
-    "NotEnoughGpusError": "errors",
-    "NvmlUnavailableError": "errors",
-    "ReportError": "errors",
-    "StalledTrainingWarning": "errors",
-    "UnknownOptionError": "errors",
-    "UnsafeCheckpointError": "errors",
     "LoaderResult": "advice.loader_trials",
     "LoaderSettings": "training.run_measurements",
     "find_loader_settings": "loaders.search",
@@ -99,16 +82,7 @@ _MODULE_OF = {
     "load_report": "reports.report",
 }
 
-__all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
-    "FreeMemoryCUDAAccelerator",
-    "GPUUtilizationAdvisor",
-    "GPUUtilizationMonitor",
-    "NumWorkersFinder",
-    "PortableCheckpointIO",
-    "TrainingWatch",
-    "watch",
-    "Diagnosis",
-    "Finding",
+__all__ = [
     "AmbiguousCheckpointError",
     "BrokenCheckpointError",
     "CheckpointError",
@@ -116,34 +90,43 @@ __all__ = [  # noqa: RUF022 - in the order of _MODULE_OF, by part
     "CheckpointNotFoundError",
     "ClaimsError",
     "CudaAlreadyInitializedError",
-    "KeyCollisionError",
-    "LightningGpuToolsError",
-    "LowGPUUtilizationWarning",
-    "NotEnoughGpusError",
-    "NvmlUnavailableError",
-    "ReportError",
-    "StalledTrainingWarning",
-    "UnknownOptionError",
-    "UnsafeCheckpointError",
-    "LoaderResult",
-    "LoaderSettings",
-    "find_loader_settings",
-    "GpuClaim",
-    "GpuProcess",
-    "GpuReading",
-    "GpuSelection",
-    "list_gpus",
-    "select_gpus",
+    "Diagnosis",
+    "Finding",
+    "FreeMemoryCUDAAccelerator",
     "FreeMemoryDDPStrategy",
     "FreeMemoryDeepSpeedStrategy",
     "FreeMemoryFSDPStrategy",
     "FreeMemoryStrategy",
+    "GPUUtilizationAdvisor",
+    "GPUUtilizationMonitor",
+    "GpuClaim",
+    "GpuProcess",
+    "GpuReading",
+    "GpuSelection",
+    "KeyCollisionError",
+    "LightningGpuToolsError",
     "LoadReport",
-    "load_from_checkpoint",
-    "load_weights",
+    "LoaderResult",
+    "LoaderSettings",
+    "LowGPUUtilizationWarning",
+    "NotEnoughGpusError",
+    "NumWorkersFinder",
+    "NvmlUnavailableError",
+    "PortableCheckpointIO",
     "Report",
-    "load_report",
+    "ReportError",
+    "StalledTrainingWarning",
+    "TrainingWatch",
+    "UnknownOptionError",
+    "UnsafeCheckpointError",
     "__version__",
+    "find_loader_settings",
+    "list_gpus",
+    "load_from_checkpoint",
+    "load_report",
+    "load_weights",
+    "select_gpus",
+    "watch",
 ]
 
 

@@ -1,69 +1,55 @@
-"""What distinguishes a process from all others, here and on other machines."""
+"""Which process is which, here and on other machines."""
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
-import platform
-import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
+
+INIT = 1  # the process that becomes the parent of those whose own has ended
 
 
 class ProcessStat(NamedTuple):
-    """What the kernel says of a process, see proc_pid_stat(5).
-
-    Attributes:
-        state: A letter; ``Z`` has ended, and its parent has not asked how.
-        parent: Number of the process that started it.
-        started_ticks: When it started, in clock ticks since boot.
-    """
+    """Of proc_pid_stat(5)."""
 
     state: str
     parent: int
-    started_ticks: int
+    started_ticks: int  # since boot
+
+
+def read_kernel_file(path: str | os.PathLike[str]) -> str:
+    """Return a file of ``/proc`` or ``/sys``; empty if there is none or it is hidden."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Return what the kernel says of a process; ``None`` if it has ended, is hidden, or this is not Linux."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name before that may hold anything
-    except OSError:
-        return None
-    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[19]))  # fields 3, 4 and 22
-
-
-# The number of the process that gets every other one whose parent has ended.
-INIT = 1
-
-
-def started_s(stat: ProcessStat) -> float | None:
-    """Return when a process started, in seconds since the epoch; ``None`` if this is not Linux."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return None
-    booted_s = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
-    return booted_s + stat.started_ticks / os.sysconf("SC_CLK_TCK")
+    """Return what the kernel says of a process; ``None`` if it has ended or is hidden, or outside Linux."""
+    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before that may hold anything
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19])) if fields else None  # fields 3, 4 and 22
 
 
 def pid_namespace() -> str | None:
-    """Return a name of the numbering of processes, which differs between containers."""
+    """Return a name of this process's numbering of processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # /proc is not mounted
         return None
 
 
+@functools.cache
 def running_kernel() -> str:
     """Return 12 hex digits that tell one boot of one machine from any other, also across containers and NFS."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:  # not Linux: a machine counts as one kernel for good
-        boot = f"{platform.node()}-{uuid.getnode()}"
-    return hashlib.sha256(boot.encode()).hexdigest()[:12]
+    boot = read_kernel_file("/proc/sys/kernel/random/boot_id")
+    if boot:
+        return boot.replace("-", "")[:12]
+    import uuid
+
+    return f"{uuid.getnode():012x}"  # not Linux: a machine counts as one kernel for good
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +58,7 @@ class ProcessId:
 
     Attributes:
         kernel: Tells the boot of its machine from any other.
-        namespace: Name of the numbering of processes there, which differs between containers; ``None`` if unknown.
+        namespace: Names its numbering of processes, of which a container has its own; ``None`` if unknown.
         pid: Its number.
         started_ticks: When it started, in clock ticks since boot; ``None`` if unknown.
     """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 # Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI.
 _BYTES_PER_UNIT = {
+    "": 1,
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
@@ -19,55 +20,38 @@ _BYTES_PER_UNIT = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
-_MAX_RANGES = 8  # of :func:`number_ranges`: what fits in a line of 100 columns, up to 5 digits
+_MAX_RANGES = 8  # of up to 5 digits, which fit in a line of 100 columns
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Return ``size`` in bytes.
-
-    Args:
-        size: A number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"500MB"`` or ``"1048576"``. Case does not
-            matter.
-        name: The caller's name for this argument; used in the error.
-
-    Raises:
-        ValueError: ``size`` is negative, larger than any memory, or not a size.
-    """
-    size_bytes: float = math.nan
-    if isinstance(size, int) and not isinstance(size, bool):
-        size_bytes = size
-    elif isinstance(size, str) and (match := _QUANTITY.fullmatch(size)):
-        size_bytes = float(match[1]) * _BYTES_PER_UNIT.get(match[2].lower() or "b", math.nan)
+    """Return a size like ``"8GiB"`` or ``1048576`` in bytes; ``ValueError``, which calls it ``name``, if it is none."""
+    size_bytes = math.nan if isinstance(size, float) else _parse(size, _BYTES_PER_UNIT)
     if not 0 <= size_bytes < MAX_BYTES:
         raise ValueError(f'{name} must be a number of bytes or a size like "8GiB" or "500MB", got {size!r}.')
     return round(size_bytes)
 
 
 def parse_duration(duration: float | str, name: str = "duration") -> float:
-    """Return ``duration`` in seconds.
-
-    Args:
-        duration: A number of seconds, or text such as ``"90s"``, ``"10m"``, ``"1.5h"``.
-        name: The caller's name for this argument; used in the error.
-
-    Raises:
-        ValueError: ``duration`` is negative, not finite or not a duration.
-    """
-    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
-        seconds = float(duration)
-    else:
-        match = _QUANTITY.fullmatch(duration) if isinstance(duration, str) else None
-        seconds = float(match[1]) * _SECONDS_PER_UNIT.get(match[2].lower() or "s", math.nan) if match else math.nan
+    """Return a duration like ``"90s"``, ``"1.5h"`` or ``600`` in seconds; ``ValueError`` if it is none."""
+    seconds = _parse(duration, _SECONDS_PER_UNIT)
     if not 0 <= seconds < math.inf:
         raise ValueError(f'{name} must be a number of seconds or a duration like "90s" or "10m", got {duration!r}.')
-    return seconds
+    return float(seconds)
+
+
+def _parse(quantity: object, per_unit: Mapping[str, float]) -> float:
+    """Return a number, or the number that a text gives; NaN if it is neither."""
+    if isinstance(quantity, (int, float)) and not isinstance(quantity, bool):
+        return quantity
+    match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
+    return float(match[1]) * per_unit.get(match[2].lower(), math.nan) if match else math.nan
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size with three significant digits and a binary unit, for example ``"71.3 GiB"``."""
+    """Return a size with three significant digits: ``"71.3 GiB"``."""
     unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size_bytes) < 1000 or unit == "TiB":
@@ -78,7 +62,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """Return a duration in the unit a reader expects, for example ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
+    """Return a duration in the unit a reader expects: ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
     if duration_s < 0.0009995:  # not "1000 us"
         return f"{duration_s * 1e6:.0f} us"
     if duration_s < 0.9995:
@@ -95,10 +79,7 @@ def format_duration(duration_s: float) -> str:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in order and as ranges, for example ``"0, 3, 4 and 8 to 1,023"``; ``""`` if there are none.
-
-    Repeated numbers count once. Of more than eight ranges the rest is counted: ``"0, 2, ..., 14 and 504 others"``.
-    """
+    """Return numbers like ``"0, 3, 4 and 8 to 1,023"`` or ``"0, 2, 4, 6, 8, 10, 12, 14 and 504 others"``."""
     ordered = sorted(set(numbers))
     ranges: list[list[int]] = []
     for _, consecutive in groupby(enumerate(ordered), lambda item: item[1] - item[0]):
@@ -112,21 +93,17 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def printable(text: object, max_length: int = 100) -> str:
-    r"""Return text of others that is safe to print: one line, no control characters, limited in length.
+    r"""Return text from a file, a driver or another user that is safe to print: one line of at most ``max_length``.
 
     Control characters, line ends and marks of writing direction are escaped as in a Python literal (``\x1b``, ``\n``,
-    ``\u202e``). Text longer than ``max_length`` characters loses its middle.
-
-    Args:
-        text: Text from a file, a driver or another user. Other objects are converted with ``str``.
-        max_length: Maximum length of the result.
+    ``\u202e``). Longer text loses its middle.
     """
     if not isinstance(text, str):
         try:
             text = str(text)
         except (RecursionError, ValueError):  # nested too deeply; an integer with more digits than Python converts
             text = f"<{type(text).__name__}>"
-    # Escapes make text longer, never shorter, so at most this much of each end is needed.
+    # Escapes make text longer, never shorter, so no more of each end is needed.
     ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
     escaped = _escaped(ends)
     if len(text) == len(ends) and len(escaped) <= max_length:
@@ -136,12 +113,12 @@ def printable(text: object, max_length: int = 100) -> str:
 
 
 def printable_path(path: object) -> str:
-    """Return a path or URL like :func:`printable`, long enough to be copied."""
+    """Return a path or URL that is safe to print, long enough to be copied."""
     return printable(path, max_length=300)
 
 
 def user_name(user_id: int) -> str:
-    """Return what messages call a user of this machine (not on Windows): the login name, printable, or ``uid 1000``."""
+    """Return a user's login name, printable, or ``uid 1000`` (not on Windows)."""
     import pwd
 
     try:
@@ -151,10 +128,9 @@ def user_name(user_id: int) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a message of the package with its line ends kept and every other control character escaped.
+    """Return text with all control characters but line ends escaped: the net below :func:`printable`.
 
-    The safety net below :func:`printable` for output of several lines: text of others that was inserted raw cannot
-    control a terminal. It could still forge a line, so each inserted text must be made printable by itself.
+    Text of others that was inserted raw cannot control a terminal then, but it could still forge a line.
     """
     return "\n".join(map(_escaped, text.split("\n")))
 

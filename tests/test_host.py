@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gpu_tools import host
 from lightning_gpu_tools.host import (
     children_cpu_s,
     cores_in_reach,
@@ -22,22 +23,24 @@ GIB = 2**30
 
 
 @pytest.fixture
-def cgroup(tmp_path: Path):
-    """Write a cgroup tree and return the arguments for read_host_budget."""
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Put this process into another cgroup tree."""
+    monkeypatch.setattr(host, "_CGROUP_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(host, "_CGROUP_MEMBERSHIP", tmp_path / "membership")
 
-    def make(membership: str, files: dict[str, str]) -> dict[str, Path]:
+    def make(membership: str, files: dict[str, str]) -> None:
         (tmp_path / "membership").write_text(membership)
         for name, text in files.items():
             path = tmp_path / "mount" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return {"cgroup_mount": tmp_path / "mount", "cgroup_membership": tmp_path / "membership"}
 
     return make
 
 
 def test_a_quota_of_half_a_core_is_half_a_core(cgroup) -> None:
-    assert read_host_budget(**cgroup("0::/job\n", {"job/cpu.max": "50000 100000\n"})).cores == 0.5
+    cgroup("0::/job\n", {"job/cpu.max": "50000 100000\n"})
+    assert read_host_budget().cores == 0.5
 
 
 def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
@@ -48,7 +51,8 @@ def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
         "slurm/job/memory.max": f"{2 * GIB}\n",
         "slurm/job/memory.current": f"{2 * GIB - 4096}\n",
     }
-    budget = read_host_budget(**cgroup("0::/slurm/job/step\n", files))
+    cgroup("0::/slurm/job/step\n", files)
+    budget = read_host_budget()
     assert budget.cores == 0.25
     assert budget.memory_available_bytes == 4096
 
@@ -61,7 +65,8 @@ def test_cgroups_of_version_1_are_read(cgroup) -> None:
         "memory/docker/abc/memory.limit_in_bytes": "8192\n",
         "memory/docker/abc/memory.usage_in_bytes": "4096\n",
     }
-    budget = read_host_budget(**cgroup(membership, files))
+    cgroup(membership, files)
+    budget = read_host_budget()
     assert budget.cores == 0.75
     assert budget.memory_available_bytes == 4096
 
@@ -81,12 +86,14 @@ def test_cached_files_count_as_available_memory(cgroup, membership: str, limit: 
         usage: f"{2**20 - 1}\n",
         str(Path(limit).with_name("memory.stat")): f"anon 5\n{own}{stat} 4096\nactive_file 7\n",
     }
-    assert read_host_budget(**cgroup(membership, files)).memory_available_bytes == 4097
+    cgroup(membership, files)
+    assert read_host_budget().memory_available_bytes == 4097
 
 
 @pytest.mark.parametrize("files", [{}, {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"}])
 def test_without_a_quota_the_affinity_mask_counts(cgroup, files: dict[str, str]) -> None:
-    budget = read_host_budget(local_ranks=4, **cgroup("0::/\n", files))
+    cgroup("0::/\n", files)
+    budget = read_host_budget(local_ranks=4)
     assert budget.cores == len(os.sched_getaffinity(0))
     assert budget.memory_available_bytes > 0
     assert budget.local_ranks == 4
@@ -164,9 +171,12 @@ def test_only_private_memory_of_a_worker_counts() -> None:
     ],
 )
 def test_killed_processes_are_counted_where_the_job_is(
-    cgroup, tmp_path: Path, membership: str, files: dict[str, str], killed: int
+    cgroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, files: dict[str, str], killed: int
 ) -> None:
-    vmstat = tmp_path / "vmstat"
-    vmstat.write_text("nr_free_pages 1\noom_kill 7\nnuma_hit 3\n")
-    assert oom_kills(**cgroup(membership, files), vmstat=vmstat) == killed
-    assert oom_kills(**cgroup("", {}), vmstat=tmp_path / "no Linux") == 0
+    monkeypatch.setattr(host, "_VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 7\nnuma_hit 3\n")
+    cgroup(membership, files)
+    assert oom_kills() == killed
+    (tmp_path / "vmstat").unlink()  # no Linux
+    cgroup("", {})
+    assert oom_kills() == 0

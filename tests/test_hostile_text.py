@@ -9,13 +9,14 @@ import logging
 import os
 import pickle
 import re
+import signal
 import socket
 import struct
 import time
 import traceback
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,16 @@ ARGUMENTS = (
 )
 
 
+@pytest.fixture
+def python_signals() -> Iterator[None]:
+    """``run`` lets its command have the signals that Python ignores, also if that cannot be started."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("python_signals")
 def test_hostile_arguments_are_repeated_harmlessly(driver: Driver, capfd: pytest.CaptureFixture[str]) -> None:
     driver.gpus = [gpu()]
     for arguments in ARGUMENTS:

@@ -1,7 +1,7 @@
 """The command ``lightning-gpu-tools``: one module per subcommand, each with ``add_arguments(parser)``.
 
-Only the module of the called command is imported, and building its parser imports none of torch, lightning, pynvml and
-rich. So ``pick`` in a shell script costs little more than starting Python.
+Only that of the called command is imported, and none imports torch, lightning, pynvml or rich before it has to. So
+``pick`` in a shell script costs little more than starting Python.
 """
 
 from __future__ import annotations
@@ -28,23 +28,18 @@ COMMANDS = {
     "demo": "train with a slow loader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
-
-
-EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: no command's answer
+_EXIT_CODES: dict[type, int] = {NotEnoughGpusError: 3, NvmlUnavailableError: 4}
+_EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: no command's answer
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Explain what is wrong with the arguments, which may be file names that others chose, and exit."""
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(message, 1000))
+            super().error(printable(message, 1000))  # it may have file names that others chose
 
 
 class _PrintableStream:
-    """A stream that escapes every control character except line ends, also in log lines and warnings.
-
-    Colored output goes to ``sys.__stdout__`` instead.
-    """
+    """Escapes control characters, also in log lines and warnings; colored output goes to ``sys.__stdout__``."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -61,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code.
 
     0 is done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver, 70 an unexpected error. Where 1 is an answer, as
-    of ``diff``, 3 says that there is none.
+    of ``diff``, 3 is none.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its number
@@ -77,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the arguments of some commands; by default of all, for shtab."""
+    """Return the parser, with the arguments of some commands; by default of all, for shtab."""
     made = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
@@ -97,18 +92,12 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has gone (`| head`). What Python still flushes at exit goes nowhere, not into a traceback.
+        # The reader has gone (`| head`): what Python still flushes at exit goes nowhere, not into a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except NvmlUnavailableError as error:
-        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
-        return 4
-    except NotEnoughGpusError as error:
-        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
-        return 3
     except LightningGpuToolsError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
-        return 1
+        return _EXIT_CODES.get(type(error), 1)
     except Exception as error:  # noqa: BLE001 - the line below has what a report of any error needs
         calls = traceback.extract_tb(error.__traceback__)
         way = " > ".join(f"{os.path.basename(call.filename)}:{call.lineno}" for call in calls)
@@ -117,4 +106,4 @@ def _run(args: argparse.Namespace) -> int:
             f"{type(error).__name__}: {printable(error, 300)} ({printable(way, 300)})",
             file=sys.stderr,
         )
-        return EXIT_UNEXPECTED
+        return _EXIT_UNEXPECTED

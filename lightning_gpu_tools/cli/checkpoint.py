@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools checkpoint``: inspect, verify, convert and compare checkpoint files."""
+"""The command ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -14,68 +14,56 @@ from lightning_gpu_tools.checkpoints.structure import Progress, collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
-# Our default: less is done before a progress bar is missed.
-_MIN_BYTES_OF_A_BAR = 256 << 20
+_MIN_BYTES_OF_A_BAR = 256 << 20  # our default: less is done before a progress bar is missed
 _ANY = "a file, a folder of shards or its index, or the URL of a file"
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoint files: by torch.save, Lightning and safetensors. A folder of "
-        "shards, or the index that lists them, is one checkpoint (Hugging Face, torch.distributed.checkpoint, FSDP, "
-        "DeepSpeed ZeRO). No code in a file is ever run."
+        "Inspect, verify, convert and compare checkpoints: files of torch.save, Lightning and safetensors, folders of "
+        "shards or their index (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). No code in a file "
+        "is ever run."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _add_inspect(actions)
-    _add_verify(actions)
-    _add_convert(actions)
-    _add_diff(actions)
 
-
-def _add_inspect(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    inspect = actions.add_parser(
         "inspect",
         help="show keys, shapes, dtypes, sizes, wrappers, versions and devices",
-        description="Show what is in a file. Reads its description only, not its weights.",
-        epilog="Exit code: 0 done; 1 the file cannot be read, with the reason on stderr; 2 wrong usage.",
+        description="Show what is in a file, without reading its weights.",
+        epilog=_EXIT_CODES,
     )
-    parser.add_argument("file", metavar="FILE", help=_ANY)
-    parser.add_argument("--all", action="store_true", help="a line for every key, not for every group")
-    parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, null = not known")
-    parser.set_defaults(run=_inspect)
+    inspect.add_argument("file", metavar="FILE", help=_ANY)
+    inspect.add_argument("--all", action="store_true", help="a line for every key, not for every group")
+    inspect.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, null = not known")
+    inspect.set_defaults(run=_inspect)
 
-
-def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    verify = actions.add_parser(
         "verify",
         help="read the whole file and compare it with its checksums",
-        description="Read the whole file and compare every record with its checksum (CRC-32). torch itself does not, "
-        "and loads a file with a flipped bit without a word.",
-        epilog="Files in torch's old format and safetensors have no checksums; of these only the structure is checked, "
-        "and the answer says so. Exit code: 0 sound; 1 damaged or unreadable, with the reason on stderr; 2 usage.",
+        description="Compare every record with its checksum (CRC-32), which torch does not when it loads a file. "
+        "torch's old format and safetensors have none: there the structure is checked, and the answer says so.",
+        epilog=_EXIT_CODES,
     )
-    parser.add_argument("file", metavar="FILE", help=_ANY)
-    parser.add_argument("--json", action="store_true", help="print JSON: path, sound, checksums, bytes")
-    parser.set_defaults(run=_verify)
+    verify.add_argument("file", metavar="FILE", help=_ANY)
+    verify.add_argument("--json", action="store_true", help="print JSON: path, sound, checksums, bytes")
+    verify.set_defaults(run=_verify)
 
-
-def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    convert = actions.add_parser(
         "convert",
         help="write it with clean keys, another root, another dtype, or as safetensors",
         description="Write one file, TARGET, on the CPU, without the names that torch.compile, FSDP, activation "
         "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
-        "What else is in SOURCE (optimizer, epoch, ...) stays unless --weights is given or TARGET ends in "
-        ".safetensors; averages of the weights are converted likewise.",
+        "Averages of the weights are converted likewise. What else SOURCE holds stays, except with --weights or in "
+        "safetensors.",
         epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
-        "bfloat16. Exit code: 0 done; 1 failed, and TARGET is as it was; 2 wrong usage.",
+        f"bfloat16. {_EXIT_CODES} Where it failed, TARGET is as it was.",
     )
-    parser.add_argument("source", metavar="SOURCE", help=_ANY)
-    parser.add_argument("target", metavar="TARGET", type=_target, help=f"ends in {', '.join(SUFFIXES)}")
-    parser.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
-    names = parser.add_mutually_exclusive_group()
+    convert.add_argument("source", metavar="SOURCE", help=_ANY)
+    convert.add_argument("target", metavar="TARGET", type=_target, help=f"ends in {', '.join(SUFFIXES)}")
+    convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
+    names = convert.add_mutually_exclusive_group()
     names.add_argument(
         "--wrapper",
         metavar="PATH",
@@ -85,30 +73,31 @@ def _add_convert(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     names.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
     names.add_argument("--like", metavar="FILE", help="give the keys the names that they have in this checkpoint")
-    parser.add_argument("--drop-root", metavar="NAME.", default="", help="take this off the keys; others are left out")
-    parser.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
-    parser.add_argument("--dtype", choices=_DTYPES, help="what floating-point weights become")
-    parser.add_argument("--weights", action="store_true", help="leave out everything but the weights")
-    parser.add_argument(
+    convert.add_argument("--drop-root", metavar="NAME.", default="", help="take this off the keys; others are left out")
+    convert.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
+    convert.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "float16", "bfloat16"),
+        help="what floating-point weights become",
+    )
+    convert.add_argument("--weights", action="store_true", help="leave out everything but the weights")
+    convert.add_argument(
         "--force", action="store_true", help="replace TARGET if it exists; of a link, the file that it names"
     )
-    parser.set_defaults(run=_convert)
+    convert.set_defaults(run=_convert)
 
-
-def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
+    diff = actions.add_parser(
         "diff",
         help="compare the weights of two files: keys, shapes, dtypes, values",
-        description="Compare the weights of two files. Wrappers and one root are taken off or put on the keys of A "
-        "first, so that the same weights under other names are the same.",
+        description="Compare the weights of two files. The names of wrappers and of one root make no difference.",
         epilog="Exit code: 0 the same; 1 they differ; 2 wrong usage; 3 they cannot be compared, with the reason on "
         "stderr; 70 an unexpected error, as of every command.",
     )
-    parser.add_argument("first", metavar="A", help=_ANY)
-    parser.add_argument("second", metavar="B", help="likewise")
-    parser.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_diff)
+    diff.add_argument("first", metavar="A", help=_ANY)
+    diff.add_argument("second", metavar="B", help="likewise")
+    diff.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
+    diff.add_argument("--json", action="store_true", help="print JSON")
+    diff.set_defaults(run=_diff)
 
 
 @collector_paused()
@@ -179,10 +168,7 @@ def _diff(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
-    if args.json:
-        _print(dataclasses.asdict(found))
-        return 0 if found.is_same else 1
-    _print(render(found, args.first, args.second))
+    _print(dataclasses.asdict(found) if args.json else render(found, args.first, args.second))
     return 0 if found.is_same else 1
 
 
@@ -193,12 +179,9 @@ def _target(path: str) -> str:
 
 
 def _print(what: object) -> None:
-    if isinstance(what, str):
-        print(what)
-    else:
-        import json
+    import json
 
-        print(json.dumps(what))
+    print(what if isinstance(what, str) else json.dumps(what))
 
 
 @contextlib.contextmanager
@@ -206,15 +189,15 @@ def _errors_reported() -> Iterator[None]:
     """Report what the file system refuses as this command's own error."""
     try:
         yield
+    except CheckpointError:  # one of them is an OSError, too
+        raise
     except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{printable_path(error.filename or 'the file')}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Progress]:
-    """Show a bar where there is much to do, on a terminal only."""
+    """Show a bar on a terminal where there is much to do."""
     with contextlib.ExitStack() as shown:
 
         def begin(size_bytes: int) -> Callable[[int], object]:
@@ -223,9 +206,7 @@ def _progress(what: str) -> Iterator[Progress]:
             from rich import progress
             from rich.console import Console
 
-            columns = (progress.TextColumn(what), progress.BarColumn(), progress.DownloadColumn())
-            speed = (progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
-            bar = progress.Progress(*columns, *speed, console=Console(file=sys.__stderr__), transient=True)
+            bar = progress.Progress(console=Console(file=sys.__stderr__), transient=True)
             task = shown.enter_context(bar).add_task(what, total=size_bytes)
             return lambda count: bar.advance(task, count)
 

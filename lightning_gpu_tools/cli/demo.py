@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools demo``: a slow training, its report, and the fix, without a GPU, in under a minute."""
+"""The command ``demo``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tempfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
-        "Train a small network with a slow loader and print its report. Then apply the advice, train again, and print "
+        "Train a small network with a slow loader and print its report; then apply the advice, train again, and print "
         "the result. It needs no GPU, downloads nothing, and takes under a minute."
     )
     parser.add_argument(
@@ -29,9 +29,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-demo-") as temporary:
         folder = args.folder or temporary
         say = functools.partial(print, flush=True)
-        say(
-            f"1. {STEPS} training steps on the CPU, without workers. Each of 16 images in a batch takes 1.5 ms to load."
-        )
+        say(f"1. {STEPS} training steps on the CPU without workers. Each of 16 images in a batch takes 1.5 ms to load.")
         before = train(folder, num_workers=0)
         workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
         if not workers:

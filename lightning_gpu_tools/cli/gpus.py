@@ -1,14 +1,16 @@
-"""``lightning-gpu-tools gpus``: every GPU of the machine, who uses it, who claims it, and why it cannot be used."""
+"""The command ``gpus``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
 
 if TYPE_CHECKING:
@@ -21,26 +23,23 @@ if TYPE_CHECKING:
 _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
-# Our default: who has begun less than five minutes ago may still load data.
-_MIN_AGE_S = 300.0
+_MIN_AGE_S = 300.0  # our default: who has begun less than five minutes ago may still load data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
-        "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: free memory, utilization over "
-        "the last seconds, processes, claims, MIG instances, and why a GPU cannot be used. A process is idle that is "
-        "older than five minutes and has run nothing on the GPU in the driver's samples, of some seconds. It is left "
-        "over if whoever started it has ended as well. A claim is unused that is as old, of a user without a process "
-        "there."
+        "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: memory, utilization over the last seconds, "
+        "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
+        "minutes and ran nothing in the driver's samples, and left over if whoever started it has ended as well. A "
+        "claim is unused if it is as old and its user has no process there."
     )
     parser.epilog = (
-        "JSON: a list with an object for each GPU, in PCI order. Its fields are those of "
-        "lightning_gpu_tools.GpuReading: sizes in bytes, times in seconds since the epoch, null = not reported. "
-        "Two are added, and are null where claims cannot be read: `effective_free_bytes`, what is free and not "
-        "claimed, and `claims`. A claim has `user`, `pid`, `hostname`, `kind` (memory, whole or exclusive), "
-        "`memory_bytes`, `since_s` and `is_unused`. A process also has `started_s`, `is_idle` and `is_left_over`. "
-        "`mig_instances` have the same fields."
+        "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.GpuReading: bytes, seconds since "
+        "the epoch, null = not reported. Two are added, null where claims cannot be read: "
+        "`effective_free_bytes` (free and not claimed) and `claims`, each with `user`, `pid`, `hostname`, `kind` "
+        "(memory, whole or exclusive), `memory_bytes`, `since_s` and `is_unused`. A process also has `started_s`, "
+        "`is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -83,7 +82,7 @@ def _watch(console: Any) -> int:
 
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
-    """Return the GPUs and the claims on them, ``None`` where these cannot be read."""
+    """Return the GPUs and the claims; ``None``: these cannot be read."""
     from lightning_gpu_tools.gpus import nvml
     from lightning_gpu_tools.selection import claims
 
@@ -102,22 +101,19 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
 
     from lightning_gpu_tools.selection.ranking import effective_free_bytes
 
-    here = [claim for claim in claims or () if gpu.uuid in claim.uuids]
-    fields = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
-    return {
-        **dataclasses.asdict(gpu),
-        "processes": None
-        if gpu.processes is None
-        else [{**dataclasses.asdict(one), **_state(one)._asdict()} for one in gpu.processes],
-        "mig_instances": [_as_json(instance, claims) for instance in gpu.mig_instances],
-        "effective_free_bytes": None if claims is None else effective_free_bytes(gpu, here),
-        "claims": None
-        if claims is None
-        else [
-            {**{field: getattr(claim, field) for field in fields}, "is_unused": _is_unused(claim, gpu)}
-            for claim in here
-        ],
-    }
+    found = dataclasses.asdict(gpu)
+    for process, fields in zip(gpu.processes or (), found["processes"] or (), strict=True):
+        fields.update(_state(process))
+    found["mig_instances"] = [_as_json(instance, claims) for instance in gpu.mig_instances]
+    found["effective_free_bytes"] = found["claims"] = None
+    if claims is not None:
+        here = [claim for claim in claims if gpu.uuid in claim.uuids]
+        names = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
+        found["effective_free_bytes"] = effective_free_bytes(gpu, here)
+        found["claims"] = [
+            {**{name: getattr(claim, name) for name in names}, "is_unused": _is_unused(claim, gpu)} for claim in here
+        ]
+    return found
 
 
 def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
@@ -132,9 +128,8 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", justify="right", no_wrap=True)
     table.add_column("name", overflow="fold", no_wrap=max((len(row[1]) for row in rows), default=0) <= _MAX_NAME)
-    table.add_column("free", justify="right", no_wrap=True)
-    table.add_column("total", justify="right", no_wrap=True)
-    table.add_column("util", justify="right", no_wrap=True)
+    for number in ("free", "total", "util"):
+        table.add_column(number, justify="right", no_wrap=True)
     table.add_column("used by", overflow="fold")
     table.add_column("claimed by", overflow="fold")
     for row in rows:
@@ -143,7 +138,7 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
 
 
 def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:
-    """Yield the row of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
+    """Yield rows of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
     yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims)
     empty: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
     for one in gpu.mig_instances:
@@ -161,14 +156,15 @@ def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) 
 
 
 def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
-    """Return free and total memory, utilization, who uses the GPU, and who has claimed it."""
-    now_s = time.time()
-    claimed = [
-        f"{claim.user} (pid {claim.pid}): {_what(claim)} for {format_duration(max(0.0, now_s - claim.since_s))}"
-        f"{', unused' if _is_unused(claim, gpu) else ''}"
-        for claim in claims or ()
-        if gpu.uuid in claim.uuids
-    ]
+    """Return the cells after number and name."""
+    claimed = []
+    for claim in claims or ():
+        if gpu.uuid in claim.uuids:
+            what = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
+            what = _size(claim.memory_bytes) if claim.kind == "memory" else what
+            age = format_duration(max(0.0, time.time() - claim.since_s))
+            unused = ", unused" if _is_unused(claim, gpu) else ""
+            claimed.append(f"{claim.user} (pid {claim.pid}): {what} for {age}{unused}")
     return (
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),
@@ -190,70 +186,41 @@ def _use(gpu: GpuReading) -> str:
         return "cannot be used: compute mode PROHIBITED"
     if gpu.processes is None:
         return "?"
-    return "\n".join(
-        " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", _memory(one)) if part)
-        + _remark(one)
-        for one in gpu.processes
-    )
+    lines = []
+    for one in gpu.processes:
+        memory = "" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
+        line = " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", memory) if part)
+        state = _state(one)
+        if state["is_idle"]:
+            what = "left over" if state["is_left_over"] else "idle"
+            line += f" (pid {one.pid}), {what}, started {format_duration(time.time() - state['started_s'])} ago"
+        lines.append(line)
+    return "\n".join(lines)
 
 
-class _State(NamedTuple):
-    """What is known of a process beside what the driver says; ``None`` if it cannot be seen from here.
+def _state(process: GpuProcess) -> dict[str, Any]:
+    """Return what the driver does not say; ``None`` where the process cannot be seen from here."""
+    import psutil
 
-    Attributes:
-        started_s: When it started, seconds since the epoch.
-        is_idle: Whether it only holds memory.
-        is_left_over: Whether nobody is there any more who has started it.
-    """
-
-    started_s: float | None = None
-    is_idle: bool | None = None
-    is_left_over: bool | None = None
-
-
-def _state(process: GpuProcess) -> _State:
-    from lightning_gpu_tools.processes import INIT, process_stat, started_s
-
-    stat = None if process.user is None else process_stat(process.pid)  # else the number is of another namespace
-    began_s = None if stat is None else started_s(stat)
-    if stat is None or began_s is None:
-        return _State()
-    if process.utilization_percent is None or process.graphics_only:
-        return _State(began_s)
-    is_idle = process.utilization_percent == 0 and time.time() - began_s >= _MIN_AGE_S
-    return _State(began_s, is_idle, is_idle and stat.parent == INIT)
-
-
-def _remark(process: GpuProcess) -> str:
-    state = _state(process)
-    if not state.is_idle or state.started_s is None:
-        return ""
-    age = format_duration(time.time() - state.started_s)
-    return f" (pid {process.pid}), {'left over' if state.is_left_over else 'idle'}, started {age} ago"
+    state: dict[str, Any] = {"started_s": None, "is_idle": None, "is_left_over": None}
+    if process.user is not None:  # else the number is of another namespace
+        with contextlib.suppress(psutil.Error):
+            seen = psutil.Process(process.pid)
+            state["started_s"] = seen.create_time()
+            if process.utilization_percent is not None and not process.graphics_only:
+                is_old = time.time() - seen.create_time() >= _MIN_AGE_S
+                state["is_idle"] = is_old and process.utilization_percent == 0
+                state["is_left_over"] = state["is_idle"] and seen.ppid() == INIT
+    return state
 
 
 def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
-    """Return whether a claim's owner has no process on the GPU; ``None`` where processes cannot be seen."""
-    if gpu.processes is None or any(one.user is None for one in gpu.processes) or not _sees_processes():
+    from lightning_gpu_tools.gpus import nvml
+
+    if gpu.processes is None or any(one.user is None for one in gpu.processes) or not nvml.pids_are_ours():
         return None
     return time.time() - claim.since_s >= _MIN_AGE_S and all(one.user != claim.user for one in gpu.processes)
 
 
-def _sees_processes() -> bool:
-    from lightning_gpu_tools.gpus import nvml
-
-    return nvml.pids_are_ours()
-
-
-def _memory(process: Any) -> str:
-    return "" if process.memory_used_bytes is None else format_bytes(process.memory_used_bytes)
-
-
 def _size(size_bytes: int | None) -> str:
     return "?" if size_bytes is None else format_bytes(size_bytes)
-
-
-def _what(claim: GpuClaim) -> str:
-    if claim.kind == "memory":
-        return _size(claim.memory_bytes)
-    return "the whole GPU" if claim.kind == "whole" else "the whole GPU, exclusively,"

@@ -1,4 +1,4 @@
-"""The options of a selection on the command line, shared by ``pick`` and ``run``."""
+"""The options of a selection, for ``pick`` and ``run``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from lightning_gpu_tools.selection.request import OPTIONS, Request
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import GpuSelection
 
-# For the help of every command that reads or makes claims.
 ABOUT_CLAIMS = (
     "Claims are files in /tmp/lightning-gpu-tools, or in the folder that LIGHTNING_GPU_TOOLS_CLAIMS_DIR names. Jobs "
-    "with a /tmp of their own (containers, SLURM's job_container/tmpfs) do not see each other's claims. For these, an "
-    "administrator creates a folder on the host (install -d -m 1777 /run/lightning-gpu-tools) and mounts it in every "
-    "container. The variable then has to name it for all users."
+    "with a /tmp of their own (containers, SLURM's job_container/tmpfs) see each other's only if an administrator "
+    "mounts one folder of the host in all of them (install -d -m 1777 /run/lightning-gpu-tools) and sets the variable."
 )
 
 
 def add_requirements(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n`` and the options of a selection but ``claim``, which each command decides."""
+    """Add ``-n`` and all options but ``claim``, which each command decides."""
     group = parser.add_argument_group("which GPUs")
     group.add_argument("-n", "--count", type=int, metavar="N", help="How many GPUs. Default: 1.")
     group.add_argument("--min-free", metavar="SIZE", help=OPTIONS["min_free"])
@@ -31,12 +29,12 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
 
 
 def percent(text: str) -> float:
-    """Return the number in ``"50"`` or ``"50%"``; argparse uses the name of this function in its error."""
+    """Return the number in ``"50"`` or ``"50%"``; argparse has the name of this function in its error."""
     return float(text.removesuffix("%"))
 
 
 def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -> GpuSelection:
-    """Pick what the options ask for; a ``group`` as in ``picking.Attempt``."""
+    """Pick what the options ask for; ``group`` as in ``picking.Attempt``."""
     from lightning_gpu_tools.selection.picking import Attempt, pick
 
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools pick``: print the UUIDs of the best GPUs, for use in shell scripts."""
+"""The command ``pick``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from lightning_gpu_tools.cli import options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
-        "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. It exits at once and so "
+        "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. It ends at once and so "
         "claims nothing; `run` claims GPUs for a command."
     )
     parser.epilog = (
-        "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python "
-        "train.py. "
+        "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py. "
         "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver. "
         f"{options.ABOUT_CLAIMS}"
     )
@@ -38,12 +37,8 @@ def run(args: argparse.Namespace) -> int:
         import json
 
         gpus = [dataclasses.asdict(gpu) for gpu in selection.gpus]
-        answer = {
-            "cuda_visible_devices": selection.cuda_visible_devices,
-            "uuids": selection.uuids,
-            "gpus": gpus,
-        }
-        print(json.dumps(answer))
+        mask, uuids = selection.cuda_visible_devices, selection.uuids
+        print(json.dumps({"cuda_visible_devices": mask, "uuids": uuids, "gpus": gpus}))
     else:
         print(("CUDA_VISIBLE_DEVICES=" if args.format == "env" else "") + selection.cuda_visible_devices)
     return 0

@@ -1,12 +1,15 @@
-"""``lightning-gpu-tools report``: print a training run's report again, or compare it with another one."""
+"""The command ``report``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from lightning_gpu_tools.cli import options
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report import Report
@@ -15,46 +18,35 @@ _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
-        "Print the report that GPUUtilizationMonitor wrote of a training run, which may still run or may have been "
-        "killed; with --against, compare its steady steps with those of another run. Works without a GPU."
+        "Print the report that GPUUtilizationMonitor wrote of a run, which may still run or may have been killed; with "
+        "--against, compare its steady steps with those of another run. Works without a GPU."
     )
     parser.epilog = (
-        "Exit codes: 0 if printed, or within the limit; 1 if slower than the limit and beyond the runs' noise; 2 for "
-        "wrong usage; 3 if the runs cannot be compared, which includes a file that is not a report. Without --against, "
-        "1 if FILE is not a report."
+        "Exit code: 0 printed, or within the limit; 1 slower than the limit and beyond the runs' noise; 2 wrong usage; "
+        "3 the runs cannot be compared, or a file is not a report. Without --against, 1 if FILE is not a report."
     )
     parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
     parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")
     parser.add_argument(
         "--max-slowdown",
         metavar="PERCENT",
-        type=_share,
+        type=options.percent,
         help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="list every GPU, stall, part and process of a large job; by default a report has at most 80 lines",
+        help="list every GPU, stall, part and process of a large job, in more than 80 lines",
     )
     parser.add_argument(
         "--format",
         choices=["text", "markdown", "json", "html"],
         default="text",
-        help="html is a page for a browser, to be redirected to a file (default: %(default)s)",
+        help="html is a page for a browser: redirect it to a file (default: %(default)s)",
     )
     parser.set_defaults(run=run, usage_error=parser.error)
-
-
-def _share(text: str) -> float:
-    try:
-        percent = float(text.strip().removesuffix("%"))
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a percentage of at least 0, e.g. 5%, got {text!r}")
-    return percent / 100
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,24 +57,28 @@ def run(args: argparse.Namespace) -> int:
 
     if args.full and (args.against is not None or args.format not in ("text", "markdown")):
         args.usage_error("--full is for the report of one run, as text or markdown")
-
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
+    max_slowdown = args.max_slowdown or 0.0
+    if not 0 <= max_slowdown < math.inf:
+        args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
     if args.format == "html" and importlib.util.find_spec("bokeh") is None:
         args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
         report = load_report(args.file)
-        if args.format in ("text", "markdown"):
-            print({"text": render_text, "markdown": render_markdown}[args.format](report, full=args.full))
+        if args.format == "text":
+            print(render_text(report, full=args.full))
+        elif args.format == "markdown":
+            print(render_markdown(report, full=args.full))
         else:
-            print({"json": to_json, "html": _page}[args.format](report).rstrip("\n"))
+            print((to_json if args.format == "json" else _page)(report).rstrip("\n"))
         return 0
     try:
         new, old = load_report(args.file), load_report(args.against)
     except ReportError as error:
         print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
         return 3
-    return _compare(new, old, args.max_slowdown or 0.0, args.format)
+    return _compare(new, old, max_slowdown / 100, args.format)
 
 
 def _page(*runs: Any) -> str:

@@ -1,4 +1,4 @@
-"""``lightning-gpu-tools run``: claim GPUs and become the command that uses them."""
+"""The command ``run``."""
 
 from __future__ import annotations
 
@@ -7,41 +7,35 @@ import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.cli import options
-from lightning_gpu_tools.selection.launchers import Launch, find_launch
+from lightning_gpu_tools.selection.launchers import find_launch
 from lightning_gpu_tools.units import printable_path
 
-if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.picking import GpuSelection
-
 _SRUN_INSIDE = (
-    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so a program that does not pick with this package "
-    "sees all GPUs. Write srun ... lightning-gpu-tools run ... -- CMD instead."
+    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres: they see all GPUs unless they pick with this "
+    "package. Write srun ... lightning-gpu-tools run ... -- CMD instead."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command and its help."""
+    """Add the arguments and the help."""
     parser.description = (
-        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. "
-        "The claim lives exactly as long as the command and its children, however they end. Under srun, torchrun or "
-        "mpirun the processes on one machine share one choice if N is at least their number; with a smaller N each "
-        "picks for itself. SLURM hides CUDA_VISIBLE_DEVICES from tasks without --gres: write `srun ... "
-        "lightning-gpu-tools run ... -- CMD`, because the tasks of `run -- srun CMD` see all GPUs."
+        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. The claim "
+        "lives exactly as long as the command and its children, however they end. Under srun, torchrun or mpirun the "
+        "processes on one machine share one choice if N is at least their number; with a smaller N each picks for "
+        "itself. With SLURM, write `srun ... lightning-gpu-tools run ... -- CMD`, not `run -- srun CMD`."
     )
     parser.epilog = (
-        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the "
-        "command; before it starts 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot "
-        f"be run or found. {options.ABOUT_CLAIMS}"
+        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command, or "
+        "2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot be run or found. "
+        f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
     parser.add_argument(
         "--advise",
         action="store_true",
-        help="Have every Lightning Trainer in the command report how busy the GPUs are, and why. Without another "
-        "option no GPUs are claimed.",
+        help="Have every Lightning Trainer in the command report how busy the GPUs are, and why. Alone it claims none.",
     )
     parser.add_argument(
         "--bind-numa", action="store_true", help="Keep the command on the CPU cores near its GPUs (Linux)."
@@ -51,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Claim and execute; returns only if the command could not be started, or on Windows."""
+    """Claim and execute; returns only if the command cannot be started, or on Windows."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.parser.error("no command given: put it last, after --")
@@ -66,46 +60,36 @@ def run(args: argparse.Namespace) -> int:
                 from lightning_gpu_tools.selection.affinity import bind_to_gpus
 
                 one_session.enter_context(nvml.session())
-            launch = _sharing_launch(args.count or 1)
-            if launch and not launch.job:
-                args.parser.error(f"{launch.program} gives its processes no name to share a choice by. {launch.remedy}")
-            selection = options.select(args, claim=True, group=launch.group(args.count or 1) if launch else None)
+            count, group = args.count or 1, None
+            launch = find_launch(os.environ, has_mpi4py=True)
+            if launch and 1 < (launch.processes or 1) <= count:  # each of them has one or more of the GPUs
+                if not launch.job:
+                    args.parser.error(f"{launch.program} does not name its processes' job. {launch.remedy}")
+                group = launch.group(count)
+            selection = options.select(args, claim=True, group=group)
             selection.apply()
             selection.pass_on()
             if args.bind_numa:
                 bind_to_gpus(selection.uuids)
+        reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
+        if launch and group:
+            reason += f" The {launch.processes} processes of this {launch.program} on this machine share them."
         with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the command may not need anybody to
-            print(f"lightning-gpu-tools: {_reason(selection, launch)}", file=sys.stderr, flush=True)
+            print(f"lightning-gpu-tools: {reason}", file=sys.stderr, flush=True)
             if os.path.basename(command[0]) == "srun":
                 print(f"lightning-gpu-tools: {_SRUN_INSIDE}", file=sys.stderr, flush=True)
     return _execute(command)
 
 
-def _sharing_launch(count: int) -> Launch | None:
-    """Return what has started processes here that share that many GPUs: there is one for each of them, or more."""
-    launch = find_launch(os.environ, has_mpi4py=True)
-    return launch if launch and 1 < (launch.processes or 1) <= count else None
-
-
-def _reason(selection: GpuSelection, launch: Launch | None) -> str:
-    if launch is None:
-        return selection.reason
-    picked = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
-    return f"{picked} The {launch.processes} processes of this {launch.program} on this machine share them."
-
-
 def _execute(command: list[str]) -> int:
     try:
-        if os.name == "nt":  # there exec starts a second process and ends this one, and with it the claim
+        if os.name == "nt":  # there exec starts a second process and ends this one
             import subprocess
 
             return subprocess.call(command)
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what is ignored stays so in the command
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)
-    except FileNotFoundError:
-        print(f"lightning-gpu-tools: {printable_path(command[0])}: command not found", file=sys.stderr)
-        return 127  # as a shell does, POSIX "Exit Status for Commands"
     except OSError as error:
         print(f"lightning-gpu-tools: {printable_path(command[0])}: {error.strerror}", file=sys.stderr)
-        return 126
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell, POSIX "Exit Status for Commands"

@@ -9,16 +9,9 @@ from collections.abc import Iterable
 
 
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
-    """Keep this process, and the children and threads it starts from now on, on the cores near the given GPUs.
+    """Keep this process and its children on those cores near the GPUs that it may use now, and return them.
 
-    Never on cores that it may not use now: those outside its affinity mask, which a cgroup's cpuset cuts, too.
-
-    Returns:
-        The cores; ``None`` if nothing was changed, because the near cores are unknown (always outside Linux) or none of
-        them may be used.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    ``None``: nothing was changed, because the near cores are unknown (as outside Linux) or none of them may be used.
     """
     from lightning_gpu_tools.gpus import nvml
 

@@ -1,13 +1,12 @@
-"""The folder that all users of the machine share, and what live processes have put into it.
+"""The folder that all users of the machine share, and what live processes have put into it; see docs/claims.md.
 
-What a process puts there is two files of one name: a record (``.json``), complete before it can be seen and never
-written again, and a Unix socket (``.sock``) on which the process listens. Nobody ever answers there. Whether one could
-connect is the question: the kernel ends the socket with the last process that has it, however that process ends.
+An entry is two files: a record (``.json``), complete before it can be seen and never written again, and a Unix socket
+(``.sock``) on which its process listens and never answers. The kernel ends the socket with the last process that has
+it, so an entry is alive if one can connect.
 
-Nobody in the folder is trusted. It has to be sticky, so that nobody else can remove, rename or replace a user's files;
-nobody else can write a record or open a socket; no symbolic link is followed, no read waits, and no file of another
-user is ever written to. What anybody can do is lock the folder, so that nobody waits for that lock without a limit.
-See docs/claims.md.
+Nobody in the folder is trusted. It has to be sticky, so that nobody else can remove, rename or replace a user's files.
+No symbolic link is followed, no read waits, no file of another user is written to. Anybody can lock the folder, so the
+wait for that lock is limited.
 """
 
 from __future__ import annotations
@@ -24,43 +23,33 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
+from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
-# A pick holds the lock for about 0.1 s, so this is some 300 picks ahead of ours: the holder hangs, or means to.
-TIMEOUT_LOCK_S = 30.0
-# Between creating the folder and opening it to everybody lie microseconds, but the process may lose the CPU.
-_TIMEOUT_CREATION_S = 2.0
-# A record of 16 GPUs of 7 MIG instances each has 6 KiB.
-MAX_RECORD_BYTES = 64 * 1024
-# Of one user, the latest first. A job has a record for each of its processes on the machine.
-_MAX_RECORDS_PER_USER = 1000
-# The sticky bit keeps programs that clean /tmp from removing a file for its age, also systemd-tmpfiles
-# (XDG Base Directory Specification, XDG_RUNTIME_DIR). A job may run for longer.
+TIMEOUT_LOCK_S = 30.0  # some 300 picks of 0.1 s: the holder hangs, or means to
+_TIMEOUT_CREATION_S = 2.0  # from mkdir to chmod it takes microseconds, but the process may lose the CPU
+MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs of 7 MIG instances each has 6 KiB
+_MAX_RECORDS_PER_USER = 1000  # the latest first; a job has one for each of its processes
+# The sticky bit keeps systemd-tmpfiles and the like from removing a file of a long job for its age
+# (XDG Base Directory Specification, XDG_RUNTIME_DIR).
 _RECORD_MODE, _SOCKET_MODE = 0o1644, 0o1666
 _NAME = re.compile(r"[a-z]+-[0-9a-f]{16}")
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ELSEWHERE = "set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share"
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 class Entry(NamedTuple):
-    """What a live process has put into the folder.
+    """What a live process has put into the folder."""
 
-    Attributes:
-        name: Of its files, without the ending.
-        owner_id: The user that it belongs to, by the file system's word.
-        since_ns: When it was put there, nanoseconds since the epoch: the record's ctime, which nobody can set back.
-    """
-
-    name: str
-    owner_id: int
-    since_ns: int
+    since_ns: int  # the record's ctime, which nobody can set back
+    name: str  # of its files, without the ending
+    owner_id: int  # by the file system's word
 
 
 class Held:
-    """An entry that this process keeps until it ends or releases it, by descriptors of the folder and the socket."""
+    """An entry that this process keeps until it ends or releases it."""
 
-    job = ""  # of a claim: whose it is
+    job = ""  # of a claim
 
     def __init__(self, name: str, folder: int, listener: int) -> None:
         self.name = name
@@ -68,11 +57,11 @@ class Held:
         self._pid = os.getpid()  # a forked child has the descriptors, too, but does not hold the entry
 
     def pass_on(self) -> None:
-        """Let the program that this process executes hold it."""
+        """Let a program that this process executes hold it."""
         os.set_inheritable(self._descriptors[1], True)
 
     def release(self) -> None:
-        """Remove it, also if forked children still have its socket; idempotent."""
+        """Remove it, even if forked children still have its socket; idempotent."""
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors and self._pid == os.getpid():
             _remove(descriptors[0], self.name)
@@ -81,33 +70,24 @@ class Held:
 
 
 class Folder:
-    """The folder, open; see :func:`open_folder` and :func:`locked_folder`."""
+    """The folder, open; ``put`` and ``clean_up`` are for whom it is locked."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
 
     def entries(self, kind: str) -> list[Entry]:
-        """Return what live processes have put there, the earliest first.
-
-        Raises:
-            OSError: There are no descriptors left to ask with.
-        """
+        """Return what live processes have put there, the earliest first."""
         per_user: Counter[int] = Counter()
         found = []
-        for entry in sorted(self._records(kind), key=lambda entry: entry.since_ns, reverse=True):
+        for entry in sorted(self._records(kind), reverse=True):
             per_user[entry.owner_id] += 1
             if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER and self._is_held(entry.name, entry.owner_id):
                 found.append(entry)
-        return sorted(found, key=lambda entry: (entry.since_ns, entry.name))
+        return found[::-1]
 
     def read(self, entry: Entry) -> bytes:
-        """Return an entry's record.
-
-        Raises:
-            OSError: It is gone, or its owner does not let it be read.
-            ValueError: It is no record of this package: no file, of another user, too large.
-        """
+        """Return an entry's record; ``OSError`` or ``ValueError``: it is none."""
         descriptor = os.open(f"{entry.name}.json", _READ, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
@@ -120,11 +100,7 @@ class Folder:
             os.close(descriptor)
 
     def put(self, kind: str, record: bytes) -> Held:
-        """Put an entry there, with the folder locked, and hold it.
-
-        Raises:
-            ClaimsError: The folder takes no files or no sockets; nothing is left there.
-        """
+        """Put an entry there and hold it; nothing is left if that fails."""
         from socket import AF_UNIX, socket
 
         name = f"{kind}-{os.urandom(8).hex()}"
@@ -141,7 +117,7 @@ class Folder:
         return Held(name, folder=os.dup(self._descriptor), listener=listener.detach())
 
     def clean_up(self) -> None:
-        """Remove what this user's ended processes have left, of all users as root, with the folder locked."""
+        """Remove what ended processes have left: this user's, all users' as root."""
         owners = {}
         with os.scandir(self._descriptor) as files:
             for file in files:
@@ -155,7 +131,7 @@ class Folder:
 
     @property
     def _here(self) -> str:
-        """The folder's path for calls that take no descriptor; socket addresses are 107 characters long at most."""
+        """A path for calls that take no descriptor, and short enough for a socket's address."""
         return f"/proc/self/fd/{self._descriptor}"
 
     def _records(self, kind: str) -> Iterator[Entry]:
@@ -165,17 +141,16 @@ class Folder:
                 if ending == ".json" and _NAME.fullmatch(name) and name.startswith(f"{kind}-"):
                     with contextlib.suppress(FileNotFoundError):  # released meanwhile
                         found = file.stat(follow_symlinks=False)
-                        yield Entry(name, found.st_uid, found.st_ctime_ns)
+                        yield Entry(found.st_ctime_ns, name, found.st_uid)
 
     def _is_held(self, name: str, owner_id: int) -> bool:
-        """Return whether a process of the owner's has the socket of this name."""
         try:
             found = os.stat(f"{name}.sock", dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return False
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
             return False
-        from socket import AF_UNIX, socket  # a twentieth of the time of a pick where there are no claims
+        from socket import AF_UNIX, socket  # a twentieth of the time of a pick without claims
 
         with socket(AF_UNIX) as probe:
             probe.setblocking(False)
@@ -202,20 +177,13 @@ class Folder:
     def _refusal(self, error: OSError) -> ClaimsError:
         if error.errno == errno.EACCES:
             return _unusable(self._path, "this user may not create files in it", _open_to_all(self._path))
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP):
-            return _unusable(self._path, "its file system has no Unix sockets", "Put it on a local file system")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _unusable(self._path, "its file system is full", "Free some space")
-        return _unusable(self._path, f"no file can be created in it ({error.strerror})", "Check its file system")
+        reason = f"no file or Unix socket can be created in it ({error.strerror})"
+        return _unusable(self._path, reason, "Put it on a local file system with free space")
 
 
 @contextlib.contextmanager
 def open_folder(path: str) -> Iterator[Folder | None]:
-    """Have the folder open to read what is in it; ``None`` if it does not exist, so that nothing is.
-
-    Raises:
-        ClaimsError: It cannot be read, or not be relied on; the message says why and what to do.
-    """
+    """Open the folder to read what is in it; ``None`` if it does not exist."""
     try:
         descriptor = _open(path)
     except FileNotFoundError:
@@ -229,16 +197,12 @@ def open_folder(path: str) -> Iterator[Folder | None]:
 
 @contextlib.contextmanager
 def locked_folder(path: str) -> Iterator[Folder]:
-    """Lock the folder for the duration of the block, and create it if there is none.
-
-    Raises:
-        ClaimsError: It cannot be used, or another process has had it all the time; the message says what to do.
-    """
+    """Lock the folder, and create it if there is none."""
     give_up_s = time.monotonic() + TIMEOUT_LOCK_S
     while True:
         descriptor = _create_and_open(path)
         try:
-            # The folder may have been replaced in the meantime, and two locks on two folders exclude nobody.
+            # It may have been replaced meanwhile, and two locks on two folders exclude nobody.
             if _try_lock(descriptor) and _is_at(descriptor, path):
                 yield Folder(path, descriptor)
                 return
@@ -248,15 +212,14 @@ def locked_folder(path: str) -> Iterator[Folder]:
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has this descriptor, too
             os.close(descriptor)
-        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that waiting processes do not poll in step
+        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random: waiting processes are not to poll in step
 
 
 def why_private(path: str) -> str | None:
-    """Return why the folder is one that other jobs on this machine do not see; ``None`` if nothing says so."""
-    own_mounts = _read_text("/proc/self/mountinfo")
+    """Return why other jobs do not see the folder; ``None`` if nothing says so."""
+    own_mounts = read_kernel_file("/proc/self/mountinfo")
     mount = mount_of(path, own_mounts)
-    # Readable by everybody, except where /proc is mounted with hidepid: then it is not known.
-    if mount != mount_of(path, _read_text("/proc/1/mountinfo") or own_mounts):
+    if mount != mount_of(path, read_kernel_file("/proc/1/mountinfo") or own_mounts):  # hidden by hidepid
         return "is private to this job, on a mount of its own"
     markers = ("/.dockerenv", "/run/.containerenv")  # written by Docker; by Podman
     is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
@@ -266,12 +229,12 @@ def why_private(path: str) -> str | None:
 
 
 def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return device and folder in it that are mounted where an absolute path is, by ``/proc/PID/mountinfo``."""
+    """Return the device, and its folder, that a ``/proc/PID/mountinfo`` has mounted at a path."""
     found, longest = None, ""
     for line in mounts.splitlines():
         _, _, device, folder, point = line.split(" ")[:5]
-        parents = point if point == "/" else f"{point}/"
-        if f"{path}/".startswith(parents) and len(point) >= len(longest):  # a later mount hides an earlier one
+        # A later mount hides an earlier one.
+        if os.path.commonpath([path, point]) == point and len(point) >= len(longest):
             found, longest = (device, folder), point
     return found
 
@@ -279,12 +242,11 @@ def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
 def _create_and_open(path: str) -> int:
     give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
     while True:
-        made = False
+        made = True
         try:
             os.makedirs(path, mode=0o1777)
-            made = True
         except FileExistsError:
-            pass
+            made = False
         except OSError as error:
             advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
             raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
@@ -298,14 +260,14 @@ def _create_and_open(path: str) -> int:
 
 
 def _is_being_made(path: str) -> bool:
-    """Return whether somebody else has created it so lately that he may not have opened it to everybody yet."""
+    """Return whether another user may have just created it and not opened it to everybody yet."""
     found = os.lstat(path)
     return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
 
 def _open(path: str) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except PermissionError as error:
         raise _unusable(path, "this user may not read it", _open_to_all(path)) from error
     except NotADirectoryError as error:
@@ -331,47 +293,39 @@ def _open_to_all(path: str) -> str:
 
 
 def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
-    return ClaimsError(f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}; or {_ELSEWHERE}.")
+    return ClaimsError(
+        f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}; or set "
+        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share."
+    )
 
 
 def _remove(folder: int, name: str) -> None:
-    """Remove an entry's files, the record before what says that it is alive."""
+    """Remove an entry's files, the record before the socket that keeps it alive."""
     for file in (f".{name}.json", f"{name}.json", f"{name}.sock"):
         with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
             os.unlink(file, dir_fd=folder)
 
 
 def _try_lock(descriptor: int) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _holder_of_lock(descriptor: int) -> str:
-    """Name who has locked a file, as far as the kernel shows the process to this one."""
     found = os.fstat(descriptor)
     file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    for words in map(str.split, _read_text("/proc/locks").splitlines()):
+    for words in map(str.split, read_kernel_file("/proc/locks").splitlines()):
         if words[-3] == file and "->" not in words:  # an arrow marks a waiting process
-            process = f"/proc/{words[-4]}"
+            pid = words[-4]
             with contextlib.suppress(OSError):
-                name = printable(_read_text(f"{process}/comm").strip())
-                return f"{name} of {user_name(os.stat(process).st_uid)} (pid {words[-4]})"
+                name = printable(read_kernel_file(f"/proc/{pid}/comm").strip())
+                return f"{name} of {user_name(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     return "a process that cannot be seen from here"
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:  # hidden from this user
-        return ""

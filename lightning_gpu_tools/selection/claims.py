@@ -1,9 +1,7 @@
 """Claims: what live jobs have said they need of which GPUs, for all users of the machine to see.
 
-Each process of a job has a record of its own; the job's claim lives as long as one of them. That a record counts only
-while a process of its owner lives is the business of ``claim_files``; here is what the records say. They are JSON, so
-that people and other programs can read them; one that makes no sense is named once and ignored. docs/claims.md has the
-protocol on one page.
+Each process of a job has a record; the job's claim lives as long as one of them. Here is what the records say;
+``claim_files`` keeps them and knows which live. docs/claims.md has the protocol on one page.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter
-from lightning_gpu_tools.processes import pid_namespace, process_stat
+from lightning_gpu_tools.processes import ProcessId, process_stat, running_kernel
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
 if sys.platform == "linux":
@@ -28,73 +26,58 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
 
 _Parsed = TypeVar("_Parsed")
-# Names of the jobs whose claims this process and its children count as their own, comma-separated.
+# Names of the jobs of this process and of its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
-_SCHEMA_VERSION = 2
-_KINDS = ("memory", "whole", "exclusive")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
 _UUID = re.compile(r"[\w/-]{1,100}")
 
 
 def own_jobs() -> list[str]:
-    """Return the names of the jobs that this process counts as its own."""
+    """Return the names of this process's jobs."""
     return [job for job in os.environ.get(JOB_VARIABLE, "").split(",") if job]
 
 
 def adopt_job(job: str) -> None:
-    """Count a job's claims as those of this process and of its children."""
+    """Make a job one of this process and of its children."""
     os.environ[JOB_VARIABLE] = ",".join(dict.fromkeys([*own_jobs(), job]))
 
 
 def is_of_own_job(claim: GpuClaim) -> bool:
-    """Return whether a claim is that of this process's job."""
+    """Return whether a claim is that of one of this process's jobs."""
     return claim.job in own_jobs() and is_trusted(claim)
 
 
 def is_trusted(claim: GpuClaim) -> bool:
-    """Return whether a claim's names of job and group can be believed: others can read and write them, too."""
+    """Return whether a claim's names of job and group, which all users can copy, are to be believed."""
     return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
 
 
 def directory() -> str:
-    """Return where claims live: ``LIGHTNING_GPU_TOOLS_CLAIMS_DIR``, else ``lightning-gpu-tools`` in ``/tmp``."""
+    """Return where claims live."""
     return os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY
 
 
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
-    """Read claims for the duration of the block, as others make and release them. Waits for nobody, creates nothing.
-
-    Raises:
-        ClaimsError: They cannot be read, or not be relied on; the message says why and what to do.
-    """
-    _check_platform()
-    _warn_if_private(path)
+    """Read claims while others make and release them; waits for nobody, creates nothing."""
+    _check(path)
     with claim_files.open_folder(path) as folder:
         yield Ledger(path, folder)
 
 
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
-    """Lock all claims for the duration of the block, so that no other process claims at the same time.
-
-    Raises:
-        ClaimsError: The folder cannot be used, or is locked by somebody else; the message says what to do.
-    """
-    _check_platform()
-    _warn_if_private(path)
+    """Lock all claims, so that no other process claims at the same time."""
+    _check(path)
     with claim_files.locked_folder(path) as folder:
         folder.clean_up()
         yield Ledger(path, folder, takes_claims=True)
 
 
 def count_waiting(names: Collection[str]) -> int:
-    """Return how many of these waiting jobs have a record; one that was killed may have left its own.
-
-    It costs a fiftieth of reading the queue.
-    """
+    """Return how many waiting jobs have a record, alive or not: 50 times faster than the queue."""
     try:
         files = {*os.listdir(directory())}
     except OSError:  # removed, or closed to this user
@@ -103,10 +86,9 @@ def count_waiting(names: Collection[str]) -> int:
 
 
 class Ledger:
-    """The claims and the waiting jobs, as they were when first read.
+    """The claims and the waiting jobs, as they were when first read; none where there is no folder.
 
-    Where there is no folder, nothing is known to be claimed. One that ``takes_claims`` is of a folder that this process
-    has locked, so that it may add claims.
+    It ``takes_claims`` if this process has locked the folder.
     """
 
     def __init__(self, path: str, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
@@ -115,32 +97,28 @@ class Ledger:
         self.takes_claims = takes_claims
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
-        """Return the live claims, the oldest first.
-
-        Of the processes that the driver lists on the GPUs, a claim of memory is returned with those of its job.
-        """
-        jobs: dict[tuple[object, ...], list[_ClaimRecord]] = {}
-        for record in self._claim_records:
-            claim = record.claim
+        """Return the live claims, the oldest first; those of memory with their jobs' processes among the given ones."""
+        jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId]]] = {}
+        for claim, process in self._claim_records:
             # Only records of one user make one job: others can write any name.
             same = (claim.owner_id, claim.job, claim.uuids, claim.kind, claim.memory_bytes)
-            jobs.setdefault(same, []).append(record)
+            jobs.setdefault(same, []).append((claim, process))
         found = []
         for records in jobs.values():
-            claim = records[0].claim
+            claim = records[0][0]
             if process_ids and claim.kind == "memory":
-                holders = {one.claim.pid for one in records if one.process.is_here(one.claim.pid)}
+                holders = {process.pid for _, process in records if process.is_running}
                 claim = claim._replace(process_ids=_descendants(holders, process_ids))
             found.append(claim)
         return tuple(found)
 
     @functools.cached_property
     def waiters(self) -> tuple[GpuWaiter, ...]:
-        """The jobs that wait, the one that has waited longest first."""
+        """The waiting jobs, the first in the queue first."""
         return tuple(self._parsed("wait", _parse_waiter))
 
     @functools.cached_property
-    def _claim_records(self) -> tuple[_ClaimRecord, ...]:
+    def _claim_records(self) -> tuple[tuple[GpuClaim, ProcessId], ...]:
         return tuple(self._parsed("claim", _parse_claim))
 
     def take(
@@ -152,13 +130,7 @@ class Ledger:
         group: str | None = None,
         job: str | None = None,
     ) -> Held:
-        """Claim GPUs, the best first, with the ledger locked; the caller has checked that they can be claimed.
-
-        What is claimed is as in ``GpuClaim``. ``job`` is that whose further process this is; ``None`` for a new one.
-
-        Raises:
-            ClaimsError: The claim cannot be written.
-        """
+        """Claim GPUs as in ``GpuClaim``, for a new job or as a further process of one."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
         held = self._put("claim", content)
@@ -166,33 +138,23 @@ class Ledger:
         return held
 
     def join(self, claim: GpuClaim) -> Held | None:
-        """Hold a claim, too, so that it lives as long as the last process that does; ``None``: this one does already.
-
-        Raises:
-            ClaimsError: The record cannot be written.
-        """
-        own = _ProcessIdentity.of(os.getpid())
-        for record in self._claim_records:
-            same = (record.claim.job, record.claim.owner_id) == (claim.job, os.geteuid())
-            if same and record.claim.pid == os.getpid() and record.process == own:
-                return None
+        """Hold a claim, too, which lives as long as its last holder; ``None``: this process does already."""
+        own = (claim.job, os.geteuid(), ProcessId.of(os.getpid()))
+        if own in ((one.job, one.owner_id, process) for one, process in self._claim_records):
+            return None
         return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
-        """Take the last place in the queue for that many of these GPUs and MIG instances, with the ledger locked.
-
-        Raises:
-            ClaimsError: The place cannot be written down.
-        """
+        """Take the last place in the queue for ``count`` of these GPUs."""
         return self._put("wait", {"uuids": list(uuids), "requested": count})
 
     def _put(self, kind: str, content: dict[str, Any]) -> Held:
         assert self._folder is not None, "only open_ledger() gives a ledger to write to"
-        own = _ProcessIdentity.of(os.getpid())
+        own = ProcessId.of(os.getpid())
         record = {
-            "schema_version": _SCHEMA_VERSION,
+            "schema_version": 2,
             **content,
-            "pid": os.getpid(),
+            "pid": own.pid,
             "pid_namespace": own.namespace,
             "started_ticks": own.started_ticks,
             "hostname": os.uname().nodename,
@@ -200,7 +162,7 @@ class Ledger:
         return self._folder.put(kind, json.dumps(record, indent=1).encode())
 
     def _parsed(self, kind: str, parse: Callable[[Any, Entry], _Parsed]) -> Iterator[_Parsed]:
-        """Yield what the live records of a kind say, the earliest first; name those that make no sense, and go on."""
+        """Yield what the live records of a kind say, the earliest first, and name those that make no sense."""
         if self._folder is None:
             return
         for entry in self._folder.entries(kind):
@@ -217,29 +179,6 @@ class Ledger:
             yield parsed
 
 
-class _ProcessIdentity(NamedTuple):
-    """What distinguishes a process from another one that has or had the same number."""
-
-    namespace: str | None
-    started_ticks: int | None
-
-    @classmethod
-    def of(cls, pid: int) -> _ProcessIdentity:
-        stat = process_stat(pid)
-        return cls(pid_namespace(), None if stat is None else stat.started_ticks)
-
-    def is_here(self, pid: int) -> bool:
-        """Return whether the process of that number, as this process counts them, is the one that is meant."""
-        return self == _ProcessIdentity.of(pid) and self.started_ticks is not None
-
-
-class _ClaimRecord(NamedTuple):
-    """One process's record of its job's claim."""
-
-    claim: GpuClaim
-    process: _ProcessIdentity
-
-
 def warn(message: str) -> None:
     """Log a warning."""
     import logging  # takes a twentieth of the time of a pick
@@ -253,12 +192,9 @@ def warn_once(message: str) -> None:
     warn(message)
 
 
-def _check_platform() -> None:
+def _check(path: str) -> None:
     if sys.platform != "linux":
         raise ClaimsError("Claims need Linux, so it is not known which GPUs other jobs have claimed.")
-
-
-def _warn_if_private(path: str) -> None:
     # A folder that was named on purpose is not questioned; children would repeat the first process's warning.
     if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
@@ -270,10 +206,9 @@ def _warn_if_private(path: str) -> None:
         )
 
 
-def _parse_claim(record: Any, entry: Entry) -> _ClaimRecord:
-    """Turn a record into a claim; fields that a newer version may have added are ignored."""
+def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId]:
     kind = record["kind"]
-    if kind not in _KINDS:
+    if kind not in ("memory", "whole", "exclusive"):
         raise ValueError(f"kind is {kind!r:.80}")
     claim = GpuClaim(
         job=_text(record, "job", 100),
@@ -287,7 +222,12 @@ def _parse_claim(record: Any, entry: Entry) -> _ClaimRecord:
         since_s=entry.since_ns / 1e9,
         group=None if record.get("group") is None else _text(record, "group", 4096),
     )
-    return _ClaimRecord(claim, _ProcessIdentity(record.get("pid_namespace"), record.get("started_ticks")))
+    return claim, ProcessId(
+        kernel=running_kernel(),  # which has ended all others' sockets
+        namespace=record.get("pid_namespace"),
+        pid=claim.pid,
+        started_ticks=record.get("started_ticks"),
+    )
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
@@ -323,13 +263,13 @@ def _text(record: Any, name: str, max_length: int) -> str:
 
 
 def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
-    """Return which processes are among the holders of a claim or come from one of them."""
+    """Return which processes are holders of a claim or their children."""
     found = set()
     for pid in process_ids:
-        ancestor: int | None = pid
+        ancestor = pid
         while ancestor and ancestor not in holders:
             stat = process_stat(ancestor)
-            ancestor = None if stat is None else stat.parent
+            ancestor = stat.parent if stat else 0
         if ancestor:
             found.add(pid)
     return frozenset(found)

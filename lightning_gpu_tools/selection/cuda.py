@@ -1,4 +1,4 @@
-"""What only CUDA itself knows, asked without starting it in this process."""
+"""What only CUDA knows, without starting it in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for ordinal in range(count.value):
 
 
 def is_initialized() -> bool:
-    """Return whether CUDA has started in this process, and so has read ``CUDA_VISIBLE_DEVICES`` for good."""
+    """Return whether CUDA has started in this process and read ``CUDA_VISIBLE_DEVICES`` for good."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return True
@@ -40,22 +40,14 @@ def is_initialized() -> bool:
 
 @functools.cache
 def device_order() -> tuple[str, ...]:
-    """Return the UUIDs of all GPUs in CUDA's own order, the fastest first, as ``CUDA_DEVICE_ORDER`` is set.
-
-    Asked in a child process: starting CUDA here would freeze ``CUDA_VISIBLE_DEVICES``.
-
-    Raises:
-        LightningGpuToolsError: CUDA does not answer.
-    """
+    """Return the UUIDs of all GPUs as CUDA numbers them; asks a child process, because CUDA must not start here."""
     import subprocess  # takes a tenth of the time of a pick, and few machines need it
 
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    child = subprocess.run(
-        [sys.executable, "-c", _PRINT_UUIDS], env=environment, capture_output=True, text=True, check=False
-    )
-    if child.returncode != 0:
+    child = subprocess.run([sys.executable, "-c", _PRINT_UUIDS], env=environment, capture_output=True, text=True)
+    if child.returncode:
         raise LightningGpuToolsError(
-            "CUDA_VISIBLE_DEVICES holds numbers, the GPUs of this machine differ, and CUDA did not report how it "
-            "numbers them. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
+            "CUDA_VISIBLE_DEVICES holds numbers, this machine's GPUs differ, and CUDA did not report how it numbers "
+            "them. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
         )
     return tuple(child.stdout.split())

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from lightning_gpu_tools.selection.ranking import Candidate
 
-# Without a stated need, memory is all that is known to matter, so that a link may cost a tenth of it and not more.
+# Our default: where the job did not say how much memory it needs, a link may cost a tenth of it.
 _MEMORY_KEPT = 0.9
 
 
@@ -20,20 +20,13 @@ def best_set(
     numa_nodes: Mapping[str, int | None],
     memory_matters: bool,
 ) -> tuple[Candidate, ...]:
-    """Return ``count`` of the candidates, the best first.
+    """Return ``count`` of the candidates; both are ordered, the best first.
 
-    Idle GPUs come before busy ones and unclaimed before claimed ones in any case. Among equals in that, a set in which
-    more pairs are joined by NVLink is better, then one in which more pairs hang on the same NUMA node, then the one
-    whose worst member ranks first, because that one decides how large a batch can be. A set is grown from each GPU, by
-    what improves it most; comparing all of them would take seconds for 8 of 16 GPUs.
+    The tiers of the ranking come first in any case. Within the last one, the set with more pairs joined by NVLink is
+    better, then that with more pairs on one NUMA node, then that whose worst member ranks first, because it limits the
+    batch size. A set is grown from each GPU, by what improves it most: comparing all would take seconds for 8 of 16.
 
-    Args:
-        candidates: The best first, at least ``count``.
-        count: How many.
-        nvlinks: Pairs of UUIDs that are joined, each pair in alphabetical order.
-        numa_nodes: Their NUMA nodes by UUID, ``None`` where unknown.
-        memory_matters: Whether the smallest of the set must not have much less memory than without regard to links.
-            Otherwise every candidate has enough.
+    ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` says that candidates may have too little.
     """
     last_tier = candidates[count - 1].tier
     certain = tuple(rank for rank, one in enumerate(candidates) if one.tier < last_tier)

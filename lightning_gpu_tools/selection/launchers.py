@@ -7,79 +7,51 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-
-class _Launcher(NamedTuple):
-    """The variables of a launcher.
-
-    Attributes:
-        program: Its name.
-        processes: How many processes of the job are on this machine.
-        local_rank: The number of this process among them.
-        job: What names the job on this machine, and a restarted one differently, because it chooses again; empty if
-            nothing does.
-    """
-
-    program: str
-    processes: str
-    local_rank: str
-    job: tuple[str, ...]
-
-
-# Those for which Lightning looks, in its order. Kubeflow is missing: it starts one process in each container.
+# Those for which Lightning looks, in its order, but Kubeflow, which starts one process in each container: the program;
+# the variables of how many processes it started here, and of this one's number among them; those that name the job, and
+# a restarted one differently, because it chooses again.
 _LAUNCHERS = (
-    _Launcher(
+    (
         "torchrun",
         "LOCAL_WORLD_SIZE",
         "LOCAL_RANK",
         ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
     ),
-    _Launcher(
+    (
         "srun",
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_LOCALID",
         ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
     ),
     # Both have a PMIx server, which names the job.
-    _Launcher("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
-    _Launcher("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
-    _Launcher("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
+    ("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
+    ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
+    ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
 )
 
 
 class Launch(NamedTuple):
-    """The processes that a launcher has started on this machine.
-
-    Attributes:
-        program: The launcher.
-        processes: How many there are; ``None`` if that is unknown.
-        local_rank: The number of this one among them.
-        job: The same for all of them, and for no other process of this machine; empty if nothing is.
-        needs: What Lightning lacks to see that they are one job, so that it trains in each of them separately; ``None``
-            if it does see it.
-    """
+    """The processes that a launcher has started on this machine."""
 
     program: str
-    processes: int | None
+    processes: int | None  # None: unknown
     local_rank: str
-    job: tuple[str, ...]
-    needs: str | None = None
+    job: tuple[str, ...]  # the same for all of them and for no other process of this machine; empty if nothing is
+    needs: str | None = None  # what Lightning lacks to train in them together and not in each separately
 
     @property
     def remedy(self) -> str:
-        """How processes without a name for their job get a common choice."""
+        """What to do where nothing names the job."""
         return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
 
     def group(self, gpus: int) -> str:
-        """Return a name for a choice of that many GPUs which all of them share."""
-        # The host's name, because containers that share the claims may use the same port.
+        """Return a name for their common choice of that many GPUs."""
+        # With the host, because containers that share the claims may use the same port.
         return " ".join([platform.node(), *self.job, f"devices={gpus}"])
 
 
 def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | None:
-    """Return what has started this process: what Lightning recognizes comes first; ``None`` if nothing has.
-
-    Without mpi4py Lightning does not recognize MPI.
-    """
+    """Return what has started this process: what Lightning recognizes comes first; ``None`` if nothing has."""
     unrecognized = None
     for program, count, rank, names in _LAUNCHERS:
         if not {count, *names[:1]} <= environ.keys():

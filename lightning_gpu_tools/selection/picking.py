@@ -1,4 +1,4 @@
-"""Pick GPUs: read them, rank them, and claim the best, in one step that nobody else can come between."""
+"""Pick GPUs: read, rank and claim them in one step that no other job can come between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
@@ -26,7 +26,7 @@ from lightning_gpu_tools.selection.ranking import (
     why_picked,
 )
 from lightning_gpu_tools.selection.request import Request
-from lightning_gpu_tools.selection.visibility import visible_gpus
+from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances
 from lightning_gpu_tools.units import format_duration
 
 if TYPE_CHECKING:
@@ -34,28 +34,26 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Random, so that waiting processes do not all poll at the same moment.
 _POLL_AFTER_S = 0.8
-_POLL_JITTER_S = 0.4
-# Our default: the first job in the queue spends at most a 150th of a core on polling, the n-th an n-th of that, because
-# others are served before it. 200 jobs that waited on one server with 112 MIG instances cost it 8 % of a core together.
+_POLL_JITTER_S = 0.4  # random, so that waiting processes do not all poll at the same moment
+# Our default: the first job in the queue polls with at most a 150th of a core, the n-th with an n-th of that, because
+# others are served before it. 200 jobs that waited on a server with 112 MIG instances took 8 % of a core together.
 _MAX_LOAD = 1 / 150
-_MAX_PAUSE_S = 5.0  # until it sees whether others have left the queue, which costs a 20th of polling
-_MAX_POLL_AFTER_S = 300.0  # also behind many jobs of another user that were killed and have left their records
+_MAX_PAUSE_S = 5.0  # until it sees who has left the queue, which costs a 20th of polling
+_MAX_POLL_AFTER_S = 300.0  # also behind records of many jobs that were killed
 _ANNOUNCE_EVERY_S = 60.0
 _FULL_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSelection:
-    """The GPUs that were picked. As a context manager it releases its claim at the end of the block.
+    """The GPUs that were picked, and the claim on them: it lasts until ``release()`` or the end of this process.
 
-    Without ``release`` the claim lives as long as this process.
+    As a context manager it releases the claim at the end of the block.
 
     Attributes:
         gpus: Their readings at the moment of the pick, the best first.
-        reason: One sentence that names them, their free memory, and what they were picked from. Empty if another
-            process of the job has picked them.
+        reason: A sentence that says why these; empty if another process of the job has picked them.
     """
 
     gpus: tuple[GpuReading, ...]
@@ -69,30 +67,30 @@ class GpuSelection:
 
     @property
     def cuda_visible_devices(self) -> str:
-        """The value of ``CUDA_VISIBLE_DEVICES`` with which a program sees only these GPUs, the best as ``cuda:0``."""
+        """The ``CUDA_VISIBLE_DEVICES`` with which a program sees only these GPUs, the best as ``cuda:0``."""
         return ",".join(self.uuids)
 
     def apply(self) -> None:
-        """Let this process and its children see only these GPUs. Does nothing if they do so already.
+        """Let this process and its children see only these GPUs.
 
         Raises:
-            CudaAlreadyInitializedError: CUDA has already started in this process.
+            CudaAlreadyInitializedError: CUDA has already started in this process and sees others.
         """
         show_gpus(self.uuids)
         self.adopt()
 
     def adopt(self) -> None:
-        """Count the claim as one of this process and of its children, so that it does not stand in their way."""
+        """Count the claim as one of this process and of its children."""
         if self._claim:
             claims.adopt_job(self._claim.job)
 
     def pass_on(self) -> None:
-        """Let the program that this process is about to execute hold the claim."""
+        """Let a program that this process executes hold the claim."""
         if self._claim:
             self._claim.pass_on()
 
     def release(self) -> None:
-        """Release the claim, so that others can have the GPUs. ``CUDA_VISIBLE_DEVICES`` stays as it is."""
+        """Release the claim. ``CUDA_VISIBLE_DEVICES`` stays as it is."""
         if self._claim:
             self._claim.release()
 
@@ -104,18 +102,14 @@ class GpuSelection:
 
 
 def show_gpus(uuids: Sequence[str]) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES``. Nothing else in the package does.
-
-    Raises:
-        CudaAlreadyInitializedError: CUDA has already started in this process.
-    """
+    """Set ``CUDA_VISIBLE_DEVICES``; nothing else in the package does."""
     mask = ",".join(uuids)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == mask:
         return
     if cuda.is_initialized():
         raise CudaAlreadyInitializedError(
             "CUDA has already started in this process and has read CUDA_VISIBLE_DEVICES. Pick the GPUs before anything "
-            "uses them; even torch.cuda.is_available() can start CUDA."
+            "uses CUDA; even torch.cuda.is_available() can start it."
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = mask
 
@@ -145,25 +139,24 @@ def select_gpus(
     Only GPUs inside the inherited ``CUDA_VISIBLE_DEVICES`` are considered. Claims are an agreement among those who use
     this package; they do not keep other programs off a GPU.
 
-    In a script that Lightning's DDP starts again for each rank, all ranks get the GPUs that the first one has picked
-    and applied. Under torchrun, SLURM and MPI each rank picks for itself. There, use
-    :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy, which pick once for all ranks.
+    Ranks that Lightning's DDP starts get the GPUs that the first one has applied. Under torchrun, SLURM and MPI each
+    rank picks for itself: use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy there.
 
     Args:
         count: How many GPUs. You never get fewer.
-        min_free: Memory that each must have free, beyond what live claims will still use: ``"8GiB"`` or bytes. That
-            much of each is then claimed. Without it all of each is claimed, and others pick it last.
+        min_free: Memory that each must have free beyond what live claims will still use, and that is claimed of each:
+            ``"8GiB"`` or bytes. Without it all of each is claimed, and others pick it last.
         max_utilization: Highest utilization that each may have, in percent.
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
-        wait: How long to wait for them, ``"10m"`` or seconds. First come, first served: GPUs are kept for whoever came
-            earlier, as many as they asked for. ``None``: do not wait.
+        wait: How long to wait for them, ``"10m"`` or seconds; ``None``: not at all. First come, first served: GPUs are
+            kept for whoever came earlier, as many as they asked for.
         claim: Whether to claim them. The claims of others count in any case.
 
     Raises:
-        NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message says why each of the others does not.
+        NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message says why not.
         NvmlUnavailableError: There is no usable NVIDIA driver.
-        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` rest on them. Without these two
-            options this is only a warning, and the GPUs are not claimed.
+        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` rest on them. Else this is only a
+            warning, and the GPUs are not claimed.
         ValueError: An option is out of range.
     """
     request = Request(
@@ -174,44 +167,35 @@ def select_gpus(
 
 @dataclass
 class Attempt:
-    """One attempt to get GPUs, with the claims locked: what a decision is made from.
-
-    Attributes:
-        request: What is asked for.
-        ledger: The claims.
-        problem: Why claims cannot be made, or not even be read.
-        read_gpus: Reads all GPUs of the machine.
-        ahead: Jobs that have waited longer.
-        group: Name of the processes that share one choice: the first one makes it, the others take it over.
-        among: UUIDs to pick from, in whose order the choice is given; ``None``: those that ``CUDA_VISIBLE_DEVICES``
-            shows, and the best come first.
-    """
+    """One attempt to get GPUs, with the claims locked: what a decision is made from."""
 
     request: Request
     ledger: claims.Ledger
-    problem: ClaimsError | None
+    problem: ClaimsError | None  # why claims cannot be made, or not even read
     read_gpus: Callable[[], tuple[GpuReading, ...]]
-    ahead: Sequence[GpuWaiter] = ()
-    group: str | None = None
-    among: Sequence[str] | None = None
+    ahead: Sequence[GpuWaiter]  # who has waited longer
+    # Name of the processes that share one choice: the first one makes it, the others take it over.
+    group: str | None
+    # UUIDs to pick from and give the choice in the order of; None: what CUDA_VISIBLE_DEVICES shows, the best first.
+    among: Sequence[str] | None
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
-        """All GPUs of the machine, not read before somebody asks for them."""
+        """All GPUs of the machine; the driver is not asked before."""
         return self.read_gpus()
 
     @property
     def visible(self) -> tuple[GpuReading, ...]:
-        """The GPUs and MIG instances that may be picked, in CUDA's order."""
+        """What may be picked, in CUDA's order."""
         if self.among is not None:
-            by_uuid = {gpu.uuid: gpu for gpu in _with_instances(self.gpus)}
+            by_uuid = {gpu.uuid: gpu for gpu in whole_or_instances(self.gpus)}
             return tuple(by_uuid[uuid] for uuid in self.among if uuid in by_uuid)
         mask, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
         return visible_gpus(self.gpus, mask, order, cuda.device_order)
 
     @property
     def visible_uuids(self) -> tuple[str, ...]:
-        """Their UUIDs. The driver is not asked where ``CUDA_VISIBLE_DEVICES`` has them in full."""
+        """Its UUIDs, without the driver where ``CUDA_VISIBLE_DEVICES`` has them in full."""
         if self.among is not None:
             return tuple(self.among)
         entries = tuple(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
@@ -222,22 +206,16 @@ class Attempt:
     @functools.cached_property
     def live_claims(self) -> tuple[GpuClaim, ...]:
         """The live claims, the oldest first."""
-        return self.ledger.claims(
-            {process.pid for gpu in _with_instances(self.gpus) for process in gpu.processes or ()}
-        )
+        gpus = whole_or_instances(self.gpus)
+        return self.ledger.claims({process.pid for gpu in gpus for process in gpu.processes or ()})
 
-    @property
-    def others(self) -> list[GpuClaim]:
-        """The claims of other jobs."""
-        return [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
+    def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
+        """Rank what may be picked, for this or another request."""
+        others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
+        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead)
 
     def choose(self) -> GpuSelection:
-        """Pick and claim.
-
-        Raises:
-            NotEnoughGpusError: Too few GPUs qualify.
-            ClaimsError: Claims cannot be made, and a promise rests on them.
-        """
+        """Pick and claim; the errors are those of :func:`select_gpus`."""
         if self.problem:
             self._go_on_without(self.problem)
         visible = self.visible
@@ -246,9 +224,9 @@ class Attempt:
             if self.is_choice_of_job(claim) and by_uuid.keys() >= {*claim.uuids}:
                 held = self.ledger.join(claim) if self.ledger.takes_claims else None
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
-        ranking = rank_gpus(visible, self.others, self.request, {os.getpid()}, self.ahead)
+        ranking = self.rank(self.request, self.ahead)
         if len(ranking.candidates) < self.request.count:
-            raise self._not_enough(ranking, visible)
+            raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
         if self.among is not None:  # children of a process in which CUDA has started number them like this
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
@@ -261,10 +239,7 @@ class Attempt:
         return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
 
     def is_choice_of_job(self, claim: GpuClaim) -> bool:
-        """Return whether another process of this job has made the choice already, and this process only has to follow.
-
-        To choose again could give another order, or nothing: meanwhile the job itself uses these GPUs.
-        """
+        """Return whether another process of this job has made the choice: to choose again could give another one."""
         if self.group is not None and claim.group == self.group:
             return claims.is_trusted(claim)  # anybody can write any name of a group
         # Lightning's DDP starts its other ranks by running the script again, so they ask what the first one has asked.
@@ -272,39 +247,31 @@ class Attempt:
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> Held:
-        """Claim GPUs as the request says; ``share``: where it says exclusively, only softly.
-
-        Raises:
-            ClaimsError: The claim cannot be written.
-        """
-        kind: Literal["memory", "whole", "exclusive"] = "whole"
-        memory_bytes = None
+        """Claim GPUs as the request says, or, if others ``share`` them, softly."""
+        take = functools.partial(self.ledger.take, uuids, group=self.group)
         if not self.request.claim:
-            kind, memory_bytes = "memory", 0  # only to be found by the others of the group
-        elif self.request.exclusive and not share:
-            kind = "exclusive"
-        elif self.request.min_free_bytes is not None and not share:
-            kind, memory_bytes = "memory", self.request.min_free_bytes
-        return self.ledger.take(uuids, kind, memory_bytes, group=self.group)
+            return take("memory", 0)  # only to be found by the others of the group
+        if share or not self.request.promises:
+            return take("whole")
+        return take("exclusive") if self.request.exclusive else take("memory", self.request.min_free_bytes)
 
     def _go_on_without(self, error: ClaimsError) -> None:
-        """Warn that claims cannot be read or made; raise the error if a promise rests on them."""
-        promises = self.request.exclusive or self.request.min_free_bytes is not None
+        """Warn that there are no claims; raise the error if a promise rests on them."""
         # Where all of them are asked for by number, every process of the group comes to the same.
         named = self.among is not None and len(self.among) == self.request.count
-        if (self.group is not None and not named) or (self.request.claim and promises):
+        if (self.group is not None and not named) or (self.request.claim and self.request.promises):
             raise error
         claims.warn_once(f"{error}{' The GPUs of this job are not claimed.' if self.request.claim else ''}")
 
-    def _not_enough(self, ranking: Ranking, visible: Sequence[GpuReading]) -> NotEnoughGpusError:
-        count, mask = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES")
+    def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
+        count, mask, visible = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
         outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not one of those asked for"
-        hidden = [Rejection(gpu, outside) for gpu in _with_instances(self.gpus) if gpu not in visible]
-        rejections = sorted([*ranking.rejections, *hidden], key=lambda rejection: rejection.gpu.index)
+        hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
+        rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
         asked = f"Asked for {count} GPU{'s' if count > 1 else ''}"
         if self.gpus:
             message = f"{asked}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-            message += sharding_hint(visible, self.others, self.request, {os.getpid()})
+            message += sharding_hint(self.request, self.rank)
         else:
             message = f"{asked}, but the NVIDIA driver lists none."
         message = "\n  ".join([message, *folded_reasons(rejections)])
@@ -318,15 +285,12 @@ def pick(
     group: str | None = None,
     among: Sequence[str] | None = None,
 ) -> _T:
-    """Decide once, or, where the request says so, again and again until GPUs qualify. Opens the driver at most once.
-
-    ``decide`` is called with the claims locked; with ``NotEnoughGpusError`` it says to wait if there is time. ``group``
-    and ``among`` are as in :class:`Attempt`.
-    """
+    """Decide with the claims locked: once, or, if the request waits, until that raises no ``NotEnoughGpusError``."""
     from lightning_gpu_tools.gpus import nvml
 
-    give_up_s = None if request.wait_s is None else time.monotonic() + request.wait_s
-    announce_s = -math.inf
+    waits = request.wait_s is not None
+    give_up_s = time.monotonic() + (request.wait_s or 0.0)
+    announced_s = -math.inf
     place = None  # in the queue
     with contextlib.ExitStack() as until_the_end:
         keep_open = functools.cache(lambda: until_the_end.enter_context(nvml.session()))
@@ -338,22 +302,20 @@ def pick(
         if not claims.own_jobs():  # else all may be settled without the driver
             keep_open()  # before the lock is taken: without persistence mode it takes seconds
         while True:
-            writes = request.claim or group is not None or give_up_s is not None
             started_cpu_s = time.thread_time()
-            with _ledger(writes) as (ledger, problem):
-                is_patient = give_up_s is not None and time.monotonic() < give_up_s
-                if is_patient and isinstance(problem, ClaimsLockedError):
+            with _ledger(waits or request.claim or group is not None) as (ledger, problem):
+                if isinstance(problem, ClaimsLockedError) and time.monotonic() < give_up_s:
                     claims.warn_once(f"{problem} Waiting for it.")
                     continue
-                ahead = _ahead_of(place, ledger) if give_up_s is not None else ()
+                ahead = _ahead_of(place, ledger) if waits else ()
                 attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
-                    if give_up_s is None:
+                    if not waits:
                         raise
                     reasons = error
-                if announce_s == -math.inf:  # the first time
+                if announced_s == -math.inf:  # the first time
                     uuids = attainable(attempt.visible, attempt.request)
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help: even unused GPUs would not qualify.")
@@ -362,9 +324,9 @@ def pick(
                         until_the_end.callback(place.release)
             now_s = time.monotonic()
             if now_s >= give_up_s:
-                raise _prefixed(reasons, f"Waited {format_duration(request.wait_s or 0)}.")
-            if now_s - announce_s >= _ANNOUNCE_EVERY_S:
-                announce_s = now_s
+                raise _prefixed(reasons, f"Waited {format_duration(request.wait_s or 0.0)}.")
+            if now_s - announced_s >= _ANNOUNCE_EVERY_S:
+                announced_s = now_s
                 queue = f", behind {len(ahead)} other job{'s' * (len(ahead) > 1)}" if ahead else ""
                 claims.warn(f"Waiting for up to {format_duration(give_up_s - now_s)}{queue}. {reasons}")
             cost_s = time.thread_time() - started_cpu_s
@@ -372,7 +334,7 @@ def pick(
 
 
 def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[str]) -> None:
-    """Sleep until it is time to poll again: the earlier, the fewer are left of those who were ahead in the queue."""
+    """Sleep until it is time to poll: the sooner, the fewer of those ahead are left."""
     while (now_s := time.monotonic()) < give_up_s:
         place = 1 + claims.count_waiting(ahead)
         left_s = polled_s + min(_MAX_POLL_AFTER_S, max(_POLL_AFTER_S, place * cost_s / _MAX_LOAD)) - now_s
@@ -393,7 +355,7 @@ def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
 
 @contextlib.contextmanager
 def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
-    """Yield the claims, locked if there is something to write, and what is wrong with them."""
+    """Yield the claims, locked to write, and what is wrong with their folder."""
     path = claims.directory()
     problem = None
     with contextlib.ExitStack() as stack:
@@ -410,7 +372,6 @@ def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
 
 
 def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candidate, ...]:
-    """Return the best set. The driver is only asked how GPUs are joined if there is something to choose."""
     if request.count in (1, len(candidates)):
         return tuple(candidates[: request.count])
     from lightning_gpu_tools.gpus import nvml
@@ -424,7 +385,3 @@ def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candid
         nvml.read_numa_nodes(uuids),
         memory_matters=request.min_free_bytes is None,
     )
-
-
-def _with_instances(gpus: Sequence[GpuReading]) -> list[GpuReading]:
-    return [part for gpu in gpus for part in (gpu.mig_instances or (gpu,))]

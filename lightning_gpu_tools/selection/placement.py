@@ -1,8 +1,7 @@
 """Which CUDA devices a training uses, decided once for all its processes on this machine.
 
-Every process of a distributed job builds its own ``Trainer`` and asks here. The first one picks and claims. The others
-find that claim, by the name that it left in their environment or by what their launcher calls the job, and join it. So
-they agree without talking to each other, and the claim lives as long as the last of them.
+Each of them builds its own ``Trainer`` and asks here. The first one picks and claims. The others find that claim, by
+the job's name in their environment or by what their launcher calls the job, and join it: it lives as long as the last.
 """
 
 from __future__ import annotations
@@ -20,24 +19,18 @@ from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
-from lightning_gpu_tools.selection.ranking import rank_gpus
 from lightning_gpu_tools.selection.request import Request
 
 
 def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[], Sequence[str]]) -> list[int]:
     """Return the numbers of the CUDA devices to use and claim the GPUs behind them.
 
-    As long as CUDA has not started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the GPUs picked, the best first,
-    so they become the devices 0, 1, ... here and in every child. Later it cannot be changed any more, and the devices
-    are picked by number among the visible ones.
+    Until CUDA has started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the GPUs picked, the best first, so they
+    become the devices 0, 1, ... here and in every child. Later the devices are picked by number among the visible ones,
+    whose UUIDs ``cuda_uuids`` returns.
 
-    Args:
-        devices: How many, ``-1`` for all that qualify; or the numbers of the ones to take, which are then only checked.
-        request: What is asked of them; its ``count`` plays no role.
-        cuda_uuids: Returns the UUIDs of the visible devices in CUDA's order; only called after CUDA has started.
-
-    Raises:
-        NotEnoughGpusError: Too few qualify.
+    ``devices`` is how many, -1 for all that qualify, or their numbers: then they are only checked. The request's
+    ``count`` plays no role.
     """
     shown = cuda_uuids() if cuda.is_initialized() else None
     if not isinstance(devices, int):
@@ -51,7 +44,7 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
 
 
 def how_many(request: Request) -> int:
-    """Return how many GPUs "all" are: those the job has, what the mask or the launcher says, else all that qualify.
+    """Return how many GPUs "all" are: those of the job, of the mask or of the launcher, else all that qualify.
 
     At least 1: asking for one where none qualifies gives the reasons.
     """
@@ -69,28 +62,23 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
     # CUDA shows a process only one MIG instance, so several are no grant of several.
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count and not divided
-    if _is_masked() and (is_granted or (len(uuids) < count and _launcher_group(devices))):
+    if "CUDA_VISIBLE_DEVICES" in os.environ and (is_granted or (len(uuids) < count and _launcher_group(devices))):
         log().info(
             "CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count
         )
         _claim_granted(attempt)
         return list(range(count))  # Lightning says which of them do not exist
-    choice = attempt.choose()
-    choice.adopt()
-    if choice.reason:
-        started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
-        log().info("%s%s", choice.reason, started)
-    return _use(choice.uuids, attempt)
+    started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
+    return _use(_choose(attempt, started), attempt)
 
 
 def log() -> logging.Logger:
-    """Return a logger below that of the Lightning that is imported, which shows it from INFO on; others are silent."""
+    """Return a logger below that of the Lightning that is imported, which shows its INFO."""
     names = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
     return logging.getLogger(f"{next((name for name in names if name in sys.modules), names[0])}.lightning_gpu_tools")
 
 
 def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
-    """Make the chosen GPUs this process's devices and return their numbers."""
     if attempt.among is not None:  # ascending, because Trainer.device_ids is wrong otherwise
         return sorted(attempt.among.index(uuid) for uuid in chosen)
     if tuple(chosen) != attempt.visible_uuids:  # what a scheduler has written stays as it is
@@ -99,7 +87,6 @@ def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
 
 
 def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
-    """Claim the devices that the user named, if they qualify, and leave their numbers as they are."""
     wanted = [uuid for index, uuid in enumerate(attempt.visible_uuids) if index in devices]
     own = next((claim for claim in _own_claims(attempt) if set(claim.uuids) == set(wanted)), None)
     if own:
@@ -107,11 +94,16 @@ def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
     else:
         attempt.among = wanted
         attempt.request = replace(attempt.request, count=len(devices))
-        choice = attempt.choose()
-        choice.adopt()
-        if choice.reason:
-            log().info("%s They were requested by number.", choice.reason)
+        _choose(attempt, " They were requested by number.")
     return list(devices)
+
+
+def _choose(attempt: Attempt, remark: str) -> tuple[str, ...]:
+    choice = attempt.choose()
+    choice.adopt()
+    if choice.reason:
+        log().info("%s%s", choice.reason, remark)
+    return choice.uuids
 
 
 def _how_many(attempt: Attempt) -> int:
@@ -119,26 +111,26 @@ def _how_many(attempt: Attempt) -> int:
     if own:
         return len(own.uuids)
     divided = any(uuid.startswith("MIG-") for uuid in attempt.visible_uuids)
-    if _is_masked() and attempt.visible_uuids and not divided:
+    if "CUDA_VISIBLE_DEVICES" in os.environ and attempt.visible_uuids and not divided:
         return len(attempt.visible_uuids)
     launch = _launch()
     if launch and launch.processes:
         return launch.processes
     # Several, because MIG instances do not qualify then: they cannot be combined.
     several = replace(attempt.request, count=2)
-    return max(1, len(rank_gpus(attempt.visible, attempt.others, several, {os.getpid()}).candidates))
+    return max(1, len(attempt.rank(several).candidates))
 
 
 def _launch() -> Launch | None:
-    """Return what has started this process together with others that train with it; ``None`` if nothing has."""
+    """Return what has started this process and others that train with it."""
     launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
     if launch is None or launch.processes == 1 or (launch.job and not launch.needs):
         return launch
     started = f"{launch.program} started {launch.processes} processes on this machine"
     if launch.local_rank == "0" and launch.needs:
         claims.warn_once(
-            f"{started}, but Lightning trains in each of them separately, with GPUs of its own. One training of all of "
-            f"them needs {launch.needs}."
+            f"{started}, but Lightning trains in each of them separately, with GPUs of its own. One training of all "
+            f"needs {launch.needs}."
         )
     elif launch.local_rank == "0" and not claims.own_jobs():
         claims.warn_once(f"{started} without a name for their job, so each picks for itself. {launch.remedy}")
@@ -146,22 +138,15 @@ def _launch() -> Launch | None:
 
 
 def _launcher_group(devices: int) -> str | None:
-    """Return a name for the processes of one training that a launcher started on this machine, ``None`` if none did."""
+    """Return a name for the processes that a launcher started here for this training."""
     launch = _launch()
     if launch is None or (launch.processes or devices) == 1:
         return None
     return launch.group(devices)
 
 
-def _is_masked() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") is not None
-
-
 def _claim_granted(attempt: Attempt) -> None:
-    """Claim GPUs that a scheduler or the user has given to this job, so that other jobs see that they are in use.
-
-    That choice is not questioned: what speaks against it is only a warning.
-    """
+    """Claim GPUs that a scheduler or the user gave; what speaks against that is only a warning."""
     if not attempt.request.claim:
         return
     uuids = set(attempt.visible_uuids)
@@ -190,18 +175,16 @@ def _claim_granted(attempt: Attempt) -> None:
 
 
 def _own_claims(attempt: Attempt) -> list[GpuClaim]:
-    """Return the claims that this process, or the one that started it, has made; the latest first."""
     return [claim for claim in reversed(attempt.ledger.claims()) if claims.is_of_own_job(claim)]
 
 
 def _own_choice(devices: int, attempt: Attempt) -> GpuClaim | None:
-    """Return the latest own claim on that many of the visible GPUs, ``-1`` for any number."""
+    """Return the latest own claim on that many visible GPUs; -1: any number."""
     wanted = (claim for claim in _own_claims(attempt) if devices in (-1, len(claim.uuids)))
     return next((claim for claim in wanted if {*claim.uuids} <= {*attempt.visible_uuids}), None)
 
 
 def _join(claim: GpuClaim, attempt: Attempt) -> None:
-    """Hold an own claim, too, so that it does not end with the process that made it."""
     try:
         if attempt.problem:
             raise attempt.problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,29 +10,22 @@ from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, 
 from lightning_gpu_tools.selection.request import Request
 from lightning_gpu_tools.units import format_bytes, number_ranges
 
-# From here on a GPU counts as busy. Source: nvitop's default border between light and moderate load (its option
-# --gpu-util-thresh). A step and not a scale, because a percent of noise must not outweigh 20 GiB of memory.
+# Source: nvitop's default border between light and moderate load (its option --gpu-util-thresh). A step and not a
+# scale, because a percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
-# Our default: reasons that differ for each of 16 GPUs still fit on a screen of 24 lines.
-_MAX_REASONS = 16
+_MAX_REASONS = 16  # our default: with these a message fits on a screen of 24 lines
 
 
 class Candidate(NamedTuple):
-    """A GPU that meets the request.
-
-    Attributes:
-        gpu: The GPU or MIG instance.
-        effective_free_bytes: Free memory minus what live claims asked for and do not use yet; ``None`` if unknown.
-        whole_claims: How many jobs have claimed all of it.
-    """
+    """A GPU or MIG instance that meets the request."""
 
     gpu: GpuReading
     effective_free_bytes: int | None
-    whole_claims: int
+    whole_claims: int  # how many jobs have claimed all of it
 
     @property
     def tier(self) -> tuple[bool, int, int]:
-        """What counts before memory, smaller is better: memory known, fewer claims, idle before busy before unknown."""
+        """What counts before memory: memory known, fewer claims, idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
         return (self.effective_free_bytes is None, self.whole_claims, load)
@@ -44,17 +37,21 @@ class Candidate(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """A GPU that does not meet the request; ``str()`` gives one sentence."""
+    """A GPU that does not meet the request."""
 
     gpu: GpuReading
     reason: str
+
+    def order(self) -> tuple[int, int]:
+        """Sort key: the driver's own numbers."""
+        return self.gpu.index, self.gpu.mig_index or 0
 
     def __str__(self) -> str:
         return f"{label(self.gpu)}: {self.reason}"
 
 
 class Ranking(NamedTuple):
-    """The outcome: what can be used, the best first, and what cannot, in the order of the readings."""
+    """What can be used, the best first, and what cannot, in any order."""
 
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
@@ -69,33 +66,20 @@ def rank_gpus(
 ) -> Ranking:
     """Return the GPUs that meet the request, the best first, and the reasons against the others.
 
-    Args:
-        gpus: The GPUs and MIG instances the job may use.
-        claims: Live claims of other jobs.
-        request: What the job asks for.
-        own_process_ids: Processes that belong to the job itself and so do not stand in its way.
-        ahead: Jobs that have waited longer, the longest first. Of what this job and they could use, the best are kept
-            for them, as many as they wait for.
+    ``claims`` are those of other jobs; ``own_process_ids`` do not stand in the job's way. Jobs ``ahead`` have waited
+    longer, the first one longest: each keeps the best GPUs that it could use, as many as it waits for.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     for gpu in gpus:
-        claims_here = [claim for claim in claims if gpu.uuid in claim.uuids]
-        candidate = Candidate(
-            gpu=gpu,
-            effective_free_bytes=effective_free_bytes(gpu, claims_here),
-            whole_claims=sum(claim.kind != "memory" for claim in claims_here),
-        )
+        here = [claim for claim in claims if gpu.uuid in claim.uuids]
+        candidate = Candidate(gpu, effective_free_bytes(gpu, here), sum(claim.kind != "memory" for claim in here))
         others = None
-        if gpu.processes is not None:
-            others = [
-                process
-                for process in gpu.processes
-                if process.pid not in own_process_ids and not process.graphics_only  # a desktop computes nothing
-            ]
-        reasons = "; ".join(_objections(candidate, others, claims_here, request))
+        if gpu.processes is not None:  # a desktop computes nothing
+            others = [one for one in gpu.processes if one.pid not in own_process_ids and not one.graphics_only]
+        reasons = "; ".join(_objections(candidate, others, here, request))
         if reasons:
-            rejections.append(Rejection(gpu=gpu, reason=reasons))
+            rejections.append(Rejection(gpu, reasons))
         else:
             candidates.append(candidate)
     candidates.sort(key=lambda candidate: candidate.order)
@@ -103,14 +87,12 @@ def rank_gpus(
         kept = [candidate for candidate in candidates if candidate.gpu.uuid in waiter.uuids][: waiter.requested]
         candidates = [candidate for candidate in candidates if candidate not in kept]
         reason = f"kept for {waiter.user} (pid {waiter.pid}), who has waited longer"
-        rejections += [Rejection(gpu=candidate.gpu, reason=reason) for candidate in kept]
-    places = {id(gpu): place for place, gpu in enumerate(gpus)}
-    rejections.sort(key=lambda rejection: places[id(rejection.gpu)])
-    return Ranking(candidates=tuple(candidates), rejections=tuple(rejections))
+        rejections += [Rejection(candidate.gpu, reason) for candidate in kept]
+    return Ranking(tuple(candidates), tuple(rejections))
 
 
 def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that would meet the request if everybody else left them."""
+    """Return the UUIDs of the GPUs that would meet the request if nobody used them."""
     left_alone = [
         replace(
             gpu,
@@ -124,20 +106,18 @@ def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
 
 
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
-    """Return the free memory minus what ``claims``, all of them on this GPU, asked for and do not use yet.
-
-    A claim whose processes cannot be recognized on the GPU counts in full.
-    """
+    """Return the free memory minus what the claims on this GPU asked for and do not use yet."""
     if gpu.memory_free_bytes is None:
         return None
-    pending = sum(
-        max(0, claim.memory_bytes - _memory_of(gpu, claim.process_ids)) for claim in claims if claim.memory_bytes
-    )
+    pending = 0
+    for claim in claims:
+        used = sum(one.memory_used_bytes or 0 for one in gpu.processes or () if one.pid in claim.process_ids)
+        pending += max(0, (claim.memory_bytes or 0) - used)
     return max(0, gpu.memory_free_bytes - pending)
 
 
 def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:
-    """Return the sentence that names the picked GPUs and what spoke for them."""
+    """Return the sentence that names the picked GPUs and why."""
     parts = []
     for candidate in chosen:
         free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
@@ -148,16 +128,10 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
     return f"Picked {'; '.join(parts)}. Best of {len(visible)} visible: idle before busy, then the most free memory."
 
 
-def sharding_hint(
-    gpus: Sequence[GpuReading],
-    others: Sequence[GpuClaim],
-    request: Request,
-    own_process_ids: Collection[int],
-) -> str:
-    """Return what to do if no GPU is large enough but several together are; else nothing."""
+def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
+    """Return what to do if only several GPUs together are large enough; else nothing."""
     needed_bytes = request.min_free_bytes or 0
-    relaxed = replace(request, min_free=None, count=max(2, request.count))
-    candidates = rank_gpus(gpus, others, relaxed, own_process_ids).candidates
+    candidates = rank(replace(request, min_free=None, count=max(2, request.count))).candidates
     free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
     enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
     if enough is None or free_bytes[0] >= needed_bytes:
@@ -171,13 +145,14 @@ def sharding_hint(
 
 
 def label(gpu: GpuReading) -> str:
-    """Return what messages call a GPU: ``GPU 2 (GPU-1a2b3c4d…)``, ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
+    """Return ``GPU 2 (GPU-1a2b3c4d…)`` or ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
     kind = "GPU" if gpu.mig_index is None else "MIG instance"
-    return f"{kind} {gpu.number} ({_short(gpu.uuid) if gpu.uuid else 'UUID unknown'})"
+    uuid = gpu.uuid or "UUID unknown"
+    return f"{kind} {gpu.number} ({uuid if len(uuid) <= 13 else f'{uuid[:12]}…'})"
 
 
 def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
-    """Return each reason once, with how many GPUs it concerns and which; of many reasons the first ones."""
+    """Return each reason once, with its GPUs; of many reasons the first ones."""
     rejected: dict[str, list[GpuReading]] = {}
     for gpu, reason in rejections:
         rejected.setdefault(reason, []).append(gpu)
@@ -189,21 +164,19 @@ def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
 
 
 def _labels(gpus: Sequence[GpuReading]) -> str:
-    """Return what messages call several GPUs: ``8 GPUs (0 to 7)``, ``112 MIG instances (of GPUs 0 to 15)``."""
+    """Return ``8 GPUs (0 to 7)`` or ``112 MIG instances (of GPUs 0 to 15)``."""
     if len(gpus) == 1:
         return label(gpus[0])
     whole = [gpu.index for gpu in gpus if gpu.mig_index is None]
-    parts = [gpu for gpu in gpus if gpu.mig_index is not None]
-    parents = {gpu.index for gpu in parts}
+    parts = [gpu.index for gpu in gpus if gpu.mig_index is not None]
     named = [f"{len(whole)} GPU{'s' * (len(whole) > 1)} ({number_ranges(whole)})"] if whole else []
     if parts:
-        of = f"of GPU{'s' * (len(parents) > 1)} {number_ranges(parents)}"
+        of = f"of GPU{'s' * (len({*parts}) > 1)} {number_ranges(parts)}"
         named.append(f"{len(parts)} MIG instance{'s' * (len(parts) > 1)} ({of})")
     return " and ".join(named)
 
 
-def describe_process(process: GpuProcess) -> str:
-    """Return what messages call a process: ``python of alice (pid 4182)``, or just its number."""
+def _describe(process: GpuProcess) -> str:
     if not process.name:
         return f"pid {process.pid}"
     owner = f" of {process.user}" if process.user else ""
@@ -213,7 +186,7 @@ def describe_process(process: GpuProcess) -> str:
 def _objections(
     candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], request: Request
 ) -> Iterator[str]:
-    """Yield a reason for each requirement that the GPU does not meet. What is unknown meets none."""
+    """Yield a reason for each requirement that the GPU does not meet; what is unknown meets none."""
     gpu = candidate.gpu
     if gpu.error or not gpu.uuid:
         yield gpu.error or "the driver does not report its UUID"
@@ -224,65 +197,42 @@ def _objections(
     if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
         yield f"CUDA shows a process only one MIG instance, so it cannot be one of {request.count}"
-    yield from _compute_mode_objection(gpu, others)
-    yield from (
-        f"claimed exclusively by {claim.user} (pid {claim.pid})" for claim in claims if claim.kind == "exclusive"
-    )
-    yield from _memory_objection(candidate, request.min_free_bytes)
-    yield from _utilization_objection(gpu.utilization_percent, request.max_utilization)
-    if request.exclusive:
-        yield from (
-            f"claimed by {claim.user} (pid {claim.pid}), but exclusive asks for a GPU without claims"
-            for claim in claims
-            if claim.kind != "exclusive"
-        )
-        yield from _occupation_objection(gpu, others)
-
-
-def _compute_mode_objection(gpu: GpuReading, others: list[GpuProcess] | None) -> Iterator[str]:
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so that unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
-    elif gpu.compute_mode == "exclusive_process" and (others is None or others):
-        user = "processes that cannot be read" if others is None else describe_process(others[0])
-        yield f"compute mode {gpu.compute_mode.upper()} and in use by {user}"
-
-
-def _memory_objection(candidate: Candidate, min_free_bytes: int | None) -> Iterator[str]:
-    if min_free_bytes is None:
+    elif gpu.compute_mode == "exclusive_process" and others != []:
+        user = _describe(others[0]) if others else "processes that cannot be read"
+        yield f"compute mode EXCLUSIVE_PROCESS and in use by {user}"
+    for claim in claims:
+        if claim.kind == "exclusive":
+            yield f"claimed exclusively by {claim.user} (pid {claim.pid})"
+        elif request.exclusive:
+            yield f"claimed by {claim.user} (pid {claim.pid}), but exclusive asks for a GPU without claims"
+    yield from _shortages(candidate, request)
+    if not request.exclusive:
         return
-    free = candidate.effective_free_bytes
-    if free is None:
-        yield f"does not report its free memory, asked for {format_bytes(min_free_bytes)}"
-    elif free < min_free_bytes:
-        claimed = (candidate.gpu.memory_free_bytes or 0) - free
-        detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
-        yield f"{format_bytes(free)} free{detail}, asked for {format_bytes(min_free_bytes)}"
-
-
-def _utilization_objection(percent: float | None, max_percent: float | None) -> Iterator[str]:
-    if max_percent is None:
-        return
-    if percent is None:
-        yield f"does not report its utilization, asked for at most {max_percent:g} %"
-    elif percent > max_percent:
-        yield f"{percent:.0f} % busy, asked for at most {max_percent:g} %"
-
-
-def _occupation_objection(gpu: GpuReading, others: list[GpuProcess] | None) -> Iterator[str]:
-    """Yield why somebody is on the GPU: a process, or the traces of one that cannot be seen from a container."""
     if others is None:
         yield "its processes cannot be read, so it may be in use"
     elif others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        yield f"in use by {describe_process(others[0])}{more}"
-    elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:
+        yield f"in use by {_describe(others[0])}{more}"
+    elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:  # seen from a container
         yield f"{gpu.utilization_percent:.0f} % busy although no process is visible from here"
 
 
-def _memory_of(gpu: GpuReading, process_ids: Collection[int]) -> int:
-    return sum(process.memory_used_bytes or 0 for process in gpu.processes or () if process.pid in process_ids)
-
-
-def _short(uuid: str) -> str:
-    return uuid if len(uuid) <= 13 else f"{uuid[:12]}…"
+def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
+    free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
+    if request.min_free_bytes is not None:
+        asked = f"asked for {format_bytes(request.min_free_bytes)}"
+        if free is None:
+            yield f"does not report its free memory, {asked}"
+        elif free < request.min_free_bytes:
+            claimed = (candidate.gpu.memory_free_bytes or 0) - free
+            detail = f" ({format_bytes(claimed)} more are claimed)" if claimed else ""
+            yield f"{format_bytes(free)} free{detail}, {asked}"
+    if request.max_utilization is not None:
+        asked = f"asked for at most {request.max_utilization:g} %"
+        if percent is None:
+            yield f"does not report its utilization, {asked}"
+        elif percent > request.max_utilization:
+            yield f"{percent:.0f} % busy, {asked}"

@@ -1,4 +1,4 @@
-"""What a job asks of its GPUs: the options of a selection, declared, checked, and described once."""
+"""The options of a selection: declared, checked, and described once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_gpu_tools.units import parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
 
-# For ``--help`` of the command line and of LightningCLI, and for ``help()``.
+# For --help of the command line and of LightningCLI, and for help().
 OPTIONS = {
     "min_free": "Memory that each GPU must have free, beyond what others have claimed. For example 8GiB or 500MB.",
     "max_utilization": "Highest utilization that each GPU may have, in percent.",
@@ -22,11 +22,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for; see :func:`lightning_gpu_tools.select_gpus`.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """What a job asks for, as in :func:`lightning_gpu_tools.select_gpus`; ``ValueError`` if that is out of range."""
 
     count: int = 1
     _: KW_ONLY
@@ -49,23 +45,26 @@ class Request:
         _ = self.min_free_bytes, self.wait_s  # raise what is wrong with them
 
     @property
+    def promises(self) -> bool:
+        """Whether something is promised that rests on claims."""
+        return self.exclusive or self.min_free is not None
+
+    @property
     def min_free_bytes(self) -> int | None:
-        """Effective free memory that each GPU must have."""
+        """Effective free memory that each must have."""
         return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
 
     @property
     def wait_s(self) -> float | None:
-        """How long to wait for the GPUs; ``None``: not at all."""
+        """How long to wait; ``None``: not at all."""
         return None if self.wait is None else parse_duration(self.wait, "wait")
 
 
 def documented(cls: _Class) -> _Class:
-    """Add the options to the docstring of a class that takes them, for ``help()`` and for LightningCLI's ``--help``."""
-    options = "Args:\n" + "".join(f"    {name}: {text}\n" for name, text in OPTIONS.items())
-    # Python 3.13 takes the indentation off docstrings, older ones leave it.
-    head, section, rest = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
-    if not section:
-        head, section, rest = head.partition("Raises:\n")
-        options, rest = f"{options}\n", section + rest
-    cls.__doc__ = f"{head}{options}{rest}"
+    """Add the options to the docstring of a class that takes them."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    if "Args:\n" not in text:
+        text = text.replace("Raises:\n", "Args:\n\nRaises:\n")
+    options = "".join(f"    {name}: {meaning}\n" for name, meaning in OPTIONS.items())
+    cls.__doc__ = text.replace("Args:\n", f"Args:\n{options}")
     return cls

@@ -42,7 +42,7 @@ print(os.listdir({str(path)!r}))
     answer = on_mount_of_its_own(path, f"mode=1777,nr_inodes={inodes}", code)
     picked, refused, left = answer.stdout.splitlines()
     assert (picked, left) == (driver.gpus[0].uuid, "[]")
-    assert "its file system is full. Free some space; or set LIGHTNING_GPU_TOOLS_CLAIMS_DIR" in refused
+    assert "(No space left on device). Put it on a local file system with free space; or set LIGHTNING_GPU" in refused
     assert "The GPUs of this job are not claimed." in answer.stderr
 
 

@@ -155,7 +155,7 @@ def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
     ]
     ranking = rank_gpus(gpus, (), Request(), ahead=waiters)
     assert order(ranking) == [2, 0]
-    kept = [(rejection.gpu.index, rejection.reason.split()[2]) for rejection in ranking.rejections]
+    kept = sorted((rejection.gpu.index, rejection.reason.split()[2]) for rejection in ranking.rejections)
     assert kept == [(1, "b"), (3, "a"), (4, "b")]
 
 
