@@ -1,7 +1,7 @@
-"""Whether torch can copy weights into a model and leave them what they are; known before the first number is copied.
+"""Whether torch can copy weights into a model unchanged; known before the first number is copied.
 
-Mostly names, shapes and types say it all. Code of the model's own may translate weights while it is loaded; such a
-model is loaded twice. The first time each weight that fits is replaced by the parameter's own, and all is put back.
+Mostly names, shapes and types decide. A model whose own code may translate weights is loaded twice: the first time each
+weight that fits is replaced by the parameter's own, and all is put back.
 """
 
 from __future__ import annotations
@@ -35,29 +35,19 @@ from lightning_gpu_tools.units import printable
 
 
 class Fit(NamedTuple):
-    """How one entry of a checkpoint fits a model.
+    """How one entry of a checkpoint fits a model."""
 
-    Attributes:
-        entry: Its name; ``""`` if the weights are all that the file holds.
-        weights: Its content.
-        plan: How its keys become the model's.
-        keys: What is known of the model.
-        state: The model's ``state_dict()``.
-        strict: Whether everything must fit.
-        others: Entries and roots of the file with other weights of the same model, if nobody chose among them.
-    """
-
-    entry: str
+    entry: str  # "" if the weights are all that the file holds
     weights: Mapping[str, Any]
     plan: RenamePlan
     keys: ModelKeys
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # of the model
     strict: bool
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, if nobody chose among them
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
-        renamed = self.plan.apply(weights, keep=self.plan.left_over(strict=self.strict))
+        renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
 
@@ -72,19 +62,19 @@ class Fit(NamedTuple):
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
     """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers.
 
-    Hooks of the model run; what they and ``load_state_dict`` do to its tensors is undone.
+    Hooks of the model run, and what they do to its tensors is undone.
     """
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
     refused = _different_for_tied(fit)
-    if fit.plan.left_over(strict=fit.strict) or _takes_part(model, fit.keys):
+    if fit.plan.left_over(strict=fit.strict) or _has_loading_code(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
-        places = (
-            (old, fit.state[new]) for old, new in fit.plan.renames.items() if shape_of(fit.state[new]) is not None
-        )
-        refused |= {old: why for old, target in places if (why := _why_not_copied(fit.weights[old], target))}
+        for old, new in fit.plan.renames.items():
+            target = fit.state[new]
+            if shape_of(target) is not None and (why := _why_not_copied(fit.weights[old], target)):
+                refused[old] = why
     without = [key for key, why in refused.items() if why == FROM_META]
     if without:
         raise CheckpointMismatchError(
@@ -99,8 +89,7 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
         )
 
 
-def _takes_part(model: nn.Module, keys: ModelKeys) -> bool:
-    """Whether the model has code of its own that runs while it is loaded."""
+def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
     return (
         bool(keys.self_loading)
         or type(model).load_state_dict is not nn.Module.load_state_dict
@@ -109,7 +98,7 @@ def _takes_part(model: nn.Module, keys: ModelKeys) -> bool:
 
 
 def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
-    """Load, but copy nothing; return key -> reason for each weight that torch could not copy."""
+    """Load, but copy nothing; return key -> reason for what torch could not copy."""
     refused: dict[str, str] = {}
 
     def check(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
@@ -128,7 +117,7 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
 
 @contextlib.contextmanager
 def _undoing(model: nn.Module) -> Iterator[None]:
-    """Let modules that load themselves do it to copies of their tensors, and put everything back afterwards."""
+    """Let modules that load themselves do it to copies of their tensors, and put everything back."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for module in _modules(model):
@@ -161,7 +150,7 @@ def _copied(tensor: Any) -> torch.Tensor:
 
 
 def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
-    """Call ``load_state_dict``, and end the message of its refusal with the outcome for the model."""
+    """Call ``load_state_dict``; its refusal ends with the outcome for the model."""
     try:
         return model.load_state_dict(renamed, strict=strict)
     except torch.OutOfMemoryError:
@@ -186,9 +175,8 @@ Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None
 def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
     """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
 
-    Here and not before, because hooks may change names and shapes, and because one module's weights at a time need no
-    second copy of the model. It is given the module, the name and the full key of a parameter or buffer, itself, and
-    the state that it is about to be loaded from.
+    Hooks may change names and shapes, and one module's weights at a time need no second copy of the model. ``prepare``
+    gets the module, the name and full key of a parameter or buffer, itself, and the state to be loaded.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -198,20 +186,18 @@ def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
             if target is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
                 prepare(module, name, prefix + name, target, state_dict)
 
-    handles = [module.register_load_state_dict_pre_hook(hook) for module in _modules(model)]  # type: ignore[no-untyped-call]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in _modules(model):
+            hooks.enter_context(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
 def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
 
-    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back.
-    All processes must take part.
+    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back. All
+    processes must take part.
     """
     if "deepspeed" not in sys.modules:
         yield
@@ -225,16 +211,11 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
-    owners = [
-        module for module in model.modules() if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False))
-    ]
-    handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
-    try:
-        with gathered:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, gathered:
+        for module in model.modules():
+            if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
+        yield
     loaded = {*map(id, model.parameters())}
     # A model does not know its engine, and may be a part of that one's.
     engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
@@ -245,10 +226,7 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
-    """Whether each process has the parts that it saved itself; the answer is the same in all of them.
-
-    Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
-    """
+    """Whether each process has the parts that it saved itself. All of them ask each other."""
     if not torch.distributed.is_initialized():
         return False
     mesh = next(value.device_mesh for value in weights.values() if part_of(value))
@@ -259,7 +237,7 @@ def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
-    """Return the keys whose numbers would be overwritten by others, which the checkpoint has for a tied weight."""
+    """Return the keys of tied weights for which the checkpoint has several numbers; the last would win."""
     first: dict[str, tuple[str, torch.Tensor]] = {}
     refused = {}
     for old, new in fit.plan.renames.items():
@@ -277,12 +255,11 @@ def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool
         return True  # not known, and no pair of such is known that is tied
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
-    a, b = one.to(dtype), two.to(dtype)
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _why_not_copied(value: Any, target: torch.Tensor) -> str:
-    """Say why a weight cannot be copied, or not without becoming another one; ``""`` if it can."""
+    """Say why a weight cannot be copied unchanged; ``""`` if it can."""
     if not isinstance(value, torch.Tensor):
         return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
     if value.is_meta > target.is_meta:
@@ -305,7 +282,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
 
 
 def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
-    """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
+    """Say which number of a tensor would not survive a cast, apart from rounding; ``""`` if none."""
     numbers = value.detach()
     is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
     if not is_plain or numbers.is_meta or numbers.is_quantized:

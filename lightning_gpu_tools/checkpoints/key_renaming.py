@@ -1,19 +1,16 @@
 """Which weight of a checkpoint belongs to which parameter of a model, decided on names and shapes alone.
 
-The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. Nothing is guessed
-about the model: its wrappers are read from its module types and handed in. In the checkpoint a level called ``module``
-is taken for a wrapper only where that makes the model fit. The order is that of least change: names as they are, one
-attribute (``model.``) less, one attribute more. What else would fit, two levels down or with another attribute in the
-place of one, is only suggested.
+The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. The model's wrappers
+are known from its module types; in the checkpoint a level called ``module`` is taken for one only where that makes the
+model fit. Tried in this order: names as they are, one attribute (``model.``) less, one attribute more. What else would
+fit, two levels down or with another attribute in the place of one, is only suggested.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
@@ -22,12 +19,12 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     Node,
     Overlap,
     Overlay,
-    PathSet,
     Shape,
     Tree,
     build_tree,
     child_modules,
     inside_wrappers,
+    is_inside,
     is_wrapper,
     keys_below,
     without_wrappers,
@@ -49,20 +46,13 @@ Root: TypeAlias = str | tuple[str, str] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeys:
-    """What a plan has to know about a model.
+    """What a plan has to know about a model."""
 
-    Attributes:
-        shapes: Shape of every key of ``state_dict()``; ``None`` for what is not a tensor or has no shape yet.
-        wrappers: Paths of the modules whose whole content is a child called ``module`` (``DataParallel``, ...).
-        tied: Key -> the first key that is the same tensor, for every tensor that has several keys.
-        optional: Keys that a complete checkpoint may lack.
-        self_loading: Paths of modules that translate the keys below them on their own when they are loaded.
-    """
-
-    shapes: Mapping[str, Shape | None]
-    wrappers: frozenset[str] = frozenset()
-    tied: Mapping[str, str] = field(default_factory=dict)
-    optional: frozenset[str] = frozenset()
+    shapes: Mapping[str, Shape | None]  # of every key of ``state_dict()``; None: not a tensor, or without a shape yet
+    wrappers: frozenset[str] = frozenset()  # paths of modules whose whole content is a child called ``module``
+    tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tensor with several -> the first of them
+    optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
+    # Paths of modules that translate the keys below them while they are loaded, without private segments.
     self_loading: frozenset[str] = frozenset()
 
 
@@ -76,7 +66,7 @@ def plan_renaming(
 ) -> RenamePlan:
     """Find the one way in which a checkpoint fits a model; ``root``, ``strict`` and errors as in ``load_weights``.
 
-    ``same_tensor`` returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
+    ``same_tensor`` returns an equal value for two checkpoint keys that hold the same tensor, where that is known.
     """
     return _Search(checkpoint, model, same_tensor, root).run(strict)
 
@@ -87,7 +77,7 @@ def is_average(name: str) -> bool:
 
 
 def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
-    """Return those sets of weights of which one is meant if nobody names one: no average, if there is anything else."""
+    """Return the sets of weights that are meant if nobody names one: no averages, if there is anything else."""
     return [one for one in sets if not is_average(name_of(one))] or [*sets]
 
 
@@ -100,22 +90,21 @@ class _Reading:
     roots: tuple[str, str] = ("", "")
 
 
+@dataclass
 class _Search:
     """The readings of one checkpoint for one model, from least change to most."""
 
-    def __init__(
-        self,
-        checkpoint: Mapping[str, Shape | None],
-        model: ModelKeys,
-        same_tensor: Callable[[], Mapping[str, Hashable]],
-        root: Root,
-    ) -> None:
-        self.shapes = checkpoint
-        self.model = model
-        self.same_tensor = same_tensor
-        self.root = root
-        self.overlay = Overlay(checkpoint, model.shapes)
-        self.required = {model.tied.get(key, key) for key in model.shapes.keys() - model.optional}
+    shapes: Mapping[str, Shape | None]
+    model: ModelKeys
+    same_tensor: Callable[[], Mapping[str, Hashable]]
+    root: Root
+
+    def __post_init__(self) -> None:
+        self.overlay = Overlay(self.shapes, self.model.shapes)
+        self.required = {self._leader(key) for key in self.model.shapes.keys() - self.model.optional}
+
+    def _leader(self, key: str) -> str:
+        return self.model.tied.get(key, key)
 
     def run(self, strict: bool) -> RenamePlan:
         unchanged = self._unchanged()
@@ -146,7 +135,6 @@ class _Search:
         return self._only([reading for reading in nearest if bool(reading.roots[0]) == bool(plan.dropped_root)])
 
     def _unchanged(self) -> Overlap:
-        """Return what the two have in common under the very same names."""
         same = Overlap()
         for key in self.shapes:
             if key in self.model.shapes:
@@ -171,14 +159,11 @@ class _Search:
             yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
 
     def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
-        """Lay what is below an attribute of the checkpoint over what is below one of the model."""
         return _Reading(self.overlay.largest(part[1], place[1]), part[1], (part[0], place[0]))
 
     def _covers(self, overlap: Overlap) -> bool:
-        if len(overlap.pairs) < len(self.required):
-            return False
-        leader = self.model.tied.get
-        return self.required <= {leader(key, key) for _, key in overlap.pairs}
+        enough = len(overlap.pairs) >= len(self.required)
+        return enough and self.required <= {self._leader(key) for _, key in overlap.pairs}
 
     def _is_meant(self, plan: RenamePlan) -> bool:
         """Whether the root was asked for, or gives most keys names of the model; a bias fits by chance."""
@@ -188,7 +173,7 @@ class _Search:
 
     def _only(self, fits: list[_Reading]) -> RenamePlan:
         """Return the plan of the one reading that fits; of several, the one that is no average of the weights."""
-        different: dict[frozenset[tuple[str, Hashable]], _Reading] = {}
+        different: dict[Hashable, _Reading] = {}
         same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
             weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
@@ -203,20 +188,21 @@ class _Search:
                 f"The {places.format(len(found))} that fit: {names}. Choose one with {choices}."
             )
         others = tuple(reading.roots[0] for reading in found if reading is not chosen[0])
-        return dataclasses.replace(self._to_plan(chosen[0]), others=others)
+        return replace(self._to_plan(chosen[0]), others=others)
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
         target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
                 raise _collision(other, key, target[key])
-        leader = self.model.tied.get
-        source = {leader(key, key): old for old, key in target.items()}
+        source = {self._leader(key): old for old, key in target.items()}
         laid_on = {*target.values(), *clashes.values()}
         uncovered = [key for key in self.model.shapes if key not in laid_on]
-        tied = {key: source[leader(key, key)] for key in uncovered if leader(key, key) in source}
+        tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
         absent = [key for key in uncovered if key not in tied]
-        unexpected, unused = self._without_place(target, clashes, reading.scope)
+        left = [key for key in self.shapes if key not in target and key not in clashes]
+        inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
+        unexpected = {key: None for key in left if key in inside and not self._is_wrapper_counter(key)}
         return RenamePlan(
             renames={key: target[key] for key in self.shapes if key in target},
             dropped_root=reading.roots[0],
@@ -224,21 +210,10 @@ class _Search:
             tied=tied,
             kept=tuple(key for key in absent if key in self.model.optional),
             missing=tuple(key for key in absent if key not in self.model.optional),
-            unexpected=unexpected,
+            unexpected=tuple(unexpected),
             clashes=clashes,
-            unused=unused,
+            unused=tuple(key for key in left if key not in unexpected),
         )
-
-    def _without_place(
-        self, target: Mapping[str, str], clashes: Mapping[str, str], scope: Node
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Checkpoint keys that were not laid on the model: those nobody can explain, and those beside the root."""
-        left = [key for key in self.shapes if key not in target and key not in clashes]
-        if not left:
-            return (), ()
-        inside = {*keys_below(scope), *self.checkpoint_tree.collisions}
-        unexplained = {key for key in left if key in inside and not self._is_wrapper_counter(key)}
-        return tuple(k for k in left if k in unexplained), tuple(k for k in left if k not in unexplained)
 
     def _is_wrapper_counter(self, key: str) -> bool:
         path, _, name = key.rpartition(".")
@@ -249,12 +224,9 @@ class _Search:
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
         """Return the plan unless something is left over that neither side can explain."""
-        if not (plan.unexpected or plan.missing or plan.clashes):
-            return plan
-        rename = plan.rename_key()
-        inside = PathSet(self.model.self_loading)
-        left_over = [key for key in plan.unexpected if rename(key) not in inside]
-        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if key not in inside]
+        inside = self.model.self_loading
+        left_over = [key for key in plan.unexpected if not is_inside(plan.rename(key), inside)]
+        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]
         if not (left_over or misfits):
             return plan
         bare = {without_wrappers(key): key for key in plan.renames}
@@ -268,14 +240,13 @@ class _Search:
         covered, wanted = len(plan.renames) + len(plan.tied), len(self.model.shapes)
         change = f" ({plan.describe()})" if plan.changes_names else ""
         lines = [f"{covered} of the model's {wanted} keys fit{change}. Nothing was changed."]
-        if plan.missing:
-            lines.append(f"not in the checkpoint: {list_groups(plan.missing)}")
-        if plan.unexpected:
-            lines.append(f"not in the model: {list_groups(plan.unexpected)}")
+        for where, keys in (("checkpoint", plan.missing), ("model", plan.unexpected)):
+            if keys:
+                lines.append(f"not in the {where}: {list_groups(keys)}")
         if plan.clashes:
             shapes = [
                 f"{printable(old)} {self.shapes[old]} instead of {self.model.shapes[new]}"
-                for old, new in islice(plan.clashes.items(), 4)
+                for old, new in [*plan.clashes.items()][:4]
             ]
             more = len(plan.clashes) - len(shapes)
             lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more else ""))

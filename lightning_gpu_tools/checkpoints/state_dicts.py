@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shlex
 from collections import Counter
-from collections.abc import Hashable, Mapping
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -30,6 +32,18 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
 )
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
+
+
+@contextlib.contextmanager
+def errors_about(file: str, model: str = "") -> Iterator[None]:
+    """Begin the messages of checkpoint errors with the file and, where it does not fit, with the model."""
+    try:
+        yield
+    except CheckpointError as error:
+        subject = f"{file} does not fit {model}." if isinstance(error, CheckpointMismatchError) else f"{file}:"
+        message = error.args[0].replace("FILE TARGET", f"{shlex.quote(file)} renamed.pt")
+        error.args = (f"{subject} {message}", *error.args[1:])
+        raise
 
 
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
@@ -70,7 +84,7 @@ def choose_weights(
 
 
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
-    """Return the sentences that say that these are one rank's parts, and what to do; ``""`` if they are whole."""
+    """Say that these are one rank's parts, and what to do; ``""`` if they are whole."""
     for key, value in weights.items():
         if type(value) is not torch.Tensor and (part := part_of(value)):
             return (
@@ -82,15 +96,13 @@ def fault_of_parts(weights: Mapping[str, Any]) -> str:
 
 
 def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return weights with plain tensors in place of those that are sharded, where these are whole."""
+    """Return weights with plain tensors for sharded ones that are whole; refuse parts."""
     if fault := fault_of_parts(weights):
         raise CheckpointError(f"{printable_path(path)}: {fault}")
-    sharded = [key for key, value in weights.items() if type(value) is not torch.Tensor and is_sharded(value)]
-    if not sharded:
-        return weights
     plain: Any = copy.copy(weights)  # with its _metadata
-    plain.update((key, weights[key].to_local()) for key in sharded)
-    return cast(Mapping[str, Any], plain)
+    plain.update((key, value.to_local()) for key, value in weights.items() if is_sharded(value))
+    whole: Mapping[str, Any] = plain
+    return whole
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
@@ -99,7 +111,7 @@ def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
 
 
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return what tells whether two keys hold the very same numbers in memory, for keys that may."""
+    """Return a value for each key that may share its numbers in memory; equal values are the very same numbers."""
     places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
     keys_at = Counter(places.values())
     values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
@@ -159,40 +171,30 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
 
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
     """Rename the parameters in optimizer states that go by name; most go by number and stay."""
-    rename = plan.rename_key()
 
     def renamed(name: Any) -> Any:
-        return rename(name) if isinstance(name, str) else name
+        return plan.rename(name) if isinstance(name, str) else name
 
     def one(state: Any) -> Any:
-        if not _goes_by_name(state):
-            return state
-        return {
-            **state,
-            "state": {renamed(name): value for name, value in state["state"].items()},
-            "param_groups": [
-                {**group, "params": [renamed(name) for name in group["params"]]} for group in state["param_groups"]
-            ],
-        }
+        match state:
+            case {"state": dict(state_of), "param_groups": list(groups)} if any(
+                isinstance(name, str) for name in state_of
+            ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+                return {
+                    **state,
+                    "state": {renamed(name): value for name, value in state_of.items()},
+                    "param_groups": [{**group, "params": [*map(renamed, group["params"])]} for group in groups],
+                }
+        return state
 
-    return [one(state) for state in states] if isinstance(states, list) else states
-
-
-def _goes_by_name(state: Any) -> bool:
-    """Whether this is the state of one of torch's optimizers, with names in place of the usual numbers."""
-    match state:
-        case {"state": dict(state_of), "param_groups": list(groups)}:
-            return any(isinstance(name, str) for name in state_of) and all(
-                isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-            )
-    return False
+    return [*map(one, states)] if isinstance(states, list) else states
 
 
 def own_all_but_weights(content: Any) -> Any:
     """Return the content with everything copied out of the mapped file that a program may keep.
 
-    Weights stay mapped, because loading copies them into the model. An optimizer and a callback keep what they are
-    given: if that stayed mapped, writing over the file would change it under their hands.
+    Loading copies weights into the model, so these stay mapped. An optimizer and a callback keep what they are given:
+    if that stayed mapped, writing over the file would change it under their hands.
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content
