@@ -62,9 +62,9 @@ class Comparison:
 
 
 def compare(first: str, second: str, progress: Progress = no_progress, *, entry: str | None = None) -> Comparison:
-    """Compare the weights of two files, key by key, after taking wrappers and one root off the names of the first.
+    """Compare the weights of two files by key, after taking wrappers and one root off the names of the first.
 
-    ``entry`` is that which holds the weights, in each file that has several.
+    ``entry`` holds the weights in each file that has several.
     """
     one, two = (_weights(path, entry) for path in (first, second))
     plan = RenamePlan(renames={})
@@ -138,7 +138,7 @@ def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> b
     compared = set() if compared is None else compared
     if isinstance(one, (Mapping, list, tuple)):
         if (id(one), id(two)) in compared:
-            return True  # or the comparison has ended with the first of them
+            return True  # or the first of them ended the comparison
         compared.add((id(one), id(two)))
     if shape_of(one) is not None and shape_of(two) is not None:
         return not any(_differences("", one, two))
@@ -153,7 +153,7 @@ def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> b
         return len(ones) == len(twos) and all(map(_same, ones, twos))
     if isinstance(one, (set, frozenset)):
         return bool(one == two)
-    return pickle.dumps(one) == pickle.dumps(two)  # also where there is no ==, or one that is not true of a NaN
+    return pickle.dumps(one) == pickle.dumps(two)  # a NaN is the same as itself
 
 
 def _have_same_parts(one: Any, two: Any) -> bool:
@@ -165,7 +165,7 @@ def _have_same_parts(one: Any, two: Any) -> bool:
 
 
 def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """Return how many values differ and by how much at most, part by part to save memory."""
+    """Return how many values differ and by how much at most."""
     flat = [(t.dequantize() if t.is_quantized else t.to_dense()).detach().reshape(-1) for t in (one, two)]
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     whole = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in flat)
@@ -192,7 +192,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def render(found: Comparison, first: str, second: str) -> str:
-    """Return a comparison as text of at most 100 columns, apart from longer names; large differences first."""
+    """Return a comparison as text, large differences first."""
     lines = [f"{printable_path(first)} and {printable_path(second)}: {found.same} weights are the same"]
     if found.renamed:
         lines += prose(f"  names of the first: {found.renamed}")

@@ -16,18 +16,16 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint with the model's keys: WeightAveraging adds the second.
 MODEL_STATES = ("state_dict", "current_model_state")
-# What a class was called with. Tensors of losses and metrics in there are no weights.
+# Arguments of classes: tensors in there are no weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
-# How deep sets of weights are: "callbacks", "StochasticWeightAveraging", "average_model_state".
-_MAX_LEVELS = 3
-# Our default, as a mean: models that share layers have them in a dozen places. In a file one can stand in a billion.
-_MAX_PLACES = 10
-_MIN_PLACES_LIMIT = 1_000
+_MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
+# Our default, ten times more than in any real model. In a file one module can stand in a billion places.
+_MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
 def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the ``state_dict`` entry alone if there is one: it is meant if nobody names another."""
+    """Return ``state_dict`` alone if it is there: it is meant if nobody names another entry."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
@@ -41,7 +39,7 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
         return {"": mapping}
     if not is_lightning_checkpoint(content):
         return dict(_nested_state_dicts(mapping, "", 2))
-    # Callbacks keep averages a level deeper, beside scores and counters. The model may have no weights at all.
+    # Callbacks keep averages a level deeper, beside scores and counters.
     found = _nested_state_dicts(mapping, "", _MAX_LEVELS)
     return {"state_dict": content["state_dict"]} | {
         name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
@@ -49,10 +47,10 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether this is a model's state: tensors by name, apart from extra states and settings of quantized modules."""
+    """Whether these are tensors by name, apart from extra states and settings of quantized modules."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
-    if hasattr(value, "_metadata"):  # torch puts it there and keeps it in the file
+    if hasattr(value, "_metadata"):  # by torch
         return bool(value)
     torch = sys.modules.get("torch")  # without it, nobody has loaded a tensor
     kinds = (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
@@ -75,7 +73,7 @@ def is_lightning_checkpoint(content: Any) -> bool:
 def put_weights(
     content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
 ) -> Any:
-    """Return the content with other sets of weights, by the names of :func:`all_state_dicts`."""
+    """Return the content with other sets of weights, by entry."""
     mapping = _as_mapping(content)
     if name in entries or depth == 0 or not mapping:
         return entries.get(name, content)
@@ -94,10 +92,8 @@ def describe_content(content: Any) -> str:
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         return f"a tensor ({shown_shape(content.shape or ())}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        if not content:
-            return "an empty list"
-        first = f", first {describe_content(content[0])}" if not isinstance(content[0], (list, tuple)) else ""
-        return f"a list of {len(content)}{first}"
+        has_first = content and not isinstance(content[0], (list, tuple))
+        return f"a list of {len(content)}" + (f", first {describe_content(content[0])}" if has_first else "")
     if isinstance(content, Opaque):
         is_optimizer = isinstance(content.state, Mapping) and {"state", "param_groups"} <= content.state.keys()
         what = "a module" if _is_module(content) else "an optimizer" if is_optimizer else "an object"
@@ -112,7 +108,7 @@ def describe_content(content: Any) -> str:
 
 
 def shown_shape(shape: Iterable[int]) -> str:
-    """Return a shape as it is shown: ``3x4``, or ``scalar``."""
+    """Return ``3x4``, or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -134,19 +130,14 @@ def _is_module(value: Any) -> bool:
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
-    """Return the parameters and persistent buffers of a described module, under the names of its ``state_dict()``.
-
-    Other parts, as the packed weights of a quantized module, are tensors of that kind without numbers.
-    """
+    """Return the ``state_dict()`` of a described module; packed weights are tensors of that kind without numbers."""
     weights: dict[str, Any] = {}
-    places = 0
-    modules: set[int] = set()
+    modules = 0
     stack = [("", module)]
     while stack:
         prefix, one = stack.pop()
-        places += 1
-        modules.add(id(one))
-        if places > max(_MIN_PLACES_LIMIT, _MAX_PLACES * len(modules)) or prefix.count(".") > MAX_DEPTH:
+        modules += 1
+        if modules + len(weights) > _MAX_PARTS or prefix.count(".") > MAX_DEPTH:
             raise Fault(
                 f"holds a module with parts in more than {MAX_DEPTH} levels, in too many places, or without end",
                 "No model is made so.",

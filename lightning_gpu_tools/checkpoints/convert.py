@@ -23,9 +23,9 @@ from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, is_wrapper
 from lightning_gpu_tools.checkpoints.model_keys import is_dense
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names, quoted
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
@@ -46,7 +46,7 @@ from lightning_gpu_tools.checkpoints.weights_files import write_content, write_s
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default, a page: casting less than this while it is written saves no memory that counts, and is ten times slower.
+# Our default, a page: casting less while it is written saves no memory that counts, and is ten times slower.
 _SMALL_BYTES = 1 << 12
 
 
@@ -93,11 +93,11 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_content(whole, file, progress)
-    done = [f"{len(converted[entry])} weights" + (f' of "{printable(entry)}"' if others else ""), plan.describe()]
+    done = [f"{len(converted[entry])} weights" + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
         done.append(f"left out: {list_groups(plan.unused)}")
     if others:
-        named = ", ".join(f'"{printable(name)}"' for name in others)
+        named = ", ".join(map(quoted, others))
         done.append(
             f"not those of {named}, for which there is --entry" if only_weights else f"likewise those of {named}"
         )
@@ -112,14 +112,16 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
         _, wanted = choose_weights(changes.like, weights_in(read_weights(changes.like)[0], changes.like), None)
         with errors_about(source, printable_path(changes.like)):
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
-    # Lightning takes off what it has put around the model, and an attribute can be called module.
+    # Lightning takes off its own wrappers, so there it is an attribute.
     is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
     around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
     known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
     with errors_about(source):
         names = clean_names(weights, known, around_all=around_all)
+    tree = build_tree(weights)
     for wrapper in changes.wrappers:
-        if clean_names(weights, known) == clean_names(weights, known - {wrapper}):
+        node = tree.find(wrapper)
+        if node is None or not is_wrapper(node):
             raise CheckpointMismatchError(f"{source}: {_no_wrapper(wrapper, weights)}")
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
@@ -143,7 +145,7 @@ def _no_wrapper(path: str, weights: Mapping[str, Any]) -> str:
 def _check_numbers(
     source: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
 ) -> None:
-    """Refuse weights without numbers, or with too many to write out, before any memory is taken for them."""
+    """Refuse weights without numbers or with too many, before memory is taken for them."""
     taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
     check_numbers(source, taken)
     # What is not in a row goes to torch.save, which writes storages once.

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
@@ -28,7 +27,7 @@ from lightning_gpu_tools.checkpoints.model_keys import (
     part_of,
     shape_of,
 )
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, quoted
 from lightning_gpu_tools.checkpoints.state_dicts import FROM_META, fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
@@ -46,7 +45,7 @@ class Fit(NamedTuple):
     others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, if nobody chose among them
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
+        """Return ``weights`` as ``load_state_dict`` takes them, with what they may lack."""
         renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
@@ -54,9 +53,9 @@ class Fit(NamedTuple):
     def choice(self) -> str:
         """Say which of several sets of weights is taken, and how to get the others."""
         taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
-        roots = " or ".join(f'root="{printable(name)}"' for name in self.others)
+        roots = " or ".join(f"root={quoted(name)}" for name in self.others)
         what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
-        return f'took "{printable(taken)}"; load_weights with {roots} takes {what}'
+        return f"took {quoted(taken)}; load_weights with {roots} takes {what}"
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -75,11 +74,6 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
             target = fit.state[new]
             if shape_of(target) is not None and (why := _why_not_copied(fit.weights[old], target)):
                 refused[old] = why
-    without = [key for key, why in refused.items() if why == FROM_META]
-    if without:
-        raise CheckpointMismatchError(
-            f"It has no numbers for {list_groups(without)}: it was saved {FROM_META}. Nothing was changed."
-        )
     if refused:
         shown = [f"{printable(key)} ({why})" for key, why in list(refused.items())[:4]]
         more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
@@ -156,10 +150,10 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
+        # Torch names keys of the file, a line each. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
-    except KeyError as error:  # of a module that translates its weights, as quantized ones do
+    except KeyError as error:  # of quantized modules, which load themselves
         key = error.args[0] if error.args else None
         if key in renamed or key not in model.state_dict():
             raise
@@ -168,11 +162,10 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         ) from None
 
 
-Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
-
-
 @contextlib.contextmanager
-def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
+def before_each_copy(
+    model: nn.Module, prepare: Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
+) -> Iterator[None]:
     """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
 
     Hooks may change names and shapes, and one module's weights at a time need no second copy of the model. ``prepare``
@@ -217,7 +210,7 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
                 hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
         yield
     loaded = {*map(id, model.parameters())}
-    # A model does not know its engine, and may be a part of that one's.
+    # A model does not know its engine.
     engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
     for engine in engines:
         is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
@@ -226,7 +219,7 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
-    """Whether each process has the parts that it saved itself. All of them ask each other."""
+    """Whether every process has the parts that it saved itself; all must ask."""
     if not torch.distributed.is_initialized():
         return False
     mesh = next(value.device_mesh for value in weights.values() if part_of(value))
@@ -237,7 +230,7 @@ def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
-    """Return the keys of tied weights for which the checkpoint has several numbers; the last would win."""
+    """Return the keys of tied weights for which the checkpoint has other numbers than the first."""
     first: dict[str, tuple[str, torch.Tensor]] = {}
     refused = {}
     for old, new in fit.plan.renames.items():
@@ -246,13 +239,13 @@ def _different_for_tied(fit: Fit) -> dict[str, str]:
             continue
         other, same = first.setdefault(leader, (old, value))
         if other != old and not _are_equal(value, same, fit.state[new].dtype):
-            refused[old] = f'other numbers than "{printable(other)}", which is the same tensor in the model'
+            refused[old] = f"other numbers than {quoted(other)}, which is the same tensor in the model"
     return refused
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
     if one.is_quantized or two.is_quantized or is_sharded(one):
-        return True  # not known, and no pair of such is known that is tied
+        return True  # unknown, and never seen
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
     return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
@@ -263,7 +256,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
     if value.is_meta > target.is_meta:
-        return FROM_META
+        return f"no numbers: {FROM_META}"
     is_of_its_kind = (
         value.layout is target.layout
         and value.is_nested == target.is_nested

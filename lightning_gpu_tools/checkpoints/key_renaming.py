@@ -29,18 +29,18 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     keys_below,
     without_wrappers,
 )
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, collision, quoted
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
-# Words for averages of weights: timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema), StyleGAN (g_ema).
+# As timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema) name averages of weights.
 _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 # As peft, loralib and diffusers name the two factors.
 _LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
 
 Set = TypeVar("Set")
-# What lies below an attribute of the checkpoint (first of a pair) is what lies below one of the model (second).
+# An attribute of one side, or of checkpoint and model; see load_weights.
 Root: TypeAlias = str | tuple[str, str] | None
 
 
@@ -64,26 +64,26 @@ def plan_renaming(
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
-    """Find the one way in which a checkpoint fits a model; ``root``, ``strict`` and errors as in ``load_weights``.
+    """Find the one way in which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
-    ``same_tensor`` returns an equal value for two checkpoint keys that hold the same tensor, where that is known.
+    ``same_tensor`` returns a value for each checkpoint key that may be tied; equal values are the same tensor.
     """
     return _Search(checkpoint, model, same_tensor, root).run(strict)
 
 
 def is_average(name: str) -> bool:
-    """Whether an entry or attribute of this name holds averages of weights, as ``model_ema`` and ``swa_model`` do."""
+    """Whether this is a name for averages of weights, as ``model_ema`` and ``swa_model``."""
     return any(word.lower() in _AVERAGES for word in _WORD.findall(name))
 
 
 def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
-    """Return the sets of weights that are meant if nobody names one: no averages, if there is anything else."""
+    """Return the sets that are meant if nobody names one: no averages, if there is anything else."""
     return [one for one in sets if not is_average(name_of(one))] or [*sets]
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """One way to read the checkpoint: the part that is laid over the model, and how far it covers it."""
+    """A part of the checkpoint laid over a part of the model."""
 
     overlap: Overlap
     scope: Node
@@ -166,13 +166,13 @@ class _Search:
         return enough and self.required <= {self._leader(key) for _, key in overlap.pairs}
 
     def _is_meant(self, plan: RenamePlan) -> bool:
-        """Whether the root was asked for, or gives most keys names of the model; a bias fits by chance."""
+        """Whether the root was asked for, or gives most keys a place; a bias fits by chance."""
         is_guess = self.root is None and (plan.dropped_root or plan.added_root)
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
 
     def _only(self, fits: list[_Reading]) -> RenamePlan:
-        """Return the plan of the one reading that fits; of several, the one that is no average of the weights."""
+        """Return the plan of the one reading that fits and is no average."""
         different: dict[Hashable, _Reading] = {}
         same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
@@ -183,7 +183,7 @@ class _Search:
         if len(chosen) != 1:
             choices = " or ".join(f"root={_shown(reading.roots)}" for reading in found)
             places = "checkpoint holds {} sets of weights" if fits[0].roots[0] else "model has {} places"
-            names = _quote(*("".join(reading.roots) for reading in found))
+            names = quoted(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
                 f"The {places.format(len(found))} that fit: {names}. Choose one with {choices}."
             )
@@ -194,7 +194,7 @@ class _Search:
         target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
-                raise _collision(other, key, target[key])
+                raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
         source = {self._leader(key): old for old, key in target.items()}
         laid_on = {*target.values(), *clashes.values()}
         uncovered = [key for key in self.model.shapes if key not in laid_on]
@@ -233,7 +233,7 @@ class _Search:
         for key in left_over:
             if without_wrappers(key) in bare and not misfits:
                 other = bare[without_wrappers(key)]
-                raise _collision(other, key, plan.renames[other])
+                raise collision(quoted(other, key), f"{quoted(plan.renames[other])} of the model")
         raise self._mismatch(plan)
 
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
@@ -264,7 +264,7 @@ class _Search:
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
     def _suggestions(self, covered: int) -> Iterable[str]:
-        """Say which roots, at most two levels down, make more keys fit than those that were tried."""
+        """Say which roots, at most two levels down, make more keys fit than were covered."""
         parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
         readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
         for reading in _most(readings)[:2]:
@@ -280,7 +280,7 @@ class _Search:
             )
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
-        """Yield (name, node) for a node and those at most two levels below, if half of the model may fit there."""
+        """Yield (name, node) for this and those at most two levels below, where half of the model may fit."""
         level = [("", node)]
         for _ in range(3):
             level = [(name, node) for name, node in level if 2 * sum(1 for _ in keys_below(node)) > len(self.required)]
@@ -289,15 +289,9 @@ class _Search:
 
 
 def _most(readings: list[_Reading]) -> list[_Reading]:
-    """Return those that cover most, the one with the least change first."""
+    """Return those that cover most."""
     most = max((len(reading.overlap.pairs) for reading in readings), default=0)
     return [reading for reading in readings if len(reading.overlap.pairs) == most]
-
-
-def _collision(one: str, other: str, place: str) -> KeyCollisionError:
-    return KeyCollisionError(
-        f"{_quote(one, other)} would both become {_quote(place)} of the model. Nothing was changed."
-    )
 
 
 def _roots(tree: Tree) -> str:
@@ -305,15 +299,11 @@ def _roots(tree: Tree) -> str:
 
 
 def as_root(name: str) -> str:
-    """Return the name of an attribute as keys begin with it, ``"model."``; ``""`` for none."""
+    """Return an attribute as keys begin with it, ``"model."``; ``""`` for none."""
     return f"{name.rstrip('.')}." if name else ""
 
 
 def _shown(root: Root) -> str:
-    """Return a root as Python code; a pair only where both sides have one, or it is the model's."""
+    """Return a root as Python code."""
     dropped, added = root if isinstance(root, tuple) else (root, "")
     return f'("{printable(dropped)}", "{printable(added)}")' if added else f'"{printable(dropped)}"'
-
-
-def _quote(*names: str) -> str:
-    return " and ".join(f'"{printable(name)}"' for name in names)

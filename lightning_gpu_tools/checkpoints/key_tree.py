@@ -80,12 +80,12 @@ def is_wrapper_name(segment: str) -> bool:
 
 
 def without_wrappers(key: str) -> str:
-    """Return a key without any segment that a wrapper may have put into it, for comparisons."""
+    """Return a key without all segments that wrappers may have put into it."""
     return ".".join(segment for segment in key.split(".") if not is_wrapper_name(segment))
 
 
 def without_private_segments(name: str) -> str:
-    """Return a key or module path as it would be without ``torch.compile``, FSDP and the like."""
+    """Return a key or path as it is without ``torch.compile``, FSDP and the like."""
     return ".".join(segment for segment in name.split(".") if segment not in PRIVATE_SEGMENTS)
 
 
@@ -116,7 +116,7 @@ def keys_below(node: Node) -> Iterator[str]:
 
 
 def is_wrapper(node: Node) -> bool:
-    """Whether there is a child ``module`` and nothing beside it, as in every wrapper that uses that name."""
+    """Whether there is a child ``module`` and nothing beside it, as in a wrapper."""
     return _WRAPPED in node and node.keys() <= {_WRAPPED, WRAPPER_COUNTER}
 
 
@@ -128,14 +128,14 @@ def inside_wrappers(node: Node) -> Node:
 
 
 def is_copied_into(have: Shape | None, want: Shape | None) -> bool:
-    """Whether torch would copy a tensor of the one shape into one of the other; ``None`` is unknown, and may fit."""
-    # torch loads a tensor of shape (1,) into one of shape (): torch 0.3 knew no zero-dimensional tensors.
+    """Whether torch copies from the one shape into the other; an unknown one may fit."""
+    # Also (1,) into (): torch 0.3 knew no zero-dimensional tensors.
     return have == want or have is None or want is None or (have == (1,) and want == ())
 
 
 @dataclass
 class Overlap:
-    """What a checkpoint and a model have in common: (key of the one, key of the other) at the same place."""
+    """What a checkpoint and a model have in common: pairs of their keys at the same place."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)  # of the same shape
     clashes: list[tuple[str, str]] = field(default_factory=list)  # of another shape
@@ -150,15 +150,15 @@ class Overlay:
         self._of_wrappers: dict[tuple[int, int], Overlap] = {}
 
     def fits(self, checkpoint_key: str, model_key: str) -> bool:
-        """Whether torch would copy the one tensor into the other."""
+        """Whether the one tensor can be copied into the other."""
         return is_copied_into(self._checkpoint_shapes[checkpoint_key], self._model_shapes[model_key])
 
     # As deep as keys have levels, which envelope.check_contents limits.
     def largest(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the largest overlap, taking out ``module`` levels of the checkpoint where that makes it larger."""
+        """Return the largest overlap; ``module`` levels of the checkpoint are taken out where that helps."""
         if not is_wrapper(checkpoint):
             return self._by_name(checkpoint, model)
-        nodes = id(checkpoint), id(model)  # which meet again on several ways through a row of wrappers
+        nodes = id(checkpoint), id(model)  # meet again where wrappers are in a row
         if nodes not in self._of_wrappers:
             kept, unwrapped = self._by_name(checkpoint, model), self._without_wrapper(checkpoint, model)
             # On a tie the name stays: the smaller change.

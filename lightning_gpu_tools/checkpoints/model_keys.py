@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,8 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
 
-# Wrappers that keep what they wrap in the attribute ``module``. Those of other packages by package and class name.
-# A wrapper whose attribute has a name that nobody gives by hand belongs to ``key_tree.PRIVATE_SEGMENTS`` instead.
+# Wrappers that keep what they wrap in ``module``, those of other packages by package and class. A wrapper that keeps it
+# in an attribute that nobody gives by hand belongs to ``key_tree.PRIVATE_SEGMENTS``.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPERS_BY_NAME = frozenset(
     {
@@ -32,6 +31,7 @@ _NORMS = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 _BATCH_COUNTER = "num_batches_tracked"
+_PLAIN = (torch.Tensor, nn.Parameter)  # nearly always; the questions about other tensors take longer than their copying
 # Hooks that only put back the prefix of their own wrapper.
 _PREFIX_HOOK_PACKAGES = (
     "torch.distributed.",
@@ -67,7 +67,7 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
 
 
 def wrapper_paths(model: nn.Module) -> dict[str, str]:
-    """Return path -> class name of every wrapper that keeps its content in a child called ``module``."""
+    """Return path -> class name of every wrapper with a child called ``module``."""
     return {
         path: type(module).__name__
         for path, module in model.named_modules(remove_duplicate=False)
@@ -83,12 +83,12 @@ def module_versions(model: nn.Module) -> OrderedDict[str, dict[str, int]]:
 
 
 def shape_of(value: object) -> Shape | None:
-    """Return the shape of a tensor; ``None`` for anything else and for a tensor that has no shape (yet)."""
+    """Return the shape of a tensor; ``None`` for anything else, and if it has no shape (yet)."""
     if type(value) is torch.Tensor and not value.is_nested:  # nearly always, and 300,000 times
         return tuple(value.shape)
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
         return None
-    return tuple(getattr(value, "ds_shape", value.shape))  # the whole of what DeepSpeed ZeRO-3 has taken apart
+    return tuple(getattr(value, "ds_shape", value.shape))  # of DeepSpeed ZeRO-3
 
 
 def name_of(kind: torch.dtype | torch.layout) -> str:
@@ -97,20 +97,19 @@ def name_of(kind: torch.dtype | torch.layout) -> str:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether this is a tensor with its numbers at one place in memory, or will be when it is put together."""
+    """Whether this is a tensor with its numbers at one place in memory, at the latest when it is used."""
     return shape_of(value) is not None and value.layout is torch.strided and not (value.is_meta or is_packed(value))
 
 
 def is_sharded(value: Any) -> bool:
     """Whether this is a tensor whose numbers may be divided among processes."""
-    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
+    return type(value) not in _PLAIN and hasattr(value, "device_mesh")
 
 
 def is_packed(value: Any) -> bool:
-    """Whether this is a tensor that keeps its numbers in other tensors, as torchao's quantized ones do."""
-    if type(value) in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
-        return False
-    return is_traceable_wrapper_subclass(value) and not (is_sharded(value) or value.is_nested)
+    """Whether this is a tensor made of other tensors, as torchao's quantized ones."""
+    is_wrapper = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
+    return is_wrapper and not (is_sharded(value) or value.is_nested)
 
 
 def part_of(value: Any) -> str:
@@ -127,11 +126,11 @@ def part_of(value: Any) -> str:
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
     """Return ``state_dict()`` with the parameters themselves."""
-    options = inspect.signature(model.state_dict).parameters.values()
-    if any(option.name == "keep_vars" or option.kind is option.VAR_KEYWORD for option in options):
+    try:
         return model.state_dict(keep_vars=True)
-    live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    return {key: live.get(key, value) for key, value in model.state_dict().items()}
+    except TypeError:  # an override that takes no options
+        live = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+        return {key: live.get(key, value) for key, value in model.state_dict().items()}
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -140,19 +139,19 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _inside(path: str, name: str) -> str:
-    # Some wrappers show in the paths of modules but, thanks to their hooks, not in the keys.
+    # Hooks of some wrappers keep their names out of the keys.
     return without_private_segments(f"{path}.{name}" if path else name)
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether this module has code of its own that translates or takes its weights."""
+    """Whether this module has loading code of its own."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or has_own_hooks(
         module._load_state_dict_pre_hooks
     )
 
 
 def has_own_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks does more than put back the prefix of a wrapper."""
+    """Whether any of these hooks does more than put back a prefix."""
     functions = (getattr(hook, "hook", hook) for hook in hooks.values())
     return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in functions)
 

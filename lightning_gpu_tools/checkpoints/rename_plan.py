@@ -1,4 +1,4 @@
-"""A decision about names: which checkpoint key becomes which model key, and the same for everything that goes along."""
+"""Which checkpoint key becomes which model key, and the renaming of all that goes along."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_gpu_tools.units import printable
 
 @dataclass(frozen=True, kw_only=True)
 class RenamePlan:
-    """Which checkpoint key becomes which model key; fields without a comment are as in ``LoadReport``."""
+    """A decision about names; fields without a comment are as in ``LoadReport``."""
 
     renames: Mapping[str, str]  # one-to-one, in the order of the checkpoint; unchanged names included
     dropped_root: str = ""
     added_root: str = ""
-    tied: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor in the model -> its checkpoint key
+    tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its checkpoint key
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     clashes: Mapping[str, str] = field(default_factory=dict)  # as renames, but of another shape
-    unused: tuple[str, ...] = ()  # beside the dropped root, or a step counter of a wrapper that the model does not have
+    unused: tuple[str, ...] = ()  # beside the dropped root, or the counter of a wrapper that the model lacks
     others: tuple[str, ...] = ()
 
     @property
@@ -83,7 +83,7 @@ class RenamePlan:
     def left_over(self, *, strict: bool) -> dict[str, str]:
         """Return the keys without a fitting place, and the names under which hooks of the model may find them one.
 
-        If not ``strict``, those whose name another key has are left out; otherwise ``apply`` refuses them.
+        If not ``strict``, without those whose name another key has; otherwise ``apply`` refuses them.
         """
         names = {key: self.rename(key) for key in (*self.unexpected, *self.clashes)}
         if strict or not names:
@@ -93,28 +93,35 @@ class RenamePlan:
         return {key: name for key, name in names.items() if name not in taken and first[name] == key}
 
     def apply(self, state_dict: Mapping[str, Any], left_over: Mapping[str, str] | None = None) -> OrderedDict[str, Any]:
-        """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along."""
+        """Return the same weights in the same order under the model's names, with ``_metadata``."""
         names = {**self.renames, **(left_over or {})}
         renamed: OrderedDict[str, Any] = OrderedDict()
         for key, value in state_dict.items():
             if key in names:
-                name = names[key]
-                if name in renamed:
-                    raise KeyCollisionError(
-                        f'Two keys of the checkpoint would both become "{printable(name)}". Nothing was changed.'
-                    )
-                renamed[name] = value
+                if names[key] in renamed:
+                    raise collision("Two keys of the checkpoint", quoted(names[key]))
+                renamed[names[key]] = value
         renamed.update((name, state_dict[key]) for name, key in self.tied.items())
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            # A wrapper and what it wraps come out under one name; the inner one, later in the order, is the module.
+            # A wrapper and what it wraps get one name; the inner one, which comes later, is the module.
             versions = OrderedDict((self.rename(path), entry) for path, entry in metadata.items())
             renamed._metadata = versions  # type: ignore[attr-defined]
         return renamed
 
 
+def quoted(*names: str) -> str:
+    """Return names in quotes, printable."""
+    return " and ".join(f'"{printable(name)}"' for name in names)
+
+
+def collision(keys: str, name: str) -> KeyCollisionError:
+    """Return the error about keys that would get one name."""
+    return KeyCollisionError(f"{keys} would both become {name}. Nothing was changed.")
+
+
 def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
-    """Return the modules in two names of a weight; only those before the shorter name if the other one ends with it."""
+    """Return the modules in two names of a weight, without the end that they share if that is all of one."""
     if old.endswith(f".{new}"):
         return old[: -len(new) - 1].split("."), []
     if new.endswith(f".{old}"):
@@ -125,13 +132,12 @@ def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
     """Return key -> key without private segments and without the ``module`` of the wrappers at these paths.
 
-    A child called ``module`` anywhere else stays; but if ``around_all``, one that all keys begin with is a wrapper,
-    too, and its step counter is left out. Raises ``KeyCollisionError`` where two keys would get the same name.
+    With ``around_all`` a ``module`` that all keys begin with is a wrapper, too, and its counter is left out. Raises
+    ``KeyCollisionError`` where two keys would get the same name.
     """
     tree = build_tree(keys, wrappers)
     for key, other in tree.collisions.items():
-        pair = f'"{printable(other)}" and "{printable(key)}"'
-        raise KeyCollisionError(f"{pair} would both become the same key. Nothing was changed.")
+        raise collision(quoted(other, key), "the same key")
     names: dict[str, str] = {}
     stack = [("", inside_wrappers(tree.root) if around_all else tree.root)]
     while stack:

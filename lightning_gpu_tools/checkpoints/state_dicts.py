@@ -47,7 +47,7 @@ def errors_about(file: str, model: str = "") -> Iterator[None]:
 
 
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check the contents of a loaded checkpoint, and return every set of weights in it by the name of its entry."""
+    """Check a loaded checkpoint, and return every set of weights in it by entry; refuse one without any."""
     entries = check_contents(content, path)
     if not entries:
         raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
@@ -55,7 +55,7 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 
 def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the other entries for weights of the same model: averages, and those that have most of its keys."""
+    """Return the other entries of the same model: averages, and those that have most of its keys."""
     weights = entries[entry]
 
     def are_alike(others: Mapping[str, Any]) -> bool:
@@ -69,24 +69,25 @@ def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -
 def choose_weights(
     path: str, entries: Mapping[str, Mapping[str, Any]], entry: str | None
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the weights of one of a file's entries."""
-    names = ", ".join(map(printable, entries))
-    shown = printable_path(path)
-    meant = preferred([*likely(entries)], str)
-    if entry is None and len(meant) > 1:
-        raise AmbiguousCheckpointError(f"{shown} holds several sets of weights: {names}. Choose one with --entry NAME.")
-    chosen = meant[0] if entry is None else entry
-    if chosen not in entries:
+    """Return the name and weights of an entry, or of the one that is meant."""
+    names = ", ".join(map(printable, entries)) or "only one set"
+    if entry is None:
+        entry, *others = preferred([*likely(entries)], str)
+        if others:
+            raise AmbiguousCheckpointError(
+                f"{printable_path(path)} holds several sets of weights: {names}. Choose one with --entry NAME."
+            )
+    if entry not in entries:
         raise CheckpointMismatchError(
-            f"{shown} has no weights called {printable(repr(chosen))}; it has {names or 'only one set'}."
+            f"{printable_path(path)} has no weights called {printable(repr(entry))}; it has {names}."
         )
-    return chosen, whole_weights(path, entries[chosen])
+    return entry, whole_weights(path, entries[entry])
 
 
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
     """Say that these are one rank's parts, and what to do; ``""`` if they are whole."""
     for key, value in weights.items():
-        if type(value) is not torch.Tensor and (part := part_of(value)):
+        if part := part_of(value):
             return (
                 f'It holds one part of a sharded checkpoint: "{printable(key)}" is that of {part}. Save the whole in '
                 "the training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
@@ -106,12 +107,12 @@ def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
-    """Return the shape of every entry; ``None`` for what is not a tensor."""
+    """Return the shape of every weight; ``None`` for other values."""
     return {key: shape_of(value) for key, value in weights.items()}
 
 
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return a value for each key that may share its numbers in memory; equal values are the very same numbers."""
+    """Return a value for each key that may be tied; equal values are the same tensor."""
     places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
     keys_at = Counter(places.values())
     values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
@@ -121,27 +122,24 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     }
 
 
-FROM_META = "from the meta device. Save the model after its weights are loaded"
+FROM_META = "it was saved from the meta device. Save the model after its weights are loaded"
 
 
 def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that were saved from the meta device, as names and shapes alone."""
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
-        raise CheckpointError(
-            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved {FROM_META}."
-        )
+        raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
-# Beyond what a file holds. Our default: one float32 mask of 16,384 x 16,384, or as much again as the file holds.
+# Beyond what a file holds. Our default: a float32 mask of 16,384 x 16,384, or as much again.
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that take far more memory number by number than the file holds.
 
-    A tensor may repeat its numbers (``expand``), share them with other keys, or leave out zeros (sparse), so a file of
-    1 KiB can describe 256 GiB.
+    A tensor may repeat its numbers (``expand``), share them, or leave out zeros: 1 KiB can describe 256 GiB.
     """
     sizes = {
         key: value.numel() * value.element_size()
@@ -170,7 +168,7 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
 
 
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
-    """Rename the parameters in optimizer states that go by name; most go by number and stay."""
+    """Rename parameters in optimizer states that go by name; most go by number."""
 
     def renamed(name: Any) -> Any:
         return plan.rename(name) if isinstance(name, str) else name
@@ -193,8 +191,8 @@ def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
 def own_all_but_weights(content: Any) -> Any:
     """Return the content with everything copied out of the mapped file that a program may keep.
 
-    Loading copies weights into the model, so these stay mapped. An optimizer and a callback keep what they are given:
-    if that stayed mapped, writing over the file would change it under their hands.
+    Loading copies weights into the model. An optimizer and a callback keep what they are given: if that stayed mapped,
+    writing over the file would change it under their hands.
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content

@@ -1,4 +1,4 @@
-"""A checkpoint's structure as the numbers and lines that ``lightning-gpu-tools checkpoint inspect`` shows."""
+"""What ``lightning-gpu-tools checkpoint inspect`` shows."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _SHOWN = frozenset(
 
 
 def summarize(structure: Structure) -> dict[str, Any]:
-    """Return what is known about a file, ready for JSON. Unknown is ``None``; sizes are in bytes."""
+    """Return what is known about a file, ready for JSON; sizes in bytes, ``None`` = unknown."""
     content = structure.content
     top = content if isinstance(content, Mapping) else {}
     manifest = _manifest(structure)
     entries = structure.entries
     version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
-    is_lightning = is_lightning_checkpoint(content)
+    kind = _kind_of(content, entries)
     parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
     part = structure.part or next(filter(None, parts), None)
     return {
@@ -60,7 +60,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "shards": len(structure.assembly.shards) if structure.assembly else None,
         "part": part and f"{part.what}. {part.advice}",
         "size_bytes": structure.size_bytes,
-        "kind": "lightning" if is_lightning else _kind_of(content, entries),
+        "kind": kind,
         "content": describe_content(content),
         "lightning_version": version if isinstance(version, str) and version else manifest.get("lightning"),
         "torch_version": manifest.get("torch"),
@@ -68,7 +68,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "global_step": _count(top.get("global_step")),
         "hyper_parameters": _names(top.get("hyper_parameters")),
         "callbacks": _names(top.get("callbacks")),
-        "optimizers": len(states) if is_lightning and isinstance(states, list) else None,
+        "optimizers": len(states) if kind == "lightning" and isinstance(states, list) else None,
         "devices": sorted(structure.devices) or manifest.get("devices"),
         "saved_from_devices": manifest.get("devices"),
         "removed_wrappers": manifest.get("wrappers"),
@@ -80,9 +80,8 @@ def summarize(structure: Structure) -> dict[str, Any]:
 
 
 def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
-    """Return the summary as text of at most 100 columns, apart from longer names."""
-    kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
-    kind = kinds.get(summary["kind"], summary["content"])
+    """Return the summary as text, at most 100 columns wide except for longer names."""
+    kind = {"lightning": "Lightning checkpoint", "other": summary["content"]}.get(summary["kind"], summary["kind"])
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
     files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
@@ -162,24 +161,20 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _describe(key: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, TensorInfo):
-        return dict.fromkeys(("key", "shape", "dtype", "kind", "numel", "bytes", "device")) | {"key": key}
+        return {"key": key, **dict.fromkeys(("shape", "dtype", "kind", "numel", "bytes", "device"))}
+    numel = None if info.shape is None else math.prod(info.shape)
+    element_bytes = BYTES_OF_DTYPE.get(info.dtype)
+    if info.kind and info.storage is None:  # on the meta device, sparse, of a class that packs its numbers
+        element_bytes = None
     return {
         "key": key,
-        "shape": None if info.shape is None else list(info.shape),
+        "shape": info.shape,
         "dtype": info.dtype,
         "kind": info.kind or None,
-        "numel": None if info.shape is None else math.prod(info.shape),
-        "bytes": _size_of(info),
+        "numel": numel,
+        "bytes": None if numel is None or element_bytes is None else numel * element_bytes,
         "device": info.storage.location if info.storage else None,
     }
-
-
-def _size_of(info: TensorInfo) -> int | None:
-    if info.shape is None or info.dtype not in BYTES_OF_DTYPE:
-        return None
-    if info.kind and info.storage is None:  # on the meta device, sparse, of a class that packs its numbers
-        return None
-    return math.prod(info.shape) * BYTES_OF_DTYPE[info.dtype]
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
@@ -215,11 +210,11 @@ def _text(name: Any) -> str:
 
 
 def _kind_of(content: Any, entries: Mapping[str, Any]) -> str:
-    if not isinstance(content, Mapping):
+    if is_lightning_checkpoint(content):
+        return "lightning"
+    if not isinstance(content, Mapping) or {"param_groups", "state"} <= content.keys():
         return "other"
-    if "" in entries:
-        return "state_dict"
-    return "other" if "param_groups" in content and "state" in content else "dictionary"
+    return "state_dict" if "" in entries else "dictionary"
 
 
 def _names(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Load any checkpoint into any module, whatever either of them was wrapped in; all of it or nothing."""
+"""Load any checkpoint into any module, whatever either was wrapped in; all or nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, Root, is_average, plan_renaming, preferred
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, is_inside, without_private_segments
 from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, read_model, shape_of
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, quoted
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
@@ -100,10 +100,9 @@ def load_weights(
     DeepSpeed ZeRO.
 
     Nothing is loaded by half: every error below is raised before the first number is copied. A model with load hooks or
-    its own ``load_state_dict`` is asked twice, the first time to check. Five things can still leave a model partly
-    loaded: an error in its code that only runs once the weights are there (``set_extra_state``), an interrupt, memory
-    that runs out, a disk that cannot be read, and a local file that another program truncates. With the last two the
-    operating system ends the process (SIGBUS).
+    its own ``load_state_dict`` is asked twice, the first time to check. What can still leave a model partly loaded is
+    an error in its code that runs after the copying (``set_extra_state``), an interrupt, memory that runs out, a disk
+    that cannot be read, and a local file that another program truncates. The last two end the process (SIGBUS).
 
     Args:
         model: Any module, wrapped or not. Where it is sharded, every process has to call this.
@@ -145,7 +144,7 @@ def naming_file(path: str | os.PathLike[str], model_class: type) -> contextlib.A
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
-    """Warn of averages that were not taken and of what has no numbers yet: not everybody prints the report."""
+    """Warn of averages that were not taken and of what has no numbers yet."""
     if any(map(is_average, fit.others)):
         warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
     tensors = (*model.named_buffers(), *(model.named_parameters() if fit.plan.missing else ()))
@@ -181,10 +180,10 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
         fits = [fit for fit in fits if len(fit.plan.renames) == most]
     meant = preferred(fits, lambda fit: fit.entry)
     if len(meant) > 1:
-        names = [f'"{printable(fit.entry)}"' for fit in fits]
+        names = [quoted(fit.entry) for fit in fits]
         raise AmbiguousCheckpointError(
             f"Several entries of the file fit: {' and '.join(names)}. Choose one with lightning_gpu_tools.load_weights "
-            f"and {' or '.join(f'root={name}' for name in names)}."
+            f"and root={' or root='.join(names)}."
         )
     fit = meant[0]
 
@@ -207,7 +206,7 @@ def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, s
 
 
 def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load all weights or none; return the plan as it came out, and the model keys that got theirs."""
+    """Load all or nothing; return the plan as it came out, and the model keys that got a weight."""
     check_before_copying(model, fit, leave_out_misfits=not fit.strict)
     renamed = fit.renamed(fit.weights)
     own_what_modules_keep(renamed, fit.keys)
@@ -249,19 +248,19 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
             weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
-def _sharded_like(value: Any, target: Any) -> torch.Tensor:
-    if type(value) is torch.Tensor and type(target) in (torch.Tensor, nn.Parameter):
-        return value  # nearly always; the questions below take longer than the copying
+def _sharded_like(value: Any, target: Any) -> Any:
     if is_sharded(value) and not part_of(value):  # each process has all of it
         value = value.to_local()
-    if is_sharded(target) and not is_sharded(value):
-        from torch.distributed.tensor import DTensor, Replicate
+    if is_sharded(value) == is_sharded(target):
+        return value
+    if is_sharded(value):
+        return value.full_tensor()
+    from torch.distributed.tensor import DTensor, Replicate
 
-        # Every process has read the file, so each takes its part without asking the others.
-        mesh = target.device_mesh
-        whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return whole.redistribute(placements=target.placements)
-    return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
+    # Every process has read the file, so each takes its part without asking the others.
+    mesh = target.device_mesh
+    whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=target.placements)
 
 
 def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
