@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-_BATCH_COUNTER = "num_batches_tracked"
 _PLAIN = (torch.Tensor, nn.Parameter)  # nearly always; the questions about other tensors take longer than their copying
 # Hooks that only put back the prefix of their own wrapper.
 _PREFIX_HOOK_PACKAGES = (
@@ -42,18 +41,15 @@ _PREFIX_HOOK_PACKAGES = (
 )
 
 
-def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
+def read_model(model: nn.Module) -> tuple[ModelKeys, dict[str, Any]]:
     """Return what a plan has to know about ``model``, and its ``state_dict()``."""
     state = _live_state(model)
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
-    # Files from before torch 0.4.1 have no batch counters.
-    old_batch_norm = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
     self_loading = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _NORMS):
-            if old_batch_norm:
-                counters.add(_inside(path, _BATCH_COUNTER))
+            counters.add(_inside(path, "num_batches_tracked"))  # since torch 0.4.1
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
     keys = ModelKeys(

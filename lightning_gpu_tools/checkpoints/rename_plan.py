@@ -39,7 +39,7 @@ class RenamePlan:
         added: Counter[str] = Counter()
         for old, new in self.renames.items():
             if old != new:
-                before, after = _parts_that_differ(old, new)
+                before, after = old.split(".")[:-1], new.split(".")[:-1]
                 for segment in {*before, *after}:
                     change = after.count(segment) - before.count(segment)
                     if change:
@@ -118,15 +118,6 @@ def quoted(*names: str) -> str:
 def collision(keys: str, name: str) -> KeyCollisionError:
     """Return the error about keys that would get one name."""
     return KeyCollisionError(f"{keys} would both become {name}. Nothing was changed.")
-
-
-def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
-    """Return the modules in two names of a weight, without the end that they share if that is all of one."""
-    if old.endswith(f".{new}"):
-        return old[: -len(new) - 1].split("."), []
-    if new.endswith(f".{old}"):
-        return [], new[: -len(old) - 1].split(".")
-    return old.split(".")[:-1], new.split(".")[:-1]
 
 
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:

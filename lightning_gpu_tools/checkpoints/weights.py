@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -199,9 +198,8 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
 
 
 def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, strict: bool) -> Fit:
-    keys, state = read_model(model, weights)
-    same_tensor = functools.partial(same_tensors, weights)
-    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensor)
+    keys, state = read_model(model)
+    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=lambda: same_tensors(weights))
     return Fit(entry, weights, plan, keys, state, strict)
 
 
