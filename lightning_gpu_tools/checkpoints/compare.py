@@ -34,7 +34,7 @@ _VALUES_AT_ONCE = 1 << 24
 _LONGEST_TABLE = 40
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
     """How one key differs."""
 
@@ -99,21 +99,17 @@ def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
-    if shape_of(one) is None or shape_of(two) is None:
+    if not (_has_own_numbers(one) and _has_own_numbers(two)):
         if not _same(one, two):
-            yield Difference(key=key, what="values", detail="not plain tensors, and different")
+            yield Difference(key, "values", "not plain tensors, and different")
         return
     if one.shape != two.shape:
-        yield Difference(key=key, what="shape", detail=f"{shown_shape(one.shape)} and {shown_shape(two.shape)}")
+        yield Difference(key, "shape", f"{shown_shape(one.shape)} and {shown_shape(two.shape)}")
         return
     if one.dtype != two.dtype:
-        yield Difference(key=key, what="dtype", detail=f"{name_of(one.dtype)} and {name_of(two.dtype)}")
+        yield Difference(key, "dtype", f"{name_of(one.dtype)} and {name_of(two.dtype)}")
     if one.is_meta or two.is_meta:  # in an extra state
-        yield Difference(key=key, what="values", detail="no numbers")
-        return
-    if is_packed(one) or is_packed(two):
-        if not _have_same_parts(one, two):
-            yield Difference(key=key, what="values", detail="not plain tensors, and different")
+        yield Difference(key, "values", "no numbers")
         return
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
     is_dense = one.layout is two.layout is torch.strided and not (one.is_quantized or two.is_quantized)
@@ -122,12 +118,16 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     try:
         unequal, largest = _unequal_values(one, two)
     except NotImplementedError:  # torch can hold numbers of this type, but not compute with them
-        yield Difference(key=key, what="values", detail="different bits")
+        yield Difference(key, "values", "different bits")
         return
     if unequal:
         share, is_finite = unequal / one.numel(), math.isfinite(largest)
         detail = f"{f'up to {largest:.3g}' if is_finite else 'not finite'}, in {share:.1%}"
-        yield Difference(key=key, what="values", detail=detail, largest=largest if is_finite else None, share=share)
+        yield Difference(key, "values", detail, largest if is_finite else None, share)
+
+
+def _has_own_numbers(value: Any) -> bool:
+    return shape_of(value) is not None and not is_packed(value)
 
 
 def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> bool:
@@ -140,28 +140,26 @@ def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> b
         if (id(one), id(two)) in compared:
             return True  # or the first of them ended the comparison
         compared.add((id(one), id(two)))
-    if shape_of(one) is not None and shape_of(two) is not None:
-        return not any(_differences("", one, two))
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         return one.keys() == two.keys() and all(_same(one[key], two[key], compared) for key in one)
+    if _has_own_numbers(one) and _has_own_numbers(two):
+        return not any(_differences("", one, two))
     if type(one) is not type(two):
         return False
+    if isinstance(one, torch.Tensor):
+        return all(map(_same, _parts(one), _parts(two)))
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(_same(a, b, compared) for a, b in zip(one, two, strict=True))
-    if isinstance(one, torch.Tensor):  # nested
-        ones, twos = one.unbind(), two.unbind()
-        return len(ones) == len(twos) and all(map(_same, ones, twos))
     if isinstance(one, (set, frozenset)):
         return bool(one == two)
     return pickle.dumps(one) == pickle.dumps(two)  # a NaN is the same as itself
 
 
-def _have_same_parts(one: Any, two: Any) -> bool:
-    if type(one) is not type(two):
-        return False
-    (names, context), (others, other_context) = one.__tensor_flatten__(), two.__tensor_flatten__()
-    parts = ((getattr(one, name), getattr(two, name)) for name in names)
-    return names == others and _same(context, other_context) and all(_same(a, b) for a, b in parts)
+def _parts(tensor: Any) -> list[Any]:
+    if tensor.is_nested:
+        return [tensor.size(0), *tensor.unbind()]
+    names, context = tensor.__tensor_flatten__()
+    return [names, context, *(getattr(tensor, name) for name in names)]
 
 
 def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:

@@ -1,7 +1,7 @@
 """Whether torch can copy weights into a model unchanged; known before the first number is copied.
 
-Mostly names, shapes and types decide. A model whose own code may translate weights is loaded twice: the first time each
-weight that fits is replaced by the parameter's own, and all is put back.
+Names, shapes and types decide. Only a model with loading code of its own is loaded twice: the first time with its own
+parameters in the place of each weight that fits, and all is put back.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ class Fit(NamedTuple):
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
-    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers.
-
-    Hooks of the model run, and what they do to its tensors is undone.
-    """
+    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers."""
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
@@ -168,8 +165,8 @@ def before_each_copy(
 ) -> Iterator[None]:
     """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
 
-    Hooks may change names and shapes, and one module's weights at a time need no second copy of the model. ``prepare``
-    gets the module, the name and full key of a parameter or buffer, itself, and the state to be loaded.
+    Hooks may change names and shapes, and one module at a time needs no second copy of the model. ``prepare`` gets the
+    module, the name and the full key of a parameter or buffer, itself, and the state to be loaded.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -189,8 +186,8 @@ def before_each_copy(
 def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
 
-    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back. All
-    processes must take part.
+    DeepSpeed's optimizers keep every weight in float32, too, and the next step would put those back. All processes must
+    take part.
     """
     if "deepspeed" not in sys.modules:
         yield

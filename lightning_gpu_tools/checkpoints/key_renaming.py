@@ -1,9 +1,8 @@
 """Which weight of a checkpoint belongs to which parameter of a model, decided on names and shapes alone.
 
-The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. The model's wrappers
-are known from its module types; in the checkpoint a level called ``module`` is taken for one only where that makes the
-model fit. Tried in this order: names as they are, one attribute (``model.``) less, one attribute more. What else would
-fit, two levels down or with another attribute in the place of one, is only suggested.
+The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. Tried in this order:
+names as they are, one attribute (``model.``) less, one attribute more. Other roots that would fit are only suggested. A
+level ``module`` of the checkpoint is taken for a wrapper only where that makes the model fit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     Node,
     Overlap,
     Overlay,
-    Shape,
+    Shapes,
     Tree,
     build_tree,
     child_modules,
@@ -48,16 +47,15 @@ Root: TypeAlias = str | tuple[str, str] | None
 class ModelKeys:
     """What a plan has to know about a model."""
 
-    shapes: Mapping[str, Shape | None]  # of every key of ``state_dict()``; None: not a tensor, or without a shape yet
+    shapes: Shapes  # of ``state_dict()``
     wrappers: frozenset[str] = frozenset()  # paths of modules whose whole content is a child called ``module``
     tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tensor with several -> the first of them
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
-    # Paths of modules that translate the keys below them while they are loaded, without private segments.
-    self_loading: frozenset[str] = frozenset()
+    self_loading: frozenset[str] = frozenset()  # modules with loading code, as paths without private segments
 
 
 def plan_renaming(
-    checkpoint: Mapping[str, Shape | None],
+    checkpoint: Shapes,
     model: ModelKeys,
     *,
     root: Root = None,
@@ -94,7 +92,7 @@ class _Reading:
 class _Search:
     """The readings of one checkpoint for one model, from least change to most."""
 
-    shapes: Mapping[str, Shape | None]
+    shapes: Shapes
     model: ModelKeys
     same_tensor: Callable[[], Mapping[str, Hashable]]
     root: Root
@@ -107,7 +105,7 @@ class _Search:
         return self.model.tied.get(key, key)
 
     def run(self, strict: bool) -> RenamePlan:
-        unchanged = self._unchanged()
+        unchanged = self.overlay.by_name({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
         if not self.root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
             return RenamePlan(renames=dict(unchanged.pairs))  # nearly always, and no tree is needed
         self.checkpoint_tree = build_tree(self.shapes)
@@ -133,13 +131,6 @@ class _Search:
         if not any(nearest[0].roots):
             return plan
         return self._only([reading for reading in nearest if bool(reading.roots[0]) == bool(plan.dropped_root)])
-
-    def _unchanged(self) -> Overlap:
-        same = Overlap()
-        for key in self.shapes:
-            if key in self.model.shapes:
-                (same.pairs if self.overlay.fits(key, key) else same.clashes).append((key, key))
-        return same
 
     def _levels(self, unchanged: Overlap) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
@@ -223,7 +214,7 @@ class _Search:
         return node is not None and is_wrapper(node) and node.get(name) == key
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
-        """Return the plan unless something is left over that neither side can explain."""
+        """Return the plan unless something is left over."""
         inside = self.model.self_loading
         left_over = [key for key in plan.unexpected if not is_inside(plan.rename(key), inside)]
         misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]

@@ -1,8 +1,7 @@
 """Checkpoint keys as a tree of modules, and the largest part of one tree that lies over another.
 
-Wrappers show in the names of a module's parameters: ``torch.compile`` adds ``_orig_mod``, ``DataParallel`` adds
-``module``. Nobody writes the first kind by hand, so it is left out everywhere. The second may also be a child that
-somebody called ``module``: what the other tree has at its place decides.
+``torch.compile`` adds ``_orig_mod`` to names; nobody writes that by hand, so it is left out everywhere. What adds
+``module`` is ``DataParallel``, or a child that somebody gave that name: what the other tree has at its place decides.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape | None]  # by key; None: not a tensor, or without a shape yet
 
 # One dict a module: "name." -> the child module of that name, "name" -> the key of the module's own tensor.
 # Not a class with two dicts, because 100,000 of those keep the garbage collector busy for seconds.
@@ -21,9 +21,9 @@ Node: TypeAlias = dict[str, Any]
 PRIVATE_SEGMENTS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_fpw_module"}
 )
-# Where nn.DataParallel, DistributedDataParallel, AveragedModel, DeepSpeedEngine and others keep what they wrap.
+# Where DataParallel, DistributedDataParallel, AveragedModel, DeepSpeedEngine and others keep what they wrap.
 WRAPPER_SEGMENT = "module"
-# AveragedModel's step counter, the one thing that stands beside a wrapper's ``module``.
+# AveragedModel's step counter; nothing else stands beside a wrapper's ``module``.
 WRAPPER_COUNTER = "n_averaged"
 
 _WRAPPED = WRAPPER_SEGMENT + "."
@@ -50,7 +50,7 @@ class Tree:
 
 
 def build_tree(keys: Iterable[str], wrappers: Iterable[str] = ()) -> Tree:
-    """Sort keys into a tree; the wrappers at these paths and the ``module`` inside become one node."""
+    """Sort keys into a tree; a wrapper at one of these paths and its ``module`` become one node."""
     tree = Tree()
     node_of = {"": tree.root}
     for key in keys:
@@ -142,37 +142,35 @@ class Overlap:
 
 
 class Overlay:
-    """Lays parts of a checkpoint's tree over parts of a model's tree."""
+    """Lays parts of a checkpoint's tree over parts of a model's."""
 
-    def __init__(self, checkpoint_shapes: Mapping[str, Shape | None], model_shapes: Mapping[str, Shape | None]) -> None:
+    def __init__(self, checkpoint_shapes: Shapes, model_shapes: Shapes) -> None:
         self._checkpoint_shapes = checkpoint_shapes
         self._model_shapes = model_shapes
         self._of_wrappers: dict[tuple[int, int], Overlap] = {}
 
-    def fits(self, checkpoint_key: str, model_key: str) -> bool:
-        """Whether the one tensor can be copied into the other."""
-        return is_copied_into(self._checkpoint_shapes[checkpoint_key], self._model_shapes[model_key])
-
     # As deep as keys have levels, which envelope.check_contents limits.
     def largest(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the largest overlap; ``module`` levels of the checkpoint are taken out where that helps."""
+        """Return the largest overlap, without those ``module`` levels of the checkpoint that are in the way."""
         if not is_wrapper(checkpoint):
-            return self._by_name(checkpoint, model)
+            return self.by_name(checkpoint, model)
         nodes = id(checkpoint), id(model)  # meet again where wrappers are in a row
         if nodes not in self._of_wrappers:
-            kept, unwrapped = self._by_name(checkpoint, model), self._without_wrapper(checkpoint, model)
+            kept, unwrapped = self.by_name(checkpoint, model), self._without_wrapper(checkpoint, model)
             # On a tie the name stays: the smaller change.
             self._of_wrappers[nodes] = unwrapped if len(unwrapped.pairs) > len(kept.pairs) else kept
         return self._of_wrappers[nodes]
 
-    def _by_name(self, checkpoint: Node, model: Node) -> Overlap:
+    def by_name(self, checkpoint: Node, model: Node) -> Overlap:
+        """Return the overlap of two nodes if neither is a wrapper."""
         overlap = Overlap()
         for name, have in checkpoint.items():
             want = model.get(name)
             if want is None:
                 continue
             if isinstance(have, str):
-                (overlap.pairs if self.fits(have, want) else overlap.clashes).append((have, want))
+                fits = is_copied_into(self._checkpoint_shapes[have], self._model_shapes[want])
+                (overlap.pairs if fits else overlap.clashes).append((have, want))
             else:
                 below = self.largest(have, want)
                 overlap.pairs += below.pairs

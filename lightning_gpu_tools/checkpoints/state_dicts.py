@@ -149,7 +149,7 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
     if sum(sizes.values()) <= _MAX_REPEATED_BYTES:
         return
     identity = same_tensors(weights)
-    needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
+    needed_bytes = sum({identity.get(key, key): size for key, size in sizes.items()}.values())
     held: dict[int, int] = {}
     for key, size in sizes.items():
         value = weights[key]
@@ -157,9 +157,9 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
             held[id(value)] = size
         elif value.layout is torch.strided:
             held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    needed_bytes, held_bytes = sum(size for size, _ in needed.values()), sum(held.values())
+    held_bytes = sum(held.values())
     if needed_bytes - held_bytes > max(held_bytes, _MAX_REPEATED_BYTES):
-        _, largest = max(needed.values())
+        largest = max(sizes, key=sizes.__getitem__)
         raise CheckpointError(
             f"{printable_path(path)} holds {format_bytes(held_bytes)} of numbers, but repeats them: its weights would "
             f'take {format_bytes(needed_bytes)}. The largest is "{printable(largest)}" of shape '
@@ -191,8 +191,8 @@ def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
 def own_all_but_weights(content: Any) -> Any:
     """Return the content with everything copied out of the mapped file that a program may keep.
 
-    Loading copies weights into the model. An optimizer and a callback keep what they are given: if that stayed mapped,
-    writing over the file would change it under their hands.
+    Weights are copied into the model, but an optimizer and a callback keep what they are given, and writing over the
+    file would change it.
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content

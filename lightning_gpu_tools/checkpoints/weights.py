@@ -92,26 +92,25 @@ def load_weights(
 ) -> LoadReport:
     """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
 
-    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module, or a
-    safetensors file. It is read on the CPU, and each weight is copied to where the model has it. Objects of any class
-    beside the weights (hyperparameters, arguments) are left unread. Shards are one checkpoint: an ``index.json`` of
-    safetensors or ``.bin`` files, and the folders of ``torch.distributed.checkpoint``, FSDP, ModelParallel and
-    DeepSpeed ZeRO.
+    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module or
+    safetensors. Shards are one checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of
+    ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
+    where the model has them; other objects (hyperparameters, arguments) are left unread.
 
     Nothing is loaded by half: every error below is raised before the first number is copied. A model with load hooks or
-    its own ``load_state_dict`` is asked twice, the first time to check. What can still leave a model partly loaded is
-    an error in its code that runs after the copying (``set_extra_state``), an interrupt, memory that runs out, a disk
-    that cannot be read, and a local file that another program truncates. The last two end the process (SIGBUS).
+    its own ``load_state_dict`` is loaded twice, first to check. Only an interrupt, an error in code that runs after the
+    copying (``set_extra_state``), too little memory, a disk that cannot be read or a local file that is truncated
+    meanwhile can leave a model partly loaded. The last two end the process (SIGBUS).
 
     Args:
         model: Any module, wrapped or not. Where it is sharded, every process has to call this.
-        path: A local path, also of a folder with shards, or the URL of a file that fsspec knows.
+        path: A local file or folder of shards, or the URL of a file that fsspec knows.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
             such as ``("bert.", "encoder.")`` puts the model's second in the place of the first. ``None`` searches for
             one; ``""`` takes the names as they are.
-        strict: Whether every key of the model must get a weight of its shape, and every key of the checkpoint find its
-            place. If false, what fits is loaded and the rest is in the report.
-        weights_only: Whether to take the weights alone. If false, everything in the file is opened, which may run code.
+        strict: Whether every key of the model and of the checkpoint must find one of its shape in the other. If false,
+            what fits is loaded and the rest is in the report.
+        weights_only: If false, everything in the file is opened, which may run code.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
