@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_gpu_tools.checkpoints.key_groups import shortened
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
@@ -72,11 +73,10 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
             if shape_of(target) is not None and (why := _why_not_copied(fit.weights[old], target)):
                 refused[old] = why
     if refused:
-        shown = [f"{printable(key)} ({why})" for key, why in list(refused.items())[:4]]
-        more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
+        reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
         raise CheckpointMismatchError(
-            f"Torch cannot copy {', '.join(shown)}{more}. Nothing was changed. Store these weights as the model has "
-            "them, or take them out of the file and load it with strict=False."
+            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Store these weights as the model has them, "
+            "or take them out of the file and load it with strict=False."
         )
 
 

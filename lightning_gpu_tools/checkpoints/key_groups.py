@@ -26,15 +26,18 @@ def group_keys(keys: Iterable[str]) -> list[str]:
 
 def list_groups(keys: Iterable[str], limit: int = 6) -> str:
     """Return the groups on one line; all beyond ``limit`` are counted."""
-    groups = group_keys(keys)
-    hidden = len(groups) - limit
-    return ", ".join(groups[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
+    return shortened(group_keys(keys), limit)
 
 
 def listed(names: Sequence[object], limit: int = 40) -> str:
-    """Return printable names on one line; all beyond ``limit`` are counted."""
-    hidden = len(names) - limit
-    return ", ".join(map(printable, names[:limit])) + (f" and {hidden} more" if hidden > 0 else "")
+    """Return names on one line, printable; all beyond ``limit`` are counted."""
+    return shortened([*map(printable, names)], limit)
+
+
+def shortened(texts: Sequence[str], limit: int = 4) -> str:
+    """Return texts on one line; all beyond ``limit`` are counted."""
+    hidden = len(texts) - limit
+    return ", ".join(texts[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
 
 
 def _line(texts: Sequence[str], indices: Sequence[tuple[int, ...]]) -> str:

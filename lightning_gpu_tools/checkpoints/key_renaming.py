@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
-from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_groups import list_groups, shortened
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Node,
@@ -237,10 +237,9 @@ class _Search:
         if plan.clashes:
             shapes = [
                 f"{printable(old)} {self.shapes[old]} instead of {self.model.shapes[new]}"
-                for old, new in [*plan.clashes.items()][:4]
+                for old, new in plan.clashes.items()
             ]
-            more = len(plan.clashes) - len(shapes)
-            lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more else ""))
+            lines.append(f"other shape: {shortened(shapes)}")
         if covered and self._is_meant(plan):
             lines.append("strict=False loads what fits and reports the rest.")
         elif covered:
