@@ -81,8 +81,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
     for name in (entry,) if only_weights else (entry, *others):
         weights = whole_weights(source, entries[name])
         plans[name] = _plan(source, name, weights, content, changes)
-        _check_numbers(source, weights, plans[name], changes, as_safetensors)
-        converted[name] = _apply(plans[name], source, weights, changes)
+        converted[name] = _converted(source, weights, plans[name], changes, as_safetensors)
     plan = plans[entry]
     if as_safetensors:
         write_safetensors(converted[entry], file, _texts(content), progress)
@@ -142,21 +141,16 @@ def _no_wrapper(path: str, weights: Mapping[str, Any]) -> str:
     )
 
 
-def _check_numbers(
-    source: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
-) -> None:
-    """Refuse weights without numbers or with too many, before memory is taken for them."""
-    taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
-    check_numbers(source, taken)
+def _converted(
+    path: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
+) -> OrderedDict[str, Any]:
+    """Return the weights with new names and precision; ties stay. Refuse first what takes too much memory."""
+    converted = plan.apply(weights)
+    check_numbers(path, converted)
     # What is not in a row goes to torch.save, which writes storages once.
     whole = as_safetensors or changes.dtype is not None
-    written = {key: value for key, value in taken.items() if is_dense(value) and (whole or value.is_contiguous())}
-    check_repetition(source, written)
-
-
-def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
-    """Return the weights with new names and precision; ties stay."""
-    converted = plan.apply(weights)
+    written = {key: value for key, value in converted.items() if is_dense(value) and (whole or value.is_contiguous())}
+    check_repetition(path, written)
     if changes.dtype is None:
         return converted
     identity = same_tensors(converted)

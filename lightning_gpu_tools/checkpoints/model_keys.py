@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,11 +70,9 @@ def wrapper_paths(model: nn.Module) -> dict[str, str]:
     }
 
 
-def module_versions(model: nn.Module) -> OrderedDict[str, dict[str, int]]:
+def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
     """Return what ``state_dict()._metadata`` would hold; runs no hooks."""
-    return OrderedDict(
-        (path, {"version": module._version}) for path, module in model.named_modules(remove_duplicate=False)
-    )
+    return {path: {"version": module._version} for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def shape_of(value: object) -> Shape | None:

@@ -265,20 +265,19 @@ def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -
     # Torch names modules that the model's hooks leave out of its keys.
     bare = without_private_segments
     shown = {bare(key): key for key in fit.state}
-    misfits, homeless = {bare(name) for name in left_out}, {bare(name) for name in found.unexpected_keys}
-    clashes = misfits & {bare(offered[key]) for key in plan.clashes if key in offered}
-    missing = [bare(name) for name in found.missing_keys if bare(name) not in clashes]
-    invented = homeless - {bare(name) for name in offered.values()}  # by hooks
+    places = {key: bare(name) for key, name in offered.items()}
+    misfits, homeless = {*map(bare, left_out)}, {*map(bare, found.unexpected_keys)}
+    clashes = {key: name for key, name in plan.clashes.items() if key not in places or places[key] in misfits}
+    missing = {*map(bare, found.missing_keys)} - {places.get(key) for key in clashes}
+    invented = homeless - {*places.values()}  # by hooks
     outcome = dataclasses.replace(
         plan,
-        missing=tuple(shown.get(name, name) for name in missing),
+        missing=tuple(shown.get(name, name) for name in map(bare, found.missing_keys) if name in missing),
         unexpected=(
-            *(key for key in plan.unexpected if key not in offered or bare(offered[key]) in homeless),
+            *(key for key in plan.unexpected if key not in places or places[key] in homeless),
             *(name for name in found.unexpected_keys if bare(name) in invented),
         ),
-        clashes={
-            key: name for key, name in plan.clashes.items() if key not in offered or bare(offered[key]) in clashes
-        },
+        clashes=clashes,
     )
     without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
     # A state_dict of the model's own may leave out what torch loads all the same.
