@@ -18,7 +18,7 @@ from sharded_checkpoints import write_distributed
 from torch import nn
 from wrapped_models import TiedTransformer, compiled, contents, fill
 
-from lightning_gpu_tools import CheckpointMismatchError, UnsafeCheckpointError, load_from_checkpoint, load_weights
+from lightning_gpu_tools import UnsafeCheckpointError, load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
 
 
