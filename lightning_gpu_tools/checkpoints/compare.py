@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 from collections.abc import Iterable, Mapping
@@ -15,11 +16,17 @@ from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
 from lightning_gpu_tools.checkpoints.model_keys import is_packed, name_of, shape_of
 from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, check_repetition, choose_weights, weights_in
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    check_numbers,
+    check_repetition,
+    choose_weights,
+    errors_about,
+    weights_in,
+)
 from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_weights
-from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
 # 128 MiB at a time, as float64.
@@ -27,30 +34,22 @@ _VALUES_AT_ONCE = 1 << 24
 _LONGEST_TABLE = 40
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
-    """How one key differs.
+    """How one key differs."""
 
-    Attributes:
-        key: Its name in the second file.
-        what: ``"shape"``, ``"dtype"`` or ``"values"``.
-        detail: Both sides, or by how much.
-        largest: The largest absolute difference of two values; ``None`` if they cannot be subtracted.
-        share: The share of values that differ; ``None`` likewise.
-    """
-
-    key: str
-    what: str
-    detail: str
-    largest: float | None = None
-    share: float | None = None
+    key: str  # its name in the second file
+    what: str  # "shape", "dtype" or "values"
+    detail: str  # both sides, or by how much
+    largest: float | None = None  # absolute difference of two values; None if they cannot be subtracted
+    share: float | None = None  # of the values that differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What differs between two files; ``renamed`` says how the names of the first had to be changed."""
+    """What differs between two files."""
 
-    renamed: str
+    renamed: str  # how the names of the first had to be changed
     only_in_first: tuple[str, ...]
     only_in_second: tuple[str, ...]
     differences: tuple[Difference, ...]
@@ -63,18 +62,17 @@ class Comparison:
 
 
 def compare(first: str, second: str, progress: Progress = no_progress, *, entry: str | None = None) -> Comparison:
-    """Compare the weights of two files, key by key, after taking wrappers and one root off the names of the first.
+    """Compare the weights of two files by key, after taking wrappers and one root off the names of the first.
 
-    ``entry`` is that which holds the weights, in each file that has several.
+    ``entry`` holds the weights in each file that has several.
     """
     one, two = (_weights(path, entry) for path in (first, second))
-    try:
+    plan = RenamePlan(renames={})
+    with (
+        contextlib.suppress(CheckpointMismatchError),  # nothing in common
+        errors_about(f"{printable_path(first)} and {printable_path(second)}"),
+    ):
         plan = plan_renaming(dict.fromkeys(one), ModelKeys(shapes=dict.fromkeys(two)), strict=False)
-    except CheckpointMismatchError:  # nothing in common
-        plan = RenamePlan(renames={})
-    except CheckpointError as error:
-        error.args = (f"{printable_path(first)} and {printable_path(second)}: {error.args[0]}",)
-        raise
     check_repetition(first, {old: one[old] for old in plan.renames})
     check_repetition(second, {new: two[new] for new in plan.renames.values()})
     differences: list[Difference] = []
@@ -101,75 +99,71 @@ def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
-    if shape_of(one) is None or shape_of(two) is None:
+    if not (_has_own_numbers(one) and _has_own_numbers(two)):
         if not _same(one, two):
-            yield Difference(key=key, what="values", detail="not plain tensors, and different")
+            yield Difference(key, "values", "not plain tensors, and different")
         return
     if one.shape != two.shape:
-        yield Difference(key=key, what="shape", detail=f"{shown_shape(one.shape)} and {shown_shape(two.shape)}")
+        yield Difference(key, "shape", f"{shown_shape(one.shape)} and {shown_shape(two.shape)}")
         return
     if one.dtype != two.dtype:
-        yield Difference(key=key, what="dtype", detail=f"{name_of(one.dtype)} and {name_of(two.dtype)}")
+        yield Difference(key, "dtype", f"{name_of(one.dtype)} and {name_of(two.dtype)}")
     if one.is_meta or two.is_meta:  # in an extra state
-        yield Difference(key=key, what="values", detail="no numbers")
-        return
-    if is_packed(one) or is_packed(two):
-        if not _have_same_parts(one, two):
-            yield Difference(key=key, what="values", detail="not plain tensors, and different")
+        yield Difference(key, "values", "no numbers")
         return
     # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
-    if one.dtype == two.dtype and one.layout is two.layout is torch.strided and _same_bits(one, two):
+    is_dense = one.layout is two.layout is torch.strided and not (one.is_quantized or two.is_quantized)
+    if not one.numel() or (is_dense and one.dtype == two.dtype and torch.equal(_bits(one), _bits(two))):
         return
     try:
         unequal, largest = _unequal_values(one, two)
     except NotImplementedError:  # torch can hold numbers of this type, but not compute with them
-        yield Difference(key=key, what="values", detail="different bits")
+        yield Difference(key, "values", "different bits")
         return
     if unequal:
-        share = unequal / one.numel()
-        size = f"up to {largest:.3g}" if math.isfinite(largest) else "not finite"
-        detail = f"{size}, in {share:.1%}"
-        yield Difference(
-            key=key, what="values", detail=detail, largest=largest if math.isfinite(largest) else None, share=share
-        )
+        share, is_finite = unequal / one.numel(), math.isfinite(largest)
+        detail = f"{f'up to {largest:.3g}' if is_finite else 'not finite'}, in {share:.1%}"
+        yield Difference(key, "values", detail, largest if is_finite else None, share)
+
+
+def _has_own_numbers(value: Any) -> bool:
+    return shape_of(value) is not None and not is_packed(value)
 
 
 def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> bool:
-    """Whether two values are the same down to the last bit, whatever they hold and however they are nested.
+    """Whether two values of any kind are the same down to the last bit.
 
     ``compared`` holds the containers that were compared before: a small file can hold one in a billion places.
     """
     compared = set() if compared is None else compared
     if isinstance(one, (Mapping, list, tuple)):
         if (id(one), id(two)) in compared:
-            return True  # or the comparison has ended with the first of them
+            return True  # or the first of them ended the comparison
         compared.add((id(one), id(two)))
-    if shape_of(one) is not None and shape_of(two) is not None:
-        return not any(_differences("", one, two))
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         return one.keys() == two.keys() and all(_same(one[key], two[key], compared) for key in one)
+    if _has_own_numbers(one) and _has_own_numbers(two):
+        return not any(_differences("", one, two))
     if type(one) is not type(two):
         return False
+    if isinstance(one, torch.Tensor):
+        return all(map(_same, _parts(one), _parts(two)))
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(_same(a, b, compared) for a, b in zip(one, two, strict=True))
-    if isinstance(one, torch.Tensor):  # nested
-        ones, twos = one.unbind(), two.unbind()
-        return len(ones) == len(twos) and all(map(_same, ones, twos))
     if isinstance(one, (set, frozenset)):
         return bool(one == two)
-    return pickle.dumps(one) == pickle.dumps(two)  # also where there is no ==, or one that is not true of a NaN
+    return pickle.dumps(one) == pickle.dumps(two)  # a NaN is the same as itself
 
 
-def _have_same_parts(one: Any, two: Any) -> bool:
-    if type(one) is not type(two):
-        return False
-    (names, context), (others, other_context) = one.__tensor_flatten__(), two.__tensor_flatten__()
-    parts = ((getattr(one, name), getattr(two, name)) for name in names)
-    return names == others and _same(context, other_context) and all(_same(a, b) for a, b in parts)
+def _parts(tensor: Any) -> list[Any]:
+    if tensor.is_nested:
+        return [tensor.size(0), *tensor.unbind()]
+    names, context = tensor.__tensor_flatten__()
+    return [names, context, *(getattr(tensor, name) for name in names)]
 
 
 def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """Return how many values differ and by how much at most, without a second copy of both."""
+    """Return how many values differ and by how much at most."""
     flat = [(t.dequantize() if t.is_quantized else t.to_dense()).detach().reshape(-1) for t in (one, two)]
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     whole = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in flat)
@@ -185,16 +179,8 @@ def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
     return unequal, largest
 
 
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if one.is_quantized or not one.numel():
-        return not one.numel()
-    return torch.equal(_bits(one), _bits(two))
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
+    plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype is torch.complex128:  # no integer is as long
         plain = torch.view_as_real(plain)
     return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
@@ -204,7 +190,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def render(found: Comparison, first: str, second: str) -> str:
-    """Return a comparison as text, at most 100 columns wide except for longer names; large differences first."""
+    """Return a comparison as text, large differences first."""
     lines = [f"{printable_path(first)} and {printable_path(second)}: {found.same} weights are the same"]
     if found.renamed:
         lines += prose(f"  names of the first: {found.renamed}")
@@ -214,24 +200,20 @@ def render(found: Comparison, first: str, second: str) -> str:
     by_key: dict[str, dict[str, Difference]] = {}
     for difference in found.differences:
         by_key.setdefault(difference.key, {})[difference.what] = difference
-    ranked = sorted(by_key.items(), key=lambda item: -_weight(item[1]))
-    if ranked:
+    if by_key:
+        ranked = sorted(by_key.items(), key=lambda item: -max(map(_importance, item[1].values())))
+        columns = ("shape", "dtype", "values")
         rows = [
-            (printable(key, MAX_NAME), *(whats[w].detail if w in whats else "" for w in _COLUMNS))
-            for key, whats in ranked
+            (printable(key, MAX_NAME), *(whats[what].detail if what in whats else "" for what in columns))
+            for key, whats in ranked[:_LONGEST_TABLE]
         ]
-        lines += table([("key", *_COLUMNS), *rows[:_LONGEST_TABLE]])
-        if len(rows) > _LONGEST_TABLE:
-            lines.append(f"  … and {len(rows) - _LONGEST_TABLE} more; --json gives all")
+        lines += table([("key", *columns), *rows])
+        if len(ranked) > _LONGEST_TABLE:
+            lines.append(f"  … and {len(ranked) - _LONGEST_TABLE} more; --json gives all")
     return "\n".join(lines)
 
 
-_COLUMNS = ("shape", "dtype", "values")
-
-
-def _weight(whats: dict[str, Difference]) -> float:
-    """How much a reader should care: another shape first, then what is not finite, then the largest difference."""
-    values = whats.get("values")
-    if "shape" in whats or (values is not None and values.largest is None):
-        return math.inf
-    return 0.0 if values is None or values.largest is None else values.largest
+def _importance(difference: Difference) -> float:
+    if difference.what == "dtype":
+        return 0.0
+    return math.inf if difference.largest is None else difference.largest

@@ -1,4 +1,4 @@
-"""Where the weights are in what a checkpoint holds; for loaded tensors and for descriptions of tensors alike."""
+"""Where the weights are in what a checkpoint holds, loaded or described."""
 
 from __future__ import annotations
 
@@ -14,35 +14,32 @@ from lightning_gpu_tools.units import printable
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
 MANIFEST = "lightning_gpu_tools"
-# Entries of a Lightning checkpoint whose keys are the model's: WeightAveraging adds the second.
+# Entries of a Lightning checkpoint with the model's keys: WeightAveraging adds the second.
 MODEL_STATES = ("state_dict", "current_model_state")
-# What a class was called with. Losses and metrics in there have tensors, which are no weights.
+# Arguments of classes: tensors in there are no weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
-# How deep sets of weights are: "callbacks", "StochasticWeightAveraging", "average_model_state".
-_MAX_LEVELS = 3
-# Our default: models that share layers have them in a dozen places. In a file one can stand in a billion.
-_MAX_PLACES = 10
-_MIN_PLACES_LIMIT = 1_000
+_MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
+# Our default, ten times more than in any real model. In a file one module can stand in a billion places.
+_MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
 def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the ``state_dict`` entry alone if there is one: it is meant whenever nobody names another."""
+    """Return ``state_dict`` alone if it is there: it is meant if nobody names another entry."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return every set of weights in what a file holds, loaded or described, by the name of its entry.
+    """Return every set of weights by the name of its entry; ``""`` if they are all that the file holds.
 
-    The name is ``""`` if they are all that it holds. A set is every dictionary of tensors except an optimizer's state,
-    and every module.
+    A set is every dictionary of tensors except an optimizer's state, and every module.
     """
     mapping = _as_mapping(content)
     if is_state_dict(mapping):
         return {"": mapping}
     if not is_lightning_checkpoint(content):
         return dict(_nested_state_dicts(mapping, "", 2))
-    # Callbacks keep averages a level deeper, beside scores and counters. The model may have no weights at all.
+    # Callbacks keep averages a level deeper, beside scores and counters.
     found = _nested_state_dicts(mapping, "", _MAX_LEVELS)
     return {"state_dict": content["state_dict"]} | {
         name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
@@ -50,16 +47,16 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether this is a model's state: tensors by name, apart from extra states and settings of quantised modules."""
+    """Whether these are tensors by name, apart from extra states and settings of quantized modules."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
-    if hasattr(value, "_metadata"):  # torch puts it there and keeps it in the file
+    if hasattr(value, "_metadata"):  # by torch
         return bool(value)
     torch = sys.modules.get("torch")  # without it, nobody has loaded a tensor
     kinds = (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
     tensors = 0
     for key, item in value.items():
-        if type(item) in kinds or isinstance(item, kinds):  # the first is true nearly always, and faster
+        if isinstance(item, kinds):
             tensors += 1
         elif isinstance(item, Mapping) and not key.endswith("_extra_state"):
             return False
@@ -76,7 +73,7 @@ def is_lightning_checkpoint(content: Any) -> bool:
 def put_weights(
     content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
 ) -> Any:
-    """Return the content with other sets of weights, which go by the names of :func:`all_state_dicts`."""
+    """Return the content with other sets of weights, by entry."""
     mapping = _as_mapping(content)
     if name in entries or depth == 0 or not mapping:
         return entries.get(name, content)
@@ -87,7 +84,7 @@ def put_weights(
 
 
 def describe_content(content: Any) -> str:
-    """Say what this is, with its article: the content of a file, or a part of it."""
+    """Say what this is, with its article."""
     if isinstance(content, Mapping):
         if "param_groups" in content and "state" in content:
             return "the state of an optimizer"
@@ -95,10 +92,8 @@ def describe_content(content: Any) -> str:
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         return f"a tensor ({shown_shape(content.shape or ())}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        if not content:
-            return "an empty list"
-        first = f", first {describe_content(content[0])}" if not isinstance(content[0], (list, tuple)) else ""
-        return f"a list of {len(content)}{first}"
+        has_first = content and not isinstance(content[0], (list, tuple))
+        return f"a list of {len(content)}" + (f", first {describe_content(content[0])}" if has_first else "")
     if isinstance(content, Opaque):
         is_optimizer = isinstance(content.state, Mapping) and {"state", "param_groups"} <= content.state.keys()
         what = "a module" if _is_module(content) else "an optimizer" if is_optimizer else "an object"
@@ -113,12 +108,11 @@ def describe_content(content: Any) -> str:
 
 
 def shown_shape(shape: Iterable[int]) -> str:
-    """Return a shape as it is shown: ``3x4``, or ``scalar``."""
+    """Return ``3x4``, or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def _as_mapping(value: Any) -> Mapping[Any, Any]:
-    """Return a value as a dictionary, a module as its weights; empty for anything else."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, Opaque):
@@ -129,55 +123,52 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
     return {}
 
 
-def _unknown(part: Any) -> TensorInfo:
-    return TensorInfo("?", None, None, kind=part.kind if isinstance(part, Opaque) and part.kind else "unknown")
-
-
 def _is_module(value: Any) -> bool:
-    """Whether this describes a ``torch.nn.Module``, by the attributes that each has."""
-    parts = ("_modules", "_parameters", "_buffers")
     state = value.state if isinstance(value, Opaque) else None
+    parts = ("_modules", "_parameters", "_buffers")
     return isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in parts)
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
-    """Return the parameters and persistent buffers of a described module, under the names of its ``state_dict()``.
-
-    A part that is none of these, as the packed weights of a quantized module, is a tensor of that kind without numbers.
-    """
+    """Return the ``state_dict()`` of a described module; packed weights are tensors of that kind without numbers."""
     weights: dict[str, Any] = {}
-    places = 0
-    modules: set[int] = set()
+    modules = 0
     stack = [("", module)]
     while stack:
         prefix, one = stack.pop()
-        places += 1
-        modules.add(id(one))
-        if places > max(_MIN_PLACES_LIMIT, _MAX_PLACES * len(modules)) or prefix.count(".") > MAX_DEPTH:
+        modules += 1
+        if modules + len(weights) > _MAX_PARTS or prefix.count(".") > MAX_DEPTH:
             raise Fault(
                 f"holds a module with parts in more than {MAX_DEPTH} levels, in too many places, or without end",
                 "No model is made so.",
             )
-        passing = one.state.get("_non_persistent_buffers_set")
-        passing = {name for name in passing if isinstance(name, str)} if isinstance(passing, (list, tuple)) else ()
+        not_saved = one.state.get("_non_persistent_buffers_set")
+        not_saved = (
+            {name for name in not_saved if isinstance(name, str)} if isinstance(not_saved, (list, tuple)) else ()
+        )
         parts = {**one.state["_parameters"], **one.state["_buffers"]}
-        children = {name: part for name, part in one.state["_modules"].items() if _is_module(part)}
-        parts.update((name, part) for name, part in one.state["_modules"].items() if name not in children)
+        children = []
+        for name, part in one.state["_modules"].items():
+            if _is_module(part):
+                children.append((f"{prefix}{name}.", part))
+            else:
+                parts[name] = part
         if one.kind.startswith(_QUANTIZED_MODULES):
             parts["weight"] = one
         for name, part in parts.items():
-            if part is not None and name not in passing:
-                weights[f"{prefix}{name}"] = part if isinstance(part, TensorInfo) else _unknown(part)
-        stack += reversed([(f"{prefix}{name}.", child) for name, child in children.items()])
+            if part is None or name in not_saved:
+                continue
+            if not isinstance(part, TensorInfo):
+                part = TensorInfo("?", None, None, kind=getattr(part, "kind", "") or "unknown")
+            weights[f"{prefix}{name}"] = part
+        stack += reversed(children)
     return weights
 
 
 def _nested_state_dicts(content: Mapping[str, Any], path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in content.items():
         mapping = _as_mapping(value)
-        if not mapping or not isinstance(name, str) or name in _ARGUMENTS:
-            continue
-        if "param_groups" in mapping:  # an optimizer's
+        if not mapping or not isinstance(name, str) or name in _ARGUMENTS or "param_groups" in mapping:
             continue
         if is_state_dict(mapping):
             yield path + name, mapping

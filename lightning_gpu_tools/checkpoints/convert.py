@@ -23,14 +23,15 @@ from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.envelope import manifest_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, is_wrapper
 from lightning_gpu_tools.checkpoints.model_keys import is_dense
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, clean_names, quoted
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
     check_repetition,
     choose_weights,
+    errors_about,
     others_of_this_model,
     rename_optimizers,
     same_tensors,
@@ -42,10 +43,10 @@ from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.weights_files import write_content, write_safetensors
-from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default, a page: casting this while it is written saves no memory that counts, and takes ten times as long.
+# Our default, a page: casting less while it is written saves no memory that counts, and is ten times slower.
 _SMALL_BYTES = 1 << 12
 
 
@@ -67,10 +68,6 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
     """Write ``target`` from ``source``, as safetensors if it ends in ``.safetensors``, and return what was done.
 
     If ``target`` is a symbolic link, the link stays and the file that it names is replaced or made.
-
-    Raises:
-        CheckpointError: ``source`` cannot be read, or cannot be changed in that way; ``target`` is as it was.
-        OSError: ``target`` cannot be written.
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     leaves_out_rest = as_safetensors or changes.weights_only
@@ -84,8 +81,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
     for name in (entry,) if only_weights else (entry, *others):
         weights = whole_weights(source, entries[name])
         plans[name] = _plan(source, name, weights, content, changes)
-        _check_numbers(source, weights, plans[name], changes, as_safetensors)
-        converted[name] = _apply(plans[name], source, weights, changes)
+        converted[name] = _converted(source, weights, plans[name], changes, as_safetensors)
     plan = plans[entry]
     if as_safetensors:
         write_safetensors(converted[entry], file, _texts(content), progress)
@@ -96,16 +92,15 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_content(whole, file, progress)
-    of_entry = f' of "{printable(entry)}"' if others else ""
-    named = ", ".join(f'"{printable(name)}"' for name in others)
-    about_others = f"not those of {named}, for which there is --entry" if only_weights else f"likewise those of {named}"
-    done = [
-        f"{len(converted[entry])} weights{of_entry}",
-        plan.describe(),
-        f"left out: {list_groups(plan.unused)}" if plan.unused else "",
-        about_others if others else "",
-        describe_unread(unread),
-    ]
+    done = [f"{len(converted[entry])} weights" + (f" of {quoted(entry)}" if others else ""), plan.describe()]
+    if plan.unused:
+        done.append(f"left out: {list_groups(plan.unused)}")
+    if others:
+        named = ", ".join(map(quoted, others))
+        done.append(
+            f"not those of {named}, for which there is --entry" if only_weights else f"likewise those of {named}"
+        )
+    done.append(describe_unread(unread))
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {', '.join(filter(None, done))}"
 
@@ -114,23 +109,19 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
     source = printable_path(path)
     if changes.like is not None:
         _, wanted = choose_weights(changes.like, weights_in(read_weights(changes.like)[0], changes.like), None)
-        try:
+        with errors_about(source, printable_path(changes.like)):
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
-        except CheckpointError as error:
-            error.args = (f"{source} does not fit {printable_path(changes.like)}. {error.args[0]}", *error.args[1:])
-            raise
-    # Lightning takes off what it has put around the model, and an attribute can be called module.
+    # Lightning takes off its own wrappers, so there it is an attribute.
     is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
     around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
     known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
-    try:
+    with errors_about(source):
         names = clean_names(weights, known, around_all=around_all)
-    except KeyCollisionError as error:
-        error.args = (f"{source}: {error.args[0]}",)
-        raise
+    tree = build_tree(weights)
     for wrapper in changes.wrappers:
-        if clean_names(weights, known) == clean_names(weights, known - {wrapper}):
-            raise CheckpointMismatchError(_no_wrapper(source, wrapper, weights))
+        node = tree.find(wrapper)
+        if node is None or not is_wrapper(node):
+            raise CheckpointMismatchError(f"{source}: {_no_wrapper(wrapper, weights)}")
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
@@ -141,30 +132,25 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
     )
 
 
-def _no_wrapper(source: str, path: str, weights: Mapping[str, Any]) -> str:
-    inside = f"{path}.{WRAPPER_SEGMENT}." if path else f"{WRAPPER_SEGMENT}."
+def _no_wrapper(path: str, weights: Mapping[str, Any]) -> str:
+    inside = f"{path}.{WRAPPER_SEGMENT}.".lstrip(".")
     paths = {key[: match.start()] for key in weights for match in re.finditer(rf"\.?\b{WRAPPER_SEGMENT}\.", key)}
     return (
-        f"{source}: {printable(repr(path))} is no wrapper. No key begins with {printable(repr(inside))}, or there are "
-        f"others beside it. That name is at: {list_groups(repr(path) for path in sorted(paths)) or 'no place'}."
+        f"{printable(repr(path))} is no wrapper. No key begins with {printable(repr(inside))}, or there are others "
+        f"beside it. That name is at: {list_groups(map(repr, sorted(paths))) or 'no place'}."
     )
 
 
-def _check_numbers(
-    source: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
-) -> None:
-    """Check that all weights have numbers, and not too many to write out, before any memory is taken for them."""
-    taken = {key: weights[key] for key in (*plan.renames, *plan.tied.values())}
-    check_numbers(source, taken)
+def _converted(
+    path: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
+) -> OrderedDict[str, Any]:
+    """Return the weights with new names and precision; ties stay. Refuse first what takes too much memory."""
+    converted = plan.apply(weights)
+    check_numbers(path, converted)
     # What is not in a row goes to torch.save, which writes storages once.
     whole = as_safetensors or changes.dtype is not None
-    written = {key: value for key, value in taken.items() if is_dense(value) and (whole or value.is_contiguous())}
-    check_repetition(source, written)
-
-
-def _apply(plan: RenamePlan, path: str, weights: Mapping[str, Any], changes: Changes) -> OrderedDict[str, Any]:
-    """Return the weights with their new names and precision; those that are tied stay tied."""
-    converted = plan.apply(weights)
+    written = {key: value for key, value in converted.items() if is_dense(value) and (whole or value.is_contiguous())}
+    check_repetition(path, written)
     if changes.dtype is None:
         return converted
     identity = same_tensors(converted)

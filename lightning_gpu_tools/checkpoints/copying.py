@@ -1,7 +1,7 @@
-"""Whether torch can copy weights into a model and leave them what they are; known before the first number is copied.
+"""Whether torch can copy weights into a model unchanged; known before the first number is copied.
 
-Mostly names, shapes and types say it all. Code of the model's own may translate weights while it is loaded; such a
-model is loaded twice. The first time each weight that fits is replaced by the parameter's own, and all is put back.
+Names, shapes and types decide. Only a model with loading code of its own is loaded twice: the first time with its own
+parameters in the place of each weight that fits, and all is put back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_groups import shortened
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into
 from lightning_gpu_tools.checkpoints.model_keys import (
@@ -28,79 +28,59 @@ from lightning_gpu_tools.checkpoints.model_keys import (
     part_of,
     shape_of,
 )
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, quoted
 from lightning_gpu_tools.checkpoints.state_dicts import FROM_META, fault_of_parts
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
 
 class Fit(NamedTuple):
-    """How one entry of a checkpoint fits a model.
+    """How one entry of a checkpoint fits a model."""
 
-    Attributes:
-        entry: Its name; ``""`` if the weights are all that the file holds.
-        weights: Its content.
-        plan: How its keys become the model's.
-        keys: What is known of the model.
-        state: The model's ``state_dict()``.
-        strict: Whether everything must fit.
-        others: Entries and roots of the file with other weights of the same model, if nobody chose among them.
-    """
-
-    entry: str
+    entry: str  # "" if the weights are all that the file holds
     weights: Mapping[str, Any]
     plan: RenamePlan
     keys: ModelKeys
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # of the model
     strict: bool
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, if nobody chose among them
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """Return what ``load_state_dict`` takes: ``weights`` under the model's names, and what these may lack."""
-        renamed = self.plan.apply(weights, keep=self.plan.left_over(strict=self.strict))
+        """Return ``weights`` as ``load_state_dict`` takes them, with what they may lack."""
+        renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
 
     def choice(self) -> str:
         """Say which of several sets of weights is taken, and how to get the others."""
         taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
-        roots = " or ".join(f'root="{printable(name)}"' for name in self.others)
+        roots = " or ".join(f"root={quoted(name)}" for name in self.others)
         what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
-        return f'took "{printable(taken)}"; load_weights with {roots} takes {what}'
+        return f"took {quoted(taken)}; load_weights with {roots} takes {what}"
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
-    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers.
-
-    Hooks of the model run; what they and ``load_state_dict`` do to its tensors is undone.
-    """
+    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers."""
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
     refused = _different_for_tied(fit)
-    if fit.plan.left_over(strict=fit.strict) or _takes_part(model, fit.keys):
+    if fit.plan.left_over(strict=fit.strict) or _has_loading_code(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
-        places = (
-            (old, fit.state[new]) for old, new in fit.plan.renames.items() if shape_of(fit.state[new]) is not None
-        )
-        refused |= {old: why for old, target in places if (why := _why_not_copied(fit.weights[old], target))}
-    without = [key for key, why in refused.items() if why == FROM_META]
-    if without:
-        raise CheckpointMismatchError(
-            f"It has no numbers for {list_groups(without)}: it was saved {FROM_META}. Nothing was changed."
-        )
+        for old, new in fit.plan.renames.items():
+            target = fit.state[new]
+            if shape_of(target) is not None and (why := _why_not_copied(fit.weights[old], target)):
+                refused[old] = why
     if refused:
-        shown = [f"{printable(key)} ({why})" for key, why in list(refused.items())[:4]]
-        more = f", … and {len(refused) - 4} more" * (len(refused) > 4)
+        reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
         raise CheckpointMismatchError(
-            f"Torch cannot copy {', '.join(shown)}{more}. Nothing was changed. Store these weights as the model has "
-            "them, or take them out of the file and load it with strict=False."
+            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Store these weights as the model has them, "
+            "or take them out of the file and load it with strict=False."
         )
 
 
-def _takes_part(model: nn.Module, keys: ModelKeys) -> bool:
-    """Whether the model has code of its own that runs while it is loaded."""
+def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
     return (
         bool(keys.self_loading)
         or type(model).load_state_dict is not nn.Module.load_state_dict
@@ -109,7 +89,7 @@ def _takes_part(model: nn.Module, keys: ModelKeys) -> bool:
 
 
 def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
-    """Load, but copy nothing; return key -> reason for each weight that torch could not copy."""
+    """Load, but copy nothing; return key -> reason for what torch could not copy."""
     refused: dict[str, str] = {}
 
     def check(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
@@ -128,7 +108,7 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
 
 @contextlib.contextmanager
 def _undoing(model: nn.Module) -> Iterator[None]:
-    """Let modules that load themselves do it to copies of their tensors, and put everything back afterwards."""
+    """Let modules that load themselves do it to copies of their tensors, and put everything back."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for module in _modules(model):
@@ -161,16 +141,16 @@ def _copied(tensor: Any) -> torch.Tensor:
 
 
 def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
-    """Call ``load_state_dict``, and end the message of its refusal with the outcome for the model."""
+    """Call ``load_state_dict``; its refusal ends with the outcome for the model."""
     try:
         return model.load_state_dict(renamed, strict=strict)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Torch names keys of the file, each on a line that a tab begins. The traceback shows this error, too.
+        # Torch names keys of the file, a line each. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
-    except KeyError as error:  # of a module that translates its weights, as quantized ones do
+    except KeyError as error:  # of quantized modules, which load themselves
         key = error.args[0] if error.args else None
         if key in renamed or key not in model.state_dict():
             raise
@@ -179,16 +159,14 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         ) from None
 
 
-Preparation = Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
-
-
 @contextlib.contextmanager
-def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
+def before_each_copy(
+    model: nn.Module, prepare: Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
+) -> Iterator[None]:
     """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
 
-    Here and not before, because hooks may change names and shapes, and because one module's weights at a time need no
-    second copy of the model. It is given the module, the name and the full key of a parameter or buffer, itself, and
-    the state that it is about to be loaded from.
+    Hooks may change names and shapes, and one module at a time needs no second copy of the model. ``prepare`` gets the
+    module, the name and the full key of a parameter or buffer, itself, and the state to be loaded.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -198,20 +176,18 @@ def before_each_copy(model: nn.Module, prepare: Preparation) -> Iterator[None]:
             if target is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
                 prepare(module, name, prefix + name, target, state_dict)
 
-    handles = [module.register_load_state_dict_pre_hook(hook) for module in _modules(model)]  # type: ignore[no-untyped-call]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in _modules(model):
+            hooks.enter_context(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
 def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
 
-    DeepSpeed's optimizers have every weight once more, mostly in float32, and the next step would put those back.
-    All processes must take part.
+    DeepSpeed's optimizers keep every weight in float32, too, and the next step would put those back. All processes must
+    take part.
     """
     if "deepspeed" not in sys.modules:
         yield
@@ -225,18 +201,13 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
-    owners = [
-        module for module in model.modules() if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False))
-    ]
-    handles = [module.register_load_state_dict_pre_hook(gather) for module in owners]  # type: ignore[no-untyped-call]
-    try:
-        with gathered:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, gathered:
+        for module in model.modules():
+            if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
+        yield
     loaded = {*map(id, model.parameters())}
-    # A model does not know its engine, and may be a part of that one's.
+    # A model does not know its engine.
     engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
     for engine in engines:
         is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
@@ -245,10 +216,7 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
-    """Whether each process has the parts that it saved itself; the answer is the same in all of them.
-
-    Every process asks the others, and so all of them must load a file with sharded tensors, as for what comes next.
-    """
+    """Whether every process has the parts that it saved itself; all must ask."""
     if not torch.distributed.is_initialized():
         return False
     mesh = next(value.device_mesh for value in weights.values() if part_of(value))
@@ -259,7 +227,7 @@ def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
-    """Return the keys whose numbers would be overwritten by others, which the checkpoint has for a tied weight."""
+    """Return the keys of tied weights for which the checkpoint has other numbers than the first."""
     first: dict[str, tuple[str, torch.Tensor]] = {}
     refused = {}
     for old, new in fit.plan.renames.items():
@@ -268,25 +236,24 @@ def _different_for_tied(fit: Fit) -> dict[str, str]:
             continue
         other, same = first.setdefault(leader, (old, value))
         if other != old and not _are_equal(value, same, fit.state[new].dtype):
-            refused[old] = f'other numbers than "{printable(other)}", which is the same tensor in the model'
+            refused[old] = f"other numbers than {quoted(other)}, which is the same tensor in the model"
     return refused
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
     if one.is_quantized or two.is_quantized or is_sharded(one):
-        return True  # not known, and no pair of such is known that is tied
+        return True  # unknown, and never seen
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
-    a, b = one.to(dtype), two.to(dtype)
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _why_not_copied(value: Any, target: torch.Tensor) -> str:
-    """Say why a weight cannot be copied, or not without becoming another one; ``""`` if it can."""
+    """Say why a weight cannot be copied unchanged; ``""`` if it can."""
     if not isinstance(value, torch.Tensor):
         return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
     if value.is_meta > target.is_meta:
-        return FROM_META
+        return f"no numbers: {FROM_META}"
     is_of_its_kind = (
         value.layout is target.layout
         and value.is_nested == target.is_nested
@@ -305,7 +272,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
 
 
 def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
-    """Say which number of a tensor would not survive a cast; rounding to the next number of ``dtype`` is none."""
+    """Say which number of a tensor would not survive a cast, apart from rounding; ``""`` if none."""
     numbers = value.detach()
     is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
     if not is_plain or numbers.is_meta or numbers.is_quantized:

@@ -1,124 +1,111 @@
 """Which weight of a checkpoint belongs to which parameter of a model, decided on names and shapes alone.
 
-The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. Nothing is guessed
-about the model: its wrappers are read from its module types and handed in. In the checkpoint a level called ``module``
-is taken for a wrapper only where that makes the model fit. The order is that of least change: names as they are, one
-attribute (``model.``) less, one attribute more. What else would fit, two levels down or with another attribute in the
-place of one, is only suggested.
+The answer is a :class:`RenamePlan` that covers the model one-to-one, or a refusal that says why. Tried in this order:
+names as they are, one attribute (``model.``) less, one attribute more. Other roots that would fit are only suggested. A
+level ``module`` of the checkpoint is taken for a wrapper only where that makes the model fit.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
-from lightning_gpu_tools.checkpoints.key_groups import list_groups
+from lightning_gpu_tools.checkpoints.key_groups import list_groups, shortened
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Node,
     Overlap,
     Overlay,
-    PathSet,
-    Shape,
+    Shapes,
     Tree,
     build_tree,
     child_modules,
     inside_wrappers,
+    is_inside,
     is_wrapper,
     keys_below,
     without_wrappers,
 )
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, collision, quoted
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
-# Words for averages of weights: timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema), StyleGAN (g_ema).
+# As timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema) name averages of weights.
 _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 # As peft, loralib and diffusers name the two factors.
 _LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
 
 Set = TypeVar("Set")
-# What lies below an attribute of the checkpoint (first of a pair) is what lies below one of the model (second).
+# An attribute of one side, or of checkpoint and model; see load_weights.
 Root: TypeAlias = str | tuple[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeys:
-    """What a plan has to know about a model.
+    """What a plan has to know about a model."""
 
-    Attributes:
-        shapes: Shape of every key of ``state_dict()``; ``None`` for what is not a tensor or has no shape yet.
-        wrappers: Paths of the modules whose whole content is a child called ``module`` (``DataParallel``, ...).
-        tied: Key -> the first key that is the same tensor, for every tensor that has several keys.
-        optional: Keys that a complete checkpoint may lack.
-        self_loading: Paths of modules that translate the keys below them on their own when they are loaded.
-    """
-
-    shapes: Mapping[str, Shape | None]
-    wrappers: frozenset[str] = frozenset()
-    tied: Mapping[str, str] = field(default_factory=dict)
-    optional: frozenset[str] = frozenset()
-    self_loading: frozenset[str] = frozenset()
+    shapes: Shapes  # of ``state_dict()``
+    wrappers: frozenset[str] = frozenset()  # paths of modules whose whole content is a child called ``module``
+    tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tensor with several -> the first of them
+    optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
+    self_loading: frozenset[str] = frozenset()  # modules with loading code, as paths without private segments
 
 
 def plan_renaming(
-    checkpoint: Mapping[str, Shape | None],
+    checkpoint: Shapes,
     model: ModelKeys,
     *,
     root: Root = None,
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
-    """Find the one way in which a checkpoint fits a model; ``root``, ``strict`` and errors as in ``load_weights``.
+    """Find the one way in which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
-    ``same_tensor`` returns what tells whether two checkpoint keys hold the same tensor, as far as that is known.
+    ``same_tensor`` returns a value for each checkpoint key that may be tied; equal values are the same tensor.
     """
     return _Search(checkpoint, model, same_tensor, root).run(strict)
 
 
 def is_average(name: str) -> bool:
-    """Whether an entry or attribute of this name holds averages of weights, as ``model_ema`` and ``swa_model`` do."""
+    """Whether this is a name for averages of weights, as ``model_ema`` and ``swa_model``."""
     return any(word.lower() in _AVERAGES for word in _WORD.findall(name))
 
 
 def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
-    """Return those sets of weights of which one is meant if nobody names one: no average, if there is anything else."""
+    """Return the sets that are meant if nobody names one: no averages, if there is anything else."""
     return [one for one in sets if not is_average(name_of(one))] or [*sets]
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """One way to read the checkpoint: the part that is laid over the model, and how far it covers it."""
+    """A part of the checkpoint laid over a part of the model."""
 
     overlap: Overlap
     scope: Node
     roots: tuple[str, str] = ("", "")
 
 
+@dataclass
 class _Search:
     """The readings of one checkpoint for one model, from least change to most."""
 
-    def __init__(
-        self,
-        checkpoint: Mapping[str, Shape | None],
-        model: ModelKeys,
-        same_tensor: Callable[[], Mapping[str, Hashable]],
-        root: Root,
-    ) -> None:
-        self.shapes = checkpoint
-        self.model = model
-        self.same_tensor = same_tensor
-        self.root = root
-        self.overlay = Overlay(checkpoint, model.shapes)
-        self.required = {model.tied.get(key, key) for key in model.shapes.keys() - model.optional}
+    shapes: Shapes
+    model: ModelKeys
+    same_tensor: Callable[[], Mapping[str, Hashable]]
+    root: Root
+
+    def __post_init__(self) -> None:
+        self.overlay = Overlay(self.shapes, self.model.shapes)
+        self.required = {self._leader(key) for key in self.model.shapes.keys() - self.model.optional}
+
+    def _leader(self, key: str) -> str:
+        return self.model.tied.get(key, key)
 
     def run(self, strict: bool) -> RenamePlan:
-        unchanged = self._unchanged()
+        unchanged = self.overlay.by_name({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
         if not self.root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
             return RenamePlan(renames=dict(unchanged.pairs))  # nearly always, and no tree is needed
         self.checkpoint_tree = build_tree(self.shapes)
@@ -145,14 +132,6 @@ class _Search:
             return plan
         return self._only([reading for reading in nearest if bool(reading.roots[0]) == bool(plan.dropped_root)])
 
-    def _unchanged(self) -> Overlap:
-        """Return what the two have in common under the very same names."""
-        same = Overlap()
-        for key in self.shapes:
-            if key in self.model.shapes:
-                (same.pairs if self.overlay.fits(key, key) else same.clashes).append((key, key))
-        return same
-
     def _levels(self, unchanged: Overlap) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
         if self.root:
@@ -171,24 +150,21 @@ class _Search:
             yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
 
     def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
-        """Lay what is below an attribute of the checkpoint over what is below one of the model."""
         return _Reading(self.overlay.largest(part[1], place[1]), part[1], (part[0], place[0]))
 
     def _covers(self, overlap: Overlap) -> bool:
-        if len(overlap.pairs) < len(self.required):
-            return False
-        leader = self.model.tied.get
-        return self.required <= {leader(key, key) for _, key in overlap.pairs}
+        enough = len(overlap.pairs) >= len(self.required)
+        return enough and self.required <= {self._leader(key) for _, key in overlap.pairs}
 
     def _is_meant(self, plan: RenamePlan) -> bool:
-        """Whether the root was asked for, or gives most keys names of the model; a bias fits by chance."""
+        """Whether the root was asked for, or gives most keys a place; a bias fits by chance."""
         is_guess = self.root is None and (plan.dropped_root or plan.added_root)
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
 
     def _only(self, fits: list[_Reading]) -> RenamePlan:
-        """Return the plan of the one reading that fits; of several, the one that is no average of the weights."""
-        different: dict[frozenset[tuple[str, Hashable]], _Reading] = {}
+        """Return the plan of the one reading that fits and is no average."""
+        different: dict[Hashable, _Reading] = {}
         same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
             weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
@@ -198,25 +174,26 @@ class _Search:
         if len(chosen) != 1:
             choices = " or ".join(f"root={_shown(reading.roots)}" for reading in found)
             places = "checkpoint holds {} sets of weights" if fits[0].roots[0] else "model has {} places"
-            names = _quote(*("".join(reading.roots) for reading in found))
+            names = quoted(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
                 f"The {places.format(len(found))} that fit: {names}. Choose one with {choices}."
             )
         others = tuple(reading.roots[0] for reading in found if reading is not chosen[0])
-        return dataclasses.replace(self._to_plan(chosen[0]), others=others)
+        return replace(self._to_plan(chosen[0]), others=others)
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
         target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
-                raise _collision(other, key, target[key])
-        leader = self.model.tied.get
-        source = {leader(key, key): old for old, key in target.items()}
+                raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
+        source = {self._leader(key): old for old, key in target.items()}
         laid_on = {*target.values(), *clashes.values()}
         uncovered = [key for key in self.model.shapes if key not in laid_on]
-        tied = {key: source[leader(key, key)] for key in uncovered if leader(key, key) in source}
+        tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
         absent = [key for key in uncovered if key not in tied]
-        unexpected, unused = self._without_place(target, clashes, reading.scope)
+        left = [key for key in self.shapes if key not in target and key not in clashes]
+        inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
+        unexpected = {key: None for key in left if key in inside and not self._is_wrapper_counter(key)}
         return RenamePlan(
             renames={key: target[key] for key in self.shapes if key in target},
             dropped_root=reading.roots[0],
@@ -224,21 +201,10 @@ class _Search:
             tied=tied,
             kept=tuple(key for key in absent if key in self.model.optional),
             missing=tuple(key for key in absent if key not in self.model.optional),
-            unexpected=unexpected,
+            unexpected=tuple(unexpected),
             clashes=clashes,
-            unused=unused,
+            unused=tuple(key for key in left if key not in unexpected),
         )
-
-    def _without_place(
-        self, target: Mapping[str, str], clashes: Mapping[str, str], scope: Node
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Checkpoint keys that were not laid on the model: those nobody can explain, and those beside the root."""
-        left = [key for key in self.shapes if key not in target and key not in clashes]
-        if not left:
-            return (), ()
-        inside = {*keys_below(scope), *self.checkpoint_tree.collisions}
-        unexplained = {key for key in left if key in inside and not self._is_wrapper_counter(key)}
-        return tuple(k for k in left if k in unexplained), tuple(k for k in left if k not in unexplained)
 
     def _is_wrapper_counter(self, key: str) -> bool:
         path, _, name = key.rpartition(".")
@@ -248,37 +214,32 @@ class _Search:
         return node is not None and is_wrapper(node) and node.get(name) == key
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
-        """Return the plan unless something is left over that neither side can explain."""
-        if not (plan.unexpected or plan.missing or plan.clashes):
-            return plan
-        rename = plan.rename_key()
-        inside = PathSet(self.model.self_loading)
-        left_over = [key for key in plan.unexpected if rename(key) not in inside]
-        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if key not in inside]
+        """Return the plan unless something is left over."""
+        inside = self.model.self_loading
+        left_over = [key for key in plan.unexpected if not is_inside(plan.rename(key), inside)]
+        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]
         if not (left_over or misfits):
             return plan
         bare = {without_wrappers(key): key for key in plan.renames}
         for key in left_over:
             if without_wrappers(key) in bare and not misfits:
                 other = bare[without_wrappers(key)]
-                raise _collision(other, key, plan.renames[other])
+                raise collision(quoted(other, key), f"{quoted(plan.renames[other])} of the model")
         raise self._mismatch(plan)
 
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
         covered, wanted = len(plan.renames) + len(plan.tied), len(self.model.shapes)
         change = f" ({plan.describe()})" if plan.changes_names else ""
         lines = [f"{covered} of the model's {wanted} keys fit{change}. Nothing was changed."]
-        if plan.missing:
-            lines.append(f"not in the checkpoint: {list_groups(plan.missing)}")
-        if plan.unexpected:
-            lines.append(f"not in the model: {list_groups(plan.unexpected)}")
+        for where, keys in (("checkpoint", plan.missing), ("model", plan.unexpected)):
+            if keys:
+                lines.append(f"not in the {where}: {list_groups(keys)}")
         if plan.clashes:
             shapes = [
                 f"{printable(old)} {self.shapes[old]} instead of {self.model.shapes[new]}"
-                for old, new in islice(plan.clashes.items(), 4)
+                for old, new in plan.clashes.items()
             ]
-            more = len(plan.clashes) - len(shapes)
-            lines.append("other shape: " + ", ".join(shapes) + (f", … and {more} more" if more else ""))
+            lines.append(f"other shape: {shortened(shapes)}")
         if covered and self._is_meant(plan):
             lines.append("strict=False loads what fits and reports the rest.")
         elif covered:
@@ -293,7 +254,7 @@ class _Search:
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
     def _suggestions(self, covered: int) -> Iterable[str]:
-        """Say which roots, at most two levels down, make more keys fit than those that were tried."""
+        """Say which roots, at most two levels down, make more keys fit than were covered."""
         parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
         readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
         for reading in _most(readings)[:2]:
@@ -309,7 +270,7 @@ class _Search:
             )
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
-        """Yield (name, node) for a node and those at most two levels below, if half of the model may fit there."""
+        """Yield (name, node) for this and those at most two levels below, where half of the model may fit."""
         level = [("", node)]
         for _ in range(3):
             level = [(name, node) for name, node in level if 2 * sum(1 for _ in keys_below(node)) > len(self.required)]
@@ -318,15 +279,9 @@ class _Search:
 
 
 def _most(readings: list[_Reading]) -> list[_Reading]:
-    """Return those that cover most, the one with the least change first."""
+    """Return those that cover most."""
     most = max((len(reading.overlap.pairs) for reading in readings), default=0)
     return [reading for reading in readings if len(reading.overlap.pairs) == most]
-
-
-def _collision(one: str, other: str, place: str) -> KeyCollisionError:
-    return KeyCollisionError(
-        f"{_quote(one, other)} would both become {_quote(place)} of the model. Nothing was changed."
-    )
 
 
 def _roots(tree: Tree) -> str:
@@ -334,15 +289,11 @@ def _roots(tree: Tree) -> str:
 
 
 def as_root(name: str) -> str:
-    """Return the name of an attribute as keys begin with it, ``"model."``; ``""`` for none."""
+    """Return an attribute as keys begin with it, ``"model."``; ``""`` for none."""
     return f"{name.rstrip('.')}." if name else ""
 
 
 def _shown(root: Root) -> str:
-    """Return a root as Python code; a pair only where both sides have one, or it is the model's."""
+    """Return a root as Python code."""
     dropped, added = root if isinstance(root, tuple) else (root, "")
     return f'("{printable(dropped)}", "{printable(added)}")' if added else f'"{printable(dropped)}"'
-
-
-def _quote(*names: str) -> str:
-    return " and ".join(f'"{printable(name)}"' for name in names)

@@ -1,15 +1,8 @@
-"""What a live model tells about its own keys: shapes, wrappers, tied weights.
-
-To teach the package another wrapper, add its class to ``_WRAPPERS`` (or, if importing it is too much to ask, its
-package and name to ``_WRAPPERS_BY_NAME``). That is enough where the wrapped module is its child ``module``. Where the
-child has a name that nobody gives by hand, as ``_orig_mod``, it belongs to ``key_tree.PRIVATE_SEGMENTS`` instead.
-"""
+"""What a live model tells about its own keys: shapes, wrappers, tied weights."""
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_COUNTER, Shape, without_private_segments
 
+# Wrappers that keep what they wrap in ``module``, those of other packages by package and class. A wrapper that keeps it
+# in an attribute that nobody gives by hand belongs to ``key_tree.PRIVATE_SEGMENTS``.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-# Top-level package and class; all keep what they wrap in the attribute ``module``.
 _WRAPPERS_BY_NAME = frozenset(
     {
         ("deepspeed", "DeepSpeedEngine"),
@@ -35,7 +29,7 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-_BATCH_COUNTER = "num_batches_tracked"
+_PLAIN = (torch.Tensor, nn.Parameter)  # nearly always; the questions about other tensors take longer than their copying
 # Hooks that only put back the prefix of their own wrapper.
 _PREFIX_HOOK_PACKAGES = (
     "torch.distributed.",
@@ -46,24 +40,17 @@ _PREFIX_HOOK_PACKAGES = (
 )
 
 
-def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
-    """Return what a plan has to know about ``model``, and its ``state_dict()``.
-
-    Files from before torch 0.4.1, by their keys, have no batch counters, and their absence is no fault there.
-    """
+def read_model(model: nn.Module) -> tuple[ModelKeys, dict[str, Any]]:
+    """Return what a plan has to know about ``model``, and its ``state_dict()``."""
     state = _live_state(model)
-    old_batch_norm = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
-    counters: set[str] = set()
-    wrappers, self_loading = set(), set()
+    wrappers = wrapper_paths(model)
+    counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
+    self_loading = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        if _is_wrapper(module):
-            wrappers.add(path)
-            counters.add(_inside(path, WRAPPER_COUNTER))
-        elif isinstance(module, _NORMS):
-            if old_batch_norm:
-                counters.add(_inside(path, _BATCH_COUNTER))
-        elif loads_itself(module):
-            self_loading.add(path)
+        if isinstance(module, _NORMS):
+            counters.add(_inside(path, "num_batches_tracked"))  # since torch 0.4.1
+        elif path not in wrappers and loads_itself(module):
+            self_loading.add(without_private_segments(path))
     keys = ModelKeys(
         shapes={key: shape_of(value) for key, value in state.items()},
         wrappers=frozenset(wrappers),
@@ -75,7 +62,7 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
 
 
 def wrapper_paths(model: nn.Module) -> dict[str, str]:
-    """Return path -> class name of every wrapper in ``model`` that keeps its content in a child called ``module``."""
+    """Return path -> class name of every wrapper with a child called ``module``."""
     return {
         path: type(module).__name__
         for path, module in model.named_modules(remove_duplicate=False)
@@ -83,49 +70,43 @@ def wrapper_paths(model: nn.Module) -> dict[str, str]:
     }
 
 
-def module_versions(model: nn.Module) -> OrderedDict[str, dict[str, int]]:
-    """Return what ``state_dict()._metadata`` would hold, without running any state-dict hook."""
-    return OrderedDict(
-        (path, {"version": module._version}) for path, module in model.named_modules(remove_duplicate=False)
-    )
+def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Return what ``state_dict()._metadata`` would hold; runs no hooks."""
+    return {path: {"version": module._version} for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def shape_of(value: object) -> Shape | None:
-    """Return the shape of a tensor; ``None`` for anything else and for a tensor that has no shape (yet).
-
-    A parameter that DeepSpeed ZeRO-3 has taken apart says its whole shape in ``ds_shape``.
-    """
+    """Return the shape of a tensor; ``None`` for anything else, and if it has no shape (yet)."""
     if type(value) is torch.Tensor and not value.is_nested:  # nearly always, and 300,000 times
         return tuple(value.shape)
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
         return None
-    return tuple(getattr(value, "ds_shape", value.shape))
+    return tuple(getattr(value, "ds_shape", value.shape))  # of DeepSpeed ZeRO-3
 
 
 def name_of(kind: torch.dtype | torch.layout) -> str:
-    """Return what torch calls a type or a layout, without ``torch.``."""
+    """Return the name of a type or a layout, without ``torch.``."""
     return str(kind).removeprefix("torch.")
 
 
 def is_dense(value: Any) -> bool:
-    """Whether this is a tensor whose numbers are at one place in memory, or will be when it is put together."""
+    """Whether this is a tensor with its numbers at one place in memory, at the latest when it is used."""
     return shape_of(value) is not None and value.layout is torch.strided and not (value.is_meta or is_packed(value))
 
 
 def is_sharded(value: Any) -> bool:
     """Whether this is a tensor whose numbers may be divided among processes."""
-    return type(value) is not torch.Tensor and hasattr(value, "device_mesh")
+    return type(value) not in _PLAIN and hasattr(value, "device_mesh")
 
 
 def is_packed(value: Any) -> bool:
-    """Whether this is a tensor that keeps its numbers in other tensors, as torchao's quantized ones do."""
-    if type(value) in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
-        return False
-    return is_traceable_wrapper_subclass(value) and not (is_sharded(value) or value.is_nested)
+    """Whether this is a tensor made of other tensors, as torchao's quantized ones."""
+    is_wrapper = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
+    return is_wrapper and not (is_sharded(value) or value.is_nested)
 
 
 def part_of(value: Any) -> str:
-    """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` for all that is whole."""
+    """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` if whole."""
     if not is_sharded(value):
         return ""
     mesh, placements = value.device_mesh, value.placements
@@ -137,12 +118,12 @@ def part_of(value: Any) -> str:
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Return ``state_dict()`` with the parameters themselves, also where its override takes no ``keep_vars``."""
-    options = inspect.signature(model.state_dict).parameters.values()
-    if any(option.name == "keep_vars" or option.kind is option.VAR_KEYWORD for option in options):
+    """Return ``state_dict()`` with the parameters themselves."""
+    try:
         return model.state_dict(keep_vars=True)
-    live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    return {key: live.get(key, value) for key, value in model.state_dict().items()}
+    except TypeError:  # an override that takes no options
+        live = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+        return {key: live.get(key, value) for key, value in model.state_dict().items()}
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -151,30 +132,26 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _inside(path: str, name: str) -> str:
-    # Some wrappers show in the paths of modules but, thanks to their hooks, not in the keys.
+    # Hooks of some wrappers keep their names out of the keys.
     return without_private_segments(f"{path}.{name}" if path else name)
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether code of this module's own translates or takes the weights that it is given."""
+    """Whether this module has loading code of its own."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or has_own_hooks(
         module._load_state_dict_pre_hooks
     )
 
 
 def has_own_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks does more than put back the prefix of a wrapper."""
+    """Whether any of these hooks does more than put back a prefix."""
     functions = (getattr(hook, "hook", hook) for hook in hooks.values())
     return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in functions)
 
 
 def _tied(state: Mapping[str, Any]) -> dict[str, str]:
-    first: dict[int, str] = {}
-    tied = {}
+    keys_of: dict[int, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            leader = first.setdefault(id(value), key)
-            if leader != key:
-                tied[key] = leader
-                tied[leader] = leader
-    return tied
+            keys_of.setdefault(id(value), []).append(key)
+    return {key: keys[0] for keys in keys_of.values() if len(keys) > 1 for key in keys}

@@ -1,9 +1,10 @@
-"""A decision about names: which checkpoint key becomes which model key, and the same for everything that goes along."""
+"""Which checkpoint key becomes which model key, and the renaming of all that goes along."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,24 +15,17 @@ from lightning_gpu_tools.units import printable
 
 @dataclass(frozen=True, kw_only=True)
 class RenamePlan:
-    """Which checkpoint key becomes which model key; what is not said here is as in ``LoadReport``.
+    """A decision about names; fields without a comment are as in ``LoadReport``."""
 
-    Attributes:
-        renames: Checkpoint key -> model key, one-to-one, in the order of the checkpoint; unchanged names included.
-        tied: Model key without a weight of its own in the checkpoint -> checkpoint key that holds the same tensor.
-        clashes: Checkpoint key -> model key at the same place, of another shape.
-        unused: Checkpoint keys beside the dropped root, and step counters of wrappers that the model does not have.
-    """
-
-    renames: Mapping[str, str]
+    renames: Mapping[str, str]  # one-to-one, in the order of the checkpoint; unchanged names included
     dropped_root: str = ""
     added_root: str = ""
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its checkpoint key
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    clashes: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
+    clashes: Mapping[str, str] = field(default_factory=dict)  # as renames, but of another shape
+    unused: tuple[str, ...] = ()  # beside the dropped root, or the counter of a wrapper that the model lacks
     others: tuple[str, ...] = ()
 
     @property
@@ -45,7 +39,7 @@ class RenamePlan:
         added: Counter[str] = Counter()
         for old, new in self.renames.items():
             if old != new:
-                before, after = _parts_that_differ(old, new)
+                before, after = old.split(".")[:-1], new.split(".")[:-1]
                 for segment in {*before, *after}:
                     change = after.count(segment) - before.count(segment)
                     if change:
@@ -54,82 +48,87 @@ class RenamePlan:
         parts += [f'added "{printable(segment)}." to {count} keys' for segment, count in sorted(added.items())]
         return ", ".join(parts)
 
-    def rename_key(self) -> Callable[[str], str]:
-        """Return a function that renames any key or module path of the checkpoint, also one without a weight."""
-        moved = _moved_modules(self.renames)
+    def rename(self, name: str) -> str:
+        """Rename any key or module path of the checkpoint, also one without a weight."""
+        known = self.renames.get(name, self.clashes.get(name))
+        if known is not None:
+            return known
+        path, rest = name, ""
+        while path and path not in self._moved_modules:
+            path, _, last = path.rpartition(".")
+            if last not in PRIVATE_SEGMENTS:
+                rest = f"{last}.{rest}" if rest else last
+        return ".".join(filter(None, (self._moved_modules.get(path, path), rest)))
 
-        def rename(name: str) -> str:
-            known = self.renames.get(name, self.clashes.get(name))
-            if known is not None:
-                return known
-            path, rest = name, ""
-            while path and path not in moved:
-                path, _, last = path.rpartition(".")
-                if last not in PRIVATE_SEGMENTS:
-                    rest = f"{last}.{rest}" if rest else last
-            return ".".join(part for part in (moved.get(path, path), rest) if part)
-
-        return rename
+    @functools.cached_property
+    def _moved_modules(self) -> dict[str, str]:
+        """Module path in the checkpoint -> module path in the model, as far as the keys tell."""
+        moved: dict[str, str] = {}
+        for old, new in self.renames.items():
+            old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
+            while old_path not in moved:
+                moved[old_path] = new_path
+                parent, _, name = old_path.rpartition(".")
+                new_parent, _, new_name = new_path.rpartition(".")
+                while new_name != name and is_wrapper_name(new_name):
+                    new_path = new_parent
+                    new_parent, _, new_name = new_path.rpartition(".")
+                if name == new_name and name:
+                    new_path = new_parent
+                elif not is_wrapper_name(name):  # a wrapper and what it wraps come out as one
+                    break
+                old_path = parent
+        return moved
 
     def left_over(self, *, strict: bool) -> dict[str, str]:
         """Return the keys without a fitting place, and the names under which hooks of the model may find them one.
 
-        If not ``strict``, those whose name another key has are left out; otherwise ``apply`` refuses them.
+        If not ``strict``, without those whose name another key has; otherwise ``apply`` refuses them.
         """
-        if not (self.unexpected or self.clashes):
-            return {}
-        rename = self.rename_key()
-        names = {key: rename(key) for key in (*self.unexpected, *self.clashes)}
-        if strict:
+        names = {key: self.rename(key) for key in (*self.unexpected, *self.clashes)}
+        if strict or not names:
             return names
         first = {name: key for key, name in reversed(names.items())}
         taken = {*self.renames.values(), *self.tied}
         return {key: name for key, name in names.items() if name not in taken and first[name] == key}
 
-    def apply(self, state_dict: Mapping[str, Any], *, keep: Collection[str] = ()) -> OrderedDict[str, Any]:
-        """Return the weights under the model's names: the same objects, in the same order, ``_metadata`` along."""
-        metadata = getattr(state_dict, "_metadata", None)
-        rename = self.rename_key() if keep or metadata else str
-        stay = {key: rename(key) for key in keep}
+    def apply(self, state_dict: Mapping[str, Any], left_over: Mapping[str, str] | None = None) -> OrderedDict[str, Any]:
+        """Return the same weights in the same order under the model's names, with ``_metadata``."""
+        names = {**self.renames, **(left_over or {})}
         renamed: OrderedDict[str, Any] = OrderedDict()
         for key, value in state_dict.items():
-            name = self.renames.get(key, stay.get(key))
-            if name is None:
-                continue
-            if name in renamed:
-                shown = printable(name)
-                raise KeyCollisionError(f'Two keys of the checkpoint would both become "{shown}". Nothing was changed.')
-            renamed[name] = value
-        for name, key in self.tied.items():
-            renamed[name] = state_dict[key]
+            if key in names:
+                if names[key] in renamed:
+                    raise collision("Two keys of the checkpoint", quoted(names[key]))
+                renamed[names[key]] = value
+        renamed.update((name, state_dict[key]) for name, key in self.tied.items())
+        metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            # A wrapper and what it wraps come out under one name; the inner one, later in the order, is the module.
-            renamed._metadata = OrderedDict((rename(path), entry) for path, entry in metadata.items())  # type: ignore[attr-defined]
+            # A wrapper and what it wraps get one name; the inner one, which comes later, is the module.
+            versions = OrderedDict((self.rename(path), entry) for path, entry in metadata.items())
+            renamed._metadata = versions  # type: ignore[attr-defined]
         return renamed
 
 
-def _parts_that_differ(old: str, new: str) -> tuple[list[str], list[str]]:
-    """Return the modules in two names of a weight; only those before the shorter name if the other one ends with it."""
-    if old.endswith(f".{new}"):
-        return old[: -len(new) - 1].split("."), []
-    if new.endswith(f".{old}"):
-        return [], new[: -len(old) - 1].split(".")
-    return old.split(".")[:-1], new.split(".")[:-1]
+def quoted(*names: str) -> str:
+    """Return names in quotes, printable."""
+    return " and ".join(f'"{printable(name)}"' for name in names)
+
+
+def collision(keys: str, name: str) -> KeyCollisionError:
+    """Return the error about keys that would get one name."""
+    return KeyCollisionError(f"{keys} would both become {name}. Nothing was changed.")
 
 
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
     """Return key -> key without private segments and without the ``module`` of the wrappers at these paths.
 
-    A child called ``module`` anywhere else stays; but if ``around_all``, one that all keys begin with is a wrapper,
-    too, and its step counter is left out.
-
-    Raises:
-        KeyCollisionError: Two keys would get the same name.
+    With ``around_all`` a ``module`` that all keys begin with is a wrapper, too, and its counter is left out. Raises
+    ``KeyCollisionError`` where two keys would get the same name.
     """
-    tree = build_tree(keys, frozenset(wrappers))
+    tree = build_tree(keys, wrappers)
     for key, other in tree.collisions.items():
-        pair = f'"{printable(other)}" and "{printable(key)}"'
-        raise KeyCollisionError(f"{pair} would both become the same key. Nothing was changed.")
+        raise collision(quoted(other, key), "the same key")
     names: dict[str, str] = {}
     stack = [("", inside_wrappers(tree.root) if around_all else tree.root)]
     while stack:
@@ -140,23 +139,3 @@ def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all
             else:
                 stack.append((path + name, value))
     return names
-
-
-def _moved_modules(renames: Mapping[str, str]) -> dict[str, str]:
-    """Return module path in the checkpoint -> module path in the model, as far as the keys tell."""
-    moved: dict[str, str] = {}
-    for old, new in renames.items():
-        old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
-        while old_path not in moved:
-            moved[old_path] = new_path
-            parent, _, name = old_path.rpartition(".")
-            new_parent, _, new_name = new_path.rpartition(".")
-            while new_name != name and is_wrapper_name(new_name):
-                new_path = new_parent
-                new_parent, _, new_name = new_path.rpartition(".")
-            if name == new_name and name:
-                new_path = new_parent
-            elif not is_wrapper_name(name):  # a wrapper and what it wraps come out as one
-                break
-            old_path = parent
-    return moved

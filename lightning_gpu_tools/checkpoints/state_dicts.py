@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shlex
 from collections import Counter
-from collections.abc import Hashable, Mapping
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import is_average, preferred
 from lightning_gpu_tools.checkpoints.key_tree import Shape, without_wrappers
 from lightning_gpu_tools.checkpoints.model_keys import is_dense, is_packed, is_sharded, part_of, shape_of
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, quoted
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -32,8 +34,20 @@ from lightning_gpu_tools.errors import (
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 
+@contextlib.contextmanager
+def errors_about(file: str, model: str = "") -> Iterator[None]:
+    """Begin the messages of checkpoint errors with the file and, where it does not fit, with the model."""
+    try:
+        yield
+    except CheckpointError as error:
+        subject = f"{file} does not fit {model}." if isinstance(error, CheckpointMismatchError) else f"{file}:"
+        message = error.args[0].replace("FILE TARGET", f"{shlex.quote(file)} renamed.pt")
+        error.args = (f"{subject} {message}", *error.args[1:])
+        raise
+
+
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check the contents of a loaded checkpoint, and return every set of weights in it by the name of its entry."""
+    """Check a loaded checkpoint, and return every set of weights in it by entry; refuse one without any."""
     entries = check_contents(content, path)
     if not entries:
         raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
@@ -41,12 +55,10 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 
 def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the other entries for weights of the same model: averages, and those that have most of its keys."""
+    """Return the other entries of the same model: averages, and those that have most of its keys."""
     weights = entries[entry]
 
     def are_alike(others: Mapping[str, Any]) -> bool:
-        if 2 * len(weights.keys() & others.keys()) > len(weights):  # nearly always, and far faster
-            return True
         return 2 * len({*map(without_wrappers, weights)} & {*map(without_wrappers, others)}) > len(weights)
 
     return [name for name in entries if name != entry and (is_average(name) or are_alike(entries[name]))]
@@ -55,51 +67,50 @@ def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -
 def choose_weights(
     path: str, entries: Mapping[str, Mapping[str, Any]], entry: str | None
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the weights of one of a file's entries."""
-    names = ", ".join(map(printable, entries))
-    shown = printable_path(path)
-    meant = preferred([*likely(entries)], str)
-    if entry is None and len(meant) > 1:
-        raise AmbiguousCheckpointError(f"{shown} holds several sets of weights: {names}. Choose one with --entry NAME.")
-    chosen = meant[0] if entry is None else entry
-    if chosen not in entries:
+    """Return the name and weights of an entry, or of the one that is meant."""
+    names = ", ".join(map(printable, entries)) or "only one set"
+    if entry is None:
+        entry, *others = preferred([*likely(entries)], str)
+        if others:
+            raise AmbiguousCheckpointError(
+                f"{printable_path(path)} holds several sets of weights: {names}. Choose one with --entry NAME."
+            )
+    if entry not in entries:
         raise CheckpointMismatchError(
-            f"{shown} has no weights called {printable(repr(chosen))}; it has {names or 'only one set'}."
+            f"{printable_path(path)} has no weights called {printable(repr(entry))}; it has {names}."
         )
-    return chosen, whole_weights(path, entries[chosen])
+    return entry, whole_weights(path, entries[entry])
 
 
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
-    """Return the sentences that say that these are one rank's parts, and what to do; ``""`` if they are whole."""
+    """Say that these are one rank's parts, and what to do; ``""`` if they are whole."""
     for key, value in weights.items():
-        if type(value) is not torch.Tensor and (part := part_of(value)):
+        if part := part_of(value):
             return (
-                f'It holds one part of a sharded checkpoint: "{printable(key)}" is that of {part}. Save the whole in '
-                "the training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                f"It holds one part of a sharded checkpoint: {quoted(key)} is that of {part}. Save the whole in the "
+                "training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
                 "StateDictOptions(full_state_dict=True), or load each part in the process that saved it."
             )
     return ""
 
 
 def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return weights with plain tensors in place of those that are sharded, where these are whole."""
+    """Return weights with plain tensors for sharded ones that are whole; refuse parts."""
     if fault := fault_of_parts(weights):
         raise CheckpointError(f"{printable_path(path)}: {fault}")
-    sharded = [key for key, value in weights.items() if type(value) is not torch.Tensor and is_sharded(value)]
-    if not sharded:
-        return weights
     plain: Any = copy.copy(weights)  # with its _metadata
-    plain.update((key, weights[key].to_local()) for key in sharded)
-    return cast(Mapping[str, Any], plain)
+    plain.update((key, value.to_local()) for key, value in weights.items() if is_sharded(value))
+    whole: Mapping[str, Any] = plain
+    return whole
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
-    """Return the shape of every entry; ``None`` for what is not a tensor."""
+    """Return the shape of every weight; ``None`` for other values."""
     return {key: shape_of(value) for key, value in weights.items()}
 
 
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return what tells whether two keys hold the very same numbers in memory, for keys that may."""
+    """Return a value for each key that may be tied; equal values are the same tensor."""
     places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
     keys_at = Counter(places.values())
     values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
@@ -109,27 +120,24 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     }
 
 
-FROM_META = "from the meta device. Save the model after its weights are loaded"
+FROM_META = "it was saved from the meta device. Save the model after its weights are loaded"
 
 
 def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that were saved from the meta device, as names and shapes alone."""
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
-        raise CheckpointError(
-            f"{printable_path(path)} has no numbers for {list_groups(without)}: it was saved {FROM_META}."
-        )
+        raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
-# Beyond what a file holds. Our default: one float32 mask of 16,384 x 16,384, or as much again as the file holds.
+# Beyond what a file holds. Our default: a float32 mask of 16,384 x 16,384, or as much again.
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that take far more memory number by number than the file holds.
 
-    A tensor may repeat its numbers (``expand``), share them with other keys, or leave out zeros (sparse), so a file of
-    1 KiB can describe 256 GiB.
+    A tensor may repeat its numbers (``expand``), share them, or leave out zeros: 1 KiB can describe 256 GiB.
     """
     sizes = {
         key: value.numel() * value.element_size()
@@ -139,7 +147,7 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
     if sum(sizes.values()) <= _MAX_REPEATED_BYTES:
         return
     identity = same_tensors(weights)
-    needed = {identity.get(key, key): (size, key) for key, size in sizes.items()}
+    needed_bytes = sum({identity.get(key, key): size for key, size in sizes.items()}.values())
     held: dict[int, int] = {}
     for key, size in sizes.items():
         value = weights[key]
@@ -147,52 +155,42 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
             held[id(value)] = size
         elif value.layout is torch.strided:
             held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    needed_bytes, held_bytes = sum(size for size, _ in needed.values()), sum(held.values())
+    held_bytes = sum(held.values())
     if needed_bytes - held_bytes > max(held_bytes, _MAX_REPEATED_BYTES):
-        _, largest = max(needed.values())
+        largest = max(sizes, key=sizes.__getitem__)
         raise CheckpointError(
             f"{printable_path(path)} holds {format_bytes(held_bytes)} of numbers, but repeats them: its weights would "
-            f'take {format_bytes(needed_bytes)}. The largest is "{printable(largest)}" of shape '
+            f"take {format_bytes(needed_bytes)}. The largest is {quoted(largest)} of shape "
             f"{tuple(weights[largest].shape)}. Take out what is not needed, or convert it to .pt without --dtype."
         )
 
 
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
-    """Rename the parameters in optimizer states that go by name; most go by number and stay."""
-    rename = plan.rename_key()
+    """Rename parameters in optimizer states that go by name; most go by number."""
 
     def renamed(name: Any) -> Any:
-        return rename(name) if isinstance(name, str) else name
+        return plan.rename(name) if isinstance(name, str) else name
 
     def one(state: Any) -> Any:
-        if not _goes_by_name(state):
-            return state
-        return {
-            **state,
-            "state": {renamed(name): value for name, value in state["state"].items()},
-            "param_groups": [
-                {**group, "params": [renamed(name) for name in group["params"]]} for group in state["param_groups"]
-            ],
-        }
+        match state:
+            case {"state": dict(state_of), "param_groups": list(groups)} if any(
+                isinstance(name, str) for name in state_of
+            ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+                return {
+                    **state,
+                    "state": {renamed(name): value for name, value in state_of.items()},
+                    "param_groups": [{**group, "params": [*map(renamed, group["params"])]} for group in groups],
+                }
+        return state
 
-    return [one(state) for state in states] if isinstance(states, list) else states
-
-
-def _goes_by_name(state: Any) -> bool:
-    """Whether this is the state of one of torch's optimizers, with names in place of the usual numbers."""
-    match state:
-        case {"state": dict(state_of), "param_groups": list(groups)}:
-            return any(isinstance(name, str) for name in state_of) and all(
-                isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-            )
-    return False
+    return [*map(one, states)] if isinstance(states, list) else states
 
 
 def own_all_but_weights(content: Any) -> Any:
     """Return the content with everything copied out of the mapped file that a program may keep.
 
-    Weights stay mapped, because loading copies them into the model. An optimizer and a callback keep what they are
-    given: if that stayed mapped, writing over the file would change it under their hands.
+    Weights are copied into the model, but an optimizer and a callback keep what they are given, and writing over the
+    file would change it.
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content

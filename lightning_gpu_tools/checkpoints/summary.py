@@ -1,4 +1,4 @@
-"""A checkpoint's structure as the numbers and lines that ``lightning-gpu-tools checkpoint inspect`` shows."""
+"""What ``lightning-gpu-tools checkpoint inspect`` shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
 _MAX_COUNT = 2**63  # as torch counts
-WIDTH = 100
+_WIDTH = 100
 _MAX_ENTRIES = 20
 # Entries that have a line or a number of their own.
 _SHOWN = frozenset(
@@ -44,13 +44,13 @@ _SHOWN = frozenset(
 
 
 def summarize(structure: Structure) -> dict[str, Any]:
-    """Return what is known about a file, ready for JSON. Unknown is ``None``; sizes are in bytes."""
+    """Return what is known about a file, ready for JSON; sizes in bytes, ``None`` = unknown."""
     content = structure.content
-    lightning = is_lightning_checkpoint(content)
+    top = content if isinstance(content, Mapping) else {}
     manifest = _manifest(structure)
     entries = structure.entries
-    has_entries = isinstance(content, Mapping) and "" not in entries
-    states = content.get("optimizer_states") if lightning else None
+    version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
+    kind = _kind_of(content, entries)
     parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
     part = structure.part or next(filter(None, parts), None)
     return {
@@ -60,29 +60,28 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "shards": len(structure.assembly.shards) if structure.assembly else None,
         "part": part and f"{part.what}. {part.advice}",
         "size_bytes": structure.size_bytes,
-        "kind": "lightning" if lightning else _kind_of(content, entries),
+        "kind": kind,
         "content": describe_content(content),
-        "lightning_version": _text(content, LIGHTNING_VERSION) or manifest.get("lightning"),
+        "lightning_version": version if isinstance(version, str) and version else manifest.get("lightning"),
         "torch_version": manifest.get("torch"),
-        "epoch": _number(content, "epoch"),
-        "global_step": _number(content, "global_step"),
-        "hyper_parameters": _names(content, "hyper_parameters"),
-        "callbacks": _names(content, "callbacks"),
-        "optimizers": len(states) if isinstance(states, list) else None,
+        "epoch": _count(top.get("epoch")),
+        "global_step": _count(top.get("global_step")),
+        "hyper_parameters": _names(top.get("hyper_parameters")),
+        "callbacks": _names(top.get("callbacks")),
+        "optimizers": len(states) if kind == "lightning" and isinstance(states, list) else None,
         "devices": sorted(structure.devices) or manifest.get("devices"),
         "saved_from_devices": manifest.get("devices"),
         "removed_wrappers": manifest.get("wrappers"),
         "wrappers_in_keys": {name: _wrappers_in(weights) for name, weights in entries.items()},
         "beyond_plain_data": beyond_plain_data(structure.globals),
-        "entries": {_text_of(name): describe_content(value) for name, value in content.items()} if has_entries else {},
+        "entries": {} if "" in entries else {_text(name): describe_content(value) for name, value in top.items()},
         "weights": {name: [_describe(key, info) for key, info in w.items()] for name, w in entries.items()},
     }
 
 
 def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     """Return the summary as text, at most 100 columns wide except for longer names."""
-    kinds = {"lightning": "Lightning checkpoint", "state_dict": "state_dict", "dictionary": "dictionary"}
-    kind = kinds.get(summary["kind"], summary["content"])
+    kind = {"lightning": "Lightning checkpoint", "other": summary["content"]}.get(summary["kind"], summary["kind"])
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
     files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
@@ -98,13 +97,14 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         "optimizers": summary["optimizers"],
     }
     lines += prose("  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None))
-    for label, names in (("hyperparameters", "hyper_parameters"), ("callbacks", "callbacks")):
-        if summary[names]:
-            lines += prose(f"  {label}: {', '.join(map(printable, summary[names]))}")
-    if summary["removed_wrappers"]:
-        wrappers = summary["removed_wrappers"].items()
-        removed = (f"{printable(kind)} at {printable(path) or 'the root'}" for path, kind in wrappers)
-        lines += prose(f"  wrappers removed when it was saved: {', '.join(removed)}")
+    wrappers = (summary["removed_wrappers"] or {}).items()
+    for label, names in {
+        "hyperparameters": summary["hyper_parameters"],
+        "callbacks": summary["callbacks"],
+        "wrappers removed when it was saved": [f"{kind} at {path or 'the root'}" for path, kind in wrappers],
+    }.items():
+        if names:
+            lines += prose(f"  {label}: {', '.join(map(printable, names))}")
     others = [name for name in summary["entries"] if name not in _SHOWN and name not in summary["weights"]]
     for name in others[:_MAX_ENTRIES]:
         lines += prose(f"  {printable(name)}: {summary['entries'][name]}")
@@ -118,20 +118,20 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
 
 
 def prose(line: str) -> list[str]:
-    """Return a line of words as lines of at most 100 columns, names uncut."""
-    return textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    """Wrap a line of words to 100 columns, names uncut."""
+    return textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int], all_keys: bool) -> list[str]:
     numbers = sum(weight["numel"] or 0 for weight in weights)
     total = sum(weight["bytes"] or 0 for weight in weights)
-    title = f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"
-    lines = [title]
+    lines = [f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"]
     if wrappers:
         lines.append("  in the keys: " + ", ".join(f'"{segment}." ({count})' for segment, count in wrappers.items()))
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for weight in weights:
-        groups.setdefault((weight["key"],) if all_keys else _kind(weight), []).append(weight)
+        words = [segment for segment in weight["key"].split(".") if all_keys or not segment.isdigit()]
+        groups.setdefault((*words, str(weight["shape"]), weight["dtype"], weight["kind"]), []).append(weight)
     rows = [("key", "shape", "dtype", "size")]
     for members in groups.values():
         shape = "-" if members[0]["shape"] is None else shown_shape(members[0]["shape"])
@@ -145,18 +145,10 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
     return lines + table(rows)
 
 
-def _kind(weight: Mapping[str, Any]) -> tuple[Any, ...]:
-    words = tuple(segment for segment in weight["key"].split(".") if not segment.isdigit())
-    return (words, tuple(weight["shape"] or ()), weight["dtype"], weight["kind"])
-
-
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as aligned lines; the first column takes what the others leave of 100 columns.
-
-    A longer name gets a line of its own rather than being cut.
-    """
-    widths = [max(len(row[i]) for row in rows) for i in range(1, len(rows[0]))]
-    first = min(max(len(row[0]) for row in rows), WIDTH - 2 - sum(widths) - 2 * len(widths))
+    """Return rows as aligned lines of at most 100 columns; a longer name gets a line of its own."""
+    longest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    first = min(longest, _WIDTH - 2 - sum(widths) - 2 * len(widths))
     lines = []
     for name, *cells in rows:
         if len(name) > first:
@@ -169,29 +161,24 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _describe(key: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, TensorInfo):
-        return dict.fromkeys(("key", "shape", "dtype", "kind", "numel", "bytes", "device")) | {"key": key}
+        return {"key": key, **dict.fromkeys(("shape", "dtype", "kind", "numel", "bytes", "device"))}
+    numel = None if info.shape is None else math.prod(info.shape)
+    element_bytes = BYTES_OF_DTYPE.get(info.dtype)
+    if info.kind and info.storage is None:  # on the meta device, sparse, of a class that packs its numbers
+        element_bytes = None
     return {
         "key": key,
-        "shape": None if info.shape is None else list(info.shape),
+        "shape": info.shape,
         "dtype": info.dtype,
         "kind": info.kind or None,
-        "numel": None if info.shape is None else math.prod(info.shape),
-        "bytes": size_of(info),
+        "numel": numel,
+        "bytes": None if numel is None or element_bytes is None else numel * element_bytes,
         "device": info.storage.location if info.storage else None,
     }
 
 
-def size_of(described: Any) -> int | None:
-    """Return the bytes that a described tensor takes; ``None`` if they are not known."""
-    if not isinstance(described, TensorInfo) or described.shape is None or described.dtype not in BYTES_OF_DTYPE:
-        return None
-    if described.kind and described.storage is None:  # on the meta device, sparse, of a class that packs its numbers
-        return None
-    return math.prod(described.shape) * BYTES_OF_DTYPE[described.dtype]
-
-
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
-    """Count the keys below each kind of wrapper; ``module`` counts where it has no sibling, as in a wrapper."""
+    """Count the keys below each kind of wrapper; ``module`` counts where it has no sibling."""
     counts: Counter[str] = Counter()
     for key in weights:
         counts.update(set(key.split(".")[:-1]) & PRIVATE_SEGMENTS)
@@ -200,8 +187,8 @@ def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
         node = stack.pop()
         if is_wrapper(node):
             counts[WRAPPER_SEGMENT] += sum(1 for _ in keys_below(node))
-            continue
-        stack.extend(child for _, child in child_modules(node))
+        else:
+            stack += [child for _, child in child_modules(node)]
     return dict(sorted(counts.items()))
 
 
@@ -214,32 +201,25 @@ def _manifest(structure: Structure) -> Mapping[str, Any]:
         return {}
 
 
-def _text(content: Any, name: str) -> str | None:
-    value = content.get(name) if isinstance(content, Mapping) else None
-    return value if isinstance(value, str) else None
-
-
-def _number(content: Any, name: str) -> int | None:
-    value = content.get(name) if isinstance(content, Mapping) else None
+def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and abs(value) < _MAX_COUNT else None
 
 
-def _text_of(name: Any) -> str:
+def _text(name: Any) -> str:
     return name if isinstance(name, str) else printable(name)
 
 
 def _kind_of(content: Any, entries: Mapping[str, Any]) -> str:
-    if not isinstance(content, Mapping):
+    if is_lightning_checkpoint(content):
+        return "lightning"
+    if not isinstance(content, Mapping) or {"param_groups", "state"} <= content.keys():
         return "other"
-    if "" in entries:
-        return "state_dict"
-    return "other" if "param_groups" in content and "state" in content else "dictionary"
+    return "state_dict" if "" in entries else "dictionary"
 
 
-def _names(content: Any, name: str) -> list[str]:
-    value = content.get(name) if isinstance(content, Mapping) else None
+def _names(value: Any) -> list[str]:
     if isinstance(value, Opaque):  # OmegaConf's, Lightning's AttributeDict and argparse's
         value = value.items or value.state
     if isinstance(value, Mapping) and isinstance(value.get("_content"), Mapping):
         value = value["_content"]
-    return [_text_of(key) for key in value] if isinstance(value, Mapping) else []
+    return [*map(_text, value)] if isinstance(value, Mapping) else []

@@ -1,15 +1,13 @@
-"""Load any checkpoint into any module, whatever either of them was wrapped in; all of it or nothing."""
+"""Load any checkpoint into any module, whatever either was wrapped in; all or nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-import functools
 import os
-import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,16 @@ from lightning_gpu_tools.checkpoints.copying import (
 )
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, Root, is_average, plan_renaming, preferred
-from lightning_gpu_tools.checkpoints.key_tree import PathSet, Shape, is_copied_into, without_private_segments
+from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, is_inside, without_private_segments
 from lightning_gpu_tools.checkpoints.model_keys import is_sharded, part_of, read_model, shape_of
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
-from lightning_gpu_tools.checkpoints.state_dicts import others_of_this_model, same_tensors, shapes_of, weights_in
+from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan, quoted
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    errors_about,
+    others_of_this_model,
+    same_tensors,
+    shapes_of,
+    weights_in,
+)
 from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.checkpoints.torch_files import read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
@@ -49,17 +53,17 @@ class LoadReport:
 
     Attributes:
         path: The file.
-        entry: Where in the file the weights were, ``"state_dict"``; ``""`` if they are all it holds.
+        entry: The entry of the file with the weights, ``"state_dict"``; ``""`` if they are all it holds.
         loaded: Model keys that got their weight from the file.
         renamed: Checkpoint key -> model key, where the two differ.
-        root: The attribute that was dropped (``"model."``) or added; ``""`` if none, and a pair if both.
-        others: Entries and attributes of the file with other weights of the same model, such as averages; each can be
-            the next call's ``root``.
-        kept: Counters of wrappers and of batch normalisation that the file does not have; the model's own stay.
-        missing: Model keys that kept their own values because the file has none; empty if ``strict``.
+        root: The attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
+        others: Entries and attributes of the file with other weights of the same model, such as averages. Each can be
+            the ``root`` of another call.
+        kept: Counters of wrappers and of batch normalization that the file lacks; the model's own stay.
+        missing: Model keys without a weight in the file, which kept their values; empty if ``strict``.
         unexpected: Checkpoint keys without a place in the model; empty if ``strict``.
         mismatched: (checkpoint key, its shape, shape in the model); empty if ``strict``.
-        unused: Checkpoint keys that lie beside the dropped root.
+        unused: Checkpoint keys beside the dropped root.
         unread: Classes and functions that the rest of the file names; none was imported or called.
         summary: The same in words.
     """
@@ -88,27 +92,25 @@ def load_weights(
 ) -> LoadReport:
     """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
 
-    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module, or a
-    safetensors file. It is read on the CPU, from whatever device it was saved, and each weight is copied to where the
-    model has it. Objects of any class beside the weights (hyperparameters, arguments) are left unread. Shards are one
-    checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of ``torch.distributed.checkpoint``,
-    FSDP, ModelParallel and DeepSpeed ZeRO.
+    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module or
+    safetensors. Shards are one checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of
+    ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
+    where the model has them; other objects (hyperparameters, arguments) are left unread.
 
-    Nothing is loaded by half: every error below is raised before the first number is copied, and parameters and buffers
-    are then as they were. A model with load hooks or a ``load_state_dict`` of its own is asked twice, the first time to
-    check. After that, five things can still leave a model partly loaded: an error in code of the model that only runs
-    once its weights are there (``set_extra_state``), an interrupt, memory that runs out, a disk that cannot be read,
-    and a local file that another program truncates. With the last two the operating system ends the process (SIGBUS).
+    Nothing is loaded by half: every error below is raised before the first number is copied. A model with load hooks or
+    its own ``load_state_dict`` is loaded twice, first to check. Only an interrupt, an error in code that runs after the
+    copying (``set_extra_state``), too little memory, a disk that cannot be read or a local file that is truncated
+    meanwhile can leave a model partly loaded. The last two end the process (SIGBUS).
 
     Args:
         model: Any module, wrapped or not. Where it is sharded, every process has to call this.
-        path: A local path, of a folder as well if it holds shards, or any URL of a file that fsspec knows.
-        root: Attribute that only one side has, such as ``"model."``, or the entry of the file that holds the weights.
-            A pair such as ``("bert.", "encoder.")`` puts the second, which the model has, in the place of the first.
-            ``None`` searches for one; ``""`` takes the names as they are.
-        strict: Whether every key of the model must get a weight of its shape, and every key of the checkpoint find its
-            place. If false, what fits is loaded and the rest is in the report.
-        weights_only: Whether to take the weights alone. If false, everything in the file is opened, which may run code.
+        path: A local file or folder of shards, or the URL of a file that fsspec knows.
+        root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
+            such as ``("bert.", "encoder.")`` puts the model's second in the place of the first. ``None`` searches for
+            one; ``""`` takes the names as they are.
+        strict: Whether every key of the model and of the checkpoint must find one of its shape in the other. If false,
+            what fits is loaded and the rest is in the report.
+        weights_only: If false, everything in the file is opened, which may run code.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
@@ -134,21 +136,13 @@ def load_weights(
     return _report(str(path), fit, plan, loaded, unread)
 
 
-@contextlib.contextmanager
-def naming_file(path: str | os.PathLike[str], model_class: type) -> Iterator[None]:
-    """Begin the message of what is refused meanwhile with the file and, where it does not fit, with the model."""
-    try:
-        yield
-    except CheckpointError as error:
-        does_not_fit = isinstance(error, CheckpointMismatchError)
-        where = f" does not fit {printable(model_class.__name__)}." if does_not_fit else ":"
-        message = error.args[0].replace("FILE TARGET", f"{shlex.quote(printable_path(path))} renamed.pt")
-        error.args = (f"{printable_path(path)}{where} {message}", *error.args[1:])
-        raise
+def naming_file(path: str | os.PathLike[str], model_class: type) -> contextlib.AbstractContextManager[None]:
+    """Begin the messages of checkpoint errors with the file and, where it does not fit, with the model."""
+    return errors_about(printable_path(path), printable(model_class.__name__))
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
-    """Warn of averages that were not taken, and of what has no numbers yet: not everybody prints the report."""
+    """Warn of averages that were not taken and of what has no numbers yet."""
     if any(map(is_average, fit.others)):
         warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
     tensors = (*model.named_buffers(), *(model.named_parameters() if fit.plan.missing else ()))
@@ -184,10 +178,10 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
         fits = [fit for fit in fits if len(fit.plan.renames) == most]
     meant = preferred(fits, lambda fit: fit.entry)
     if len(meant) > 1:
-        names = [f'"{printable(fit.entry)}"' for fit in fits]
+        names = [quoted(fit.entry) for fit in fits]
         raise AmbiguousCheckpointError(
             f"Several entries of the file fit: {' and '.join(names)}. Choose one with lightning_gpu_tools.load_weights "
-            f"and {' or '.join(f'root={name}' for name in names)}."
+            f"and root={' or root='.join(names)}."
         )
     fit = meant[0]
 
@@ -203,14 +197,13 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
 
 
 def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, strict: bool) -> Fit:
-    keys, state = read_model(model, weights)
-    same_tensor = functools.partial(same_tensors, weights)
-    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=same_tensor)
+    keys, state = read_model(model)
+    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=lambda: same_tensors(weights))
     return Fit(entry, weights, plan, keys, state, strict)
 
 
 def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load the weights, all or none; return the plan as it came out, and the model keys that got theirs."""
+    """Load all or nothing; return the plan as it came out, and the model keys that got a weight."""
     check_before_copying(model, fit, leave_out_misfits=not fit.strict)
     renamed = fit.renamed(fit.weights)
     own_what_modules_keep(renamed, fit.keys)
@@ -232,8 +225,9 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
     made: dict[int, torch.Tensor] = {}
     with renewing_deepspeeds_copies(model), before_each_copy(model, prepare):
         found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Build it anew.")
-    if fit.strict:
-        return fit.plan, tuple(key for key in fit.state if key not in fit.plan.kept)
+    if fit.strict:  # then the model's own code has taken what had no place
+        plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
+        return plan, tuple(key for key in fit.state if key not in plan.kept)
     if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say
         return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
     return _came_out(model, fit, found, left_out)
@@ -242,52 +236,48 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
 def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
     """Copy those weights out of the mapped file that loading does not copy into the model.
 
-    That is what is not a tensor but may hold some (``_extra_state``), and everything below a module with a loading
-    function of its own, which may keep the tensors it is given, as torchmetrics does.
+    An ``_extra_state`` may hold tensors, and a module that loads itself may keep its own, as torchmetrics does.
     """
-    keeps = PathSet(model.self_loading)
     for key, value in weights.items():
         if not isinstance(value, torch.Tensor):
             weights[key] = copy.deepcopy(value)
-        elif key in keeps:  # a deep copy of a plain tensor is one of its whole storage, with all others in it
+        elif is_inside(key, model.self_loading):  # a deep copy of a plain tensor is one of its whole storage
             weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
-def _sharded_like(value: Any, target: Any) -> torch.Tensor:
-    if type(value) is torch.Tensor and type(target) in (torch.Tensor, nn.Parameter):
-        return value  # nearly always; the questions below take longer than the copying
+def _sharded_like(value: Any, target: Any) -> Any:
     if is_sharded(value) and not part_of(value):  # each process has all of it
         value = value.to_local()
-    if is_sharded(target) and not is_sharded(value):
-        from torch.distributed.tensor import DTensor, Replicate
+    if is_sharded(value) == is_sharded(target):
+        return value
+    if is_sharded(value):
+        return value.full_tensor()
+    from torch.distributed.tensor import DTensor, Replicate
 
-        # Every process has read the file, so each takes its part without asking the others.
-        mesh = target.device_mesh
-        whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return whole.redistribute(placements=target.placements)
-    return value.full_tensor() if is_sharded(value) and not is_sharded(target) else value  # type: ignore[no-any-return]
+    # Every process has read the file, so each takes its part without asking the others.
+    mesh = target.device_mesh
+    whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=target.placements)
 
 
 def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Return the plan with what torch says is missing and unexpected, and the model keys that got their weight."""
     plan, offered = fit.plan, fit.plan.left_over(strict=False)
     # Torch names modules that the model's hooks leave out of its keys.
     bare = without_private_segments
     shown = {bare(key): key for key in fit.state}
-    misfits, homeless = {bare(name) for name in left_out}, {bare(name) for name in found.unexpected_keys}
-    clashes = misfits & {bare(offered[key]) for key in plan.clashes if key in offered}
-    missing = [bare(name) for name in found.missing_keys if bare(name) not in clashes]
-    invented = homeless - {bare(name) for name in offered.values()}  # by hooks
+    places = {key: bare(name) for key, name in offered.items()}
+    misfits, homeless = {*map(bare, left_out)}, {*map(bare, found.unexpected_keys)}
+    clashes = {key: name for key, name in plan.clashes.items() if key not in places or places[key] in misfits}
+    missing = {*map(bare, found.missing_keys)} - {places.get(key) for key in clashes}
+    invented = homeless - {*places.values()}  # by hooks
     outcome = dataclasses.replace(
         plan,
-        missing=tuple(shown.get(name, name) for name in missing),
+        missing=tuple(shown.get(name, name) for name in map(bare, found.missing_keys) if name in missing),
         unexpected=(
-            *(key for key in plan.unexpected if key not in offered or bare(offered[key]) in homeless),
+            *(key for key in plan.unexpected if key not in places or places[key] in homeless),
             *(name for name in found.unexpected_keys if bare(name) in invented),
         ),
-        clashes={
-            key: name for key, name in plan.clashes.items() if key not in offered or bare(offered[key]) in clashes
-        },
+        clashes=clashes,
     )
     without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
     # A state_dict of the model's own may leave out what torch loads all the same.
@@ -297,40 +287,34 @@ def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -
 
 
 def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
-    mismatched: dict[str, tuple[Shape | None, Shape | None]] = {}
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    if not fit.strict:
-        missing, unexpected = plan.missing, plan.unexpected
-        mismatched = {old: (shape_of(fit.weights[old]), fit.keys.shapes[new]) for old, new in plan.clashes.items()}
-    words = [f"{printable(Path(path).name)}: loaded {len(loaded) - len(plan.tied)} weights"]
-    if plan.describe():
-        words.append(plan.describe())
-    if plan.tied:
-        words.append(f"{len(plan.tied)} more are tied to these")
-    lists: dict[str, Sequence[str]] = {
+    dropped, added = plan.dropped_root, plan.added_root
+    lists = {
         "kept": plan.kept,
-        "missing": missing,
-        "unexpected": unexpected,
+        "missing": plan.missing,
+        "unexpected": plan.unexpected,
         "not used": plan.unused,
-        "other shape": [*mismatched],
+        "other shape": tuple(plan.clashes),
     }
-    words += [f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys]
-    words += filter(None, [describe_unread(unread), fit.choice() if fit.others else ""])
+    words = (
+        f"{printable(Path(path).name)}: loaded {len(loaded) - len(plan.tied)} weights",
+        plan.describe(),
+        f"{len(plan.tied)} more are tied to these" if plan.tied else "",
+        *(f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys),
+        describe_unread(unread),
+        fit.choice() if fit.others else "",
+    )
     return LoadReport(
         path=path,
         entry=fit.entry,
         loaded=loaded,
         renamed={old: new for old, new in plan.renames.items() if old != new},
-        root=(plan.dropped_root, plan.added_root)
-        if plan.dropped_root and plan.added_root
-        else plan.dropped_root or plan.added_root,
+        root=(dropped, added) if dropped and added else dropped or added,
         others=fit.others,
         kept=plan.kept,
-        missing=missing,
-        unexpected=unexpected,
-        mismatched=tuple((key, *shapes) for key, shapes in mismatched.items()),
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        mismatched=tuple((old, shape_of(fit.weights[old]), fit.keys.shapes[new]) for old, new in plan.clashes.items()),
         unused=plan.unused,
         unread=unread,
-        summary="; ".join(words),
+        summary="; ".join(filter(None, words)),
     )

@@ -1,15 +1,14 @@
-"""Files for ``torch.load`` and of safetensors, written in seconds even if they hold 300,000 weights."""
+"""Writes files for ``torch.load`` and of safetensors, in seconds even if they hold 300,000 weights."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import IO, Any
 
 import torch
@@ -35,15 +34,12 @@ _SAFETENSORS_DTYPES = {
     for name, dtype in DTYPE_OF_SAFETENSORS.items()
     if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7, F4 since 2.8
 }
-# Our defaults: a copy of a MiB costs nothing.
-_SMALL_BYTES = 1 << 10
-_BATCH = 1 << 10
-# What torch.save itself writes with. It is private; without it, writing only takes longer, and more memory.
+# What torch.save itself writes with. It is private; without it, writing takes longer and more memory.
 _ARCHIVE = getattr(torch._C, "PyTorchFileWriter", None)
 
 
 def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
-    """Write what ``torch.load`` returns; plain tensors one at a time, and without what else is in their storages."""
+    """Write what ``torch.load`` returns; plain tensors one by one, without the rest of their storages."""
     description = io.BytesIO()
     pickler = _Pickler(description, protocol=2)
     try:
@@ -59,8 +55,10 @@ def write_content(content: Any, path: str, progress: Progress = no_progress) -> 
         try:
             archive.write_record("data.pkl", description.getvalue(), description.tell())
             archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-            for number, numbers in enumerate(_numbers(pickler.blocks)):
-                archive.write_record(f"data/{number}", _block(numbers), len(numbers))
+            for number, block in enumerate(pickler.blocks):
+                numbers = _numbers(block)
+                storage = torch.frombuffer(numbers, dtype=torch.uint8).untyped_storage() if len(numbers) else b""
+                archive.write_record(f"data/{number}", storage, len(numbers))
                 advance(len(numbers))
         finally:
             archive.write_end_of_file()
@@ -70,14 +68,11 @@ class _Pickler(pickle.Pickler):
     """Writes what ``torch.save`` writes, but only refers to the numbers of tensors.
 
     The pickler of ``torch.save`` asks in Python of nineteen parts of each tensor whether it is a storage.
-
-    Attributes:
-        blocks: The tensors, in the order of their storages.
     """
 
     def __init__(self, file: IO[bytes], protocol: int) -> None:
         super().__init__(file, protocol)
-        self.blocks: list[torch.Tensor] = []
+        self.blocks: list[torch.Tensor] = []  # in the order of their storages
         self._storages: dict[Any, _Storage] = {}
 
     def reducer_override(self, value: Any) -> Any:
@@ -96,19 +91,18 @@ class _Pickler(pickle.Pickler):
             size = value.nbytes if kind is torch.UntypedStorage else value.numel()
             storage = self._storages[block] = _Storage(("storage", kind, str(len(self.blocks)), "cpu", size))
             self.blocks.append(value)
-        form = tuple(value.shape), value.stride()
-        parts: Any = (storage, 0, *form, False, OrderedDict())
+        parts: Any = (storage, 0, tuple(value.shape), value.stride(), False, OrderedDict())
         if value.dtype in _STORAGE_OF_DTYPE:
             return torch._utils._rebuild_tensor_v2, parts
         return torch._utils._rebuild_tensor_v3, (*parts, value.dtype)
 
     def persistent_id(self, value: Any) -> Any:
-        """Refer to a storage as ``torch.load`` wants it."""
+        """Refer to a storage."""
         return tuple(value) if type(value) is _Storage else None
 
 
 class _Storage(tuple[Any, ...]):
-    """What stands for the storage of a tensor; its numbers are written later."""
+    """Stands for the storage of a tensor; its numbers are written later."""
 
     __slots__ = ()
 
@@ -147,12 +141,12 @@ def write_safetensors(
     with writing(path) as file, torch.no_grad():
         file.write(struct.pack("<Q", len(text)) + text)
         advance = progress(end)
-        for numbers in _numbers(value for _, value in order):
-            advance(file.write(numbers))
+        for _, value in order:
+            advance(file.write(_numbers(value)))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether shape, type and numbers in a row are all that there is to a tensor."""
+    """Whether a tensor is numbers in a row, their type and a shape, and nothing else."""
     return (
         type(value) in (torch.Tensor, LazyTensor)
         and value.layout is torch.strided
@@ -163,27 +157,13 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor. Small ones are copied together: one by one they take ten times as long."""
-    for (_, is_small), run in itertools.groupby(values, key=lambda value: (value.dtype, value.nbytes <= _SMALL_BYTES)):
-        while batch := [*itertools.islice(run, _BATCH if is_small else 1)]:
-            flat = [value if value.ndim == 1 else value.reshape(-1) for value in batch]
-            together = flat[0] if len(flat) == 1 else torch.cat(flat)
-            in_a_row = together.detach().cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().data
-            start = 0
-            for value in batch:
-                yield in_a_row[start : (start := start + value.nbytes)]
-
-
-def _block(numbers: memoryview) -> Any:
-    """Return what torch takes for a block of numbers: itself, and where that is cheaper a copy."""
-    if len(numbers) <= _SMALL_BYTES:
-        return bytes(numbers)
-    return torch.frombuffer(numbers, dtype=torch.uint8).untyped_storage()
+def _numbers(value: torch.Tensor) -> memoryview:
+    in_a_row = value.reshape(-1).detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return in_a_row.view(torch.uint8).numpy().data
 
 
 def _fits_safetensors(key: str, value: Any) -> bool:
-    # Half of a surrogate pair is no Unicode; the second is the name of the format's own entry.
+    # Half of a surrogate pair is no Unicode, and __metadata__ is the format's own entry.
     if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
         return False
     return is_dense(value) and value.dtype in _SAFETENSORS_DTYPES

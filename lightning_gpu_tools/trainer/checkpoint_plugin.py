@@ -306,8 +306,7 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping
         if plan.changes_names or lacks_metadata:
             cleaned = plan.apply(state)
             if lacks_metadata:  # AsyncCheckpointIO and WeightAveraging rebuild the dictionary without it
-                rename = plan.rename_key()
-                versions = {rename(path): entry for path, entry in module_versions(model).items()}
+                versions = {plan.rename(path): entry for path, entry in module_versions(model).items()}
                 cleaned._metadata = type(cleaned)(versions)  # type: ignore[attr-defined]
             checkpoint[name] = cleaned
         if name == "state_dict" and "optimizer_states" in checkpoint:
