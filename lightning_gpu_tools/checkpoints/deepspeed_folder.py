@@ -1,7 +1,6 @@
-"""DeepSpeed's folders: fp32 weights put together from the optimizers of all ranks, as its own zero_to_fp32.py does it.
+"""DeepSpeed's folders: fp32 weights out of the optimizers of all ranks, as in its zero_to_fp32.py.
 
-That script lies in the folder, and opens each file with ``weights_only=False``. Here nothing of the folder runs: the
-files are described first, and the numbers are taken from where the description says that they are.
+That script opens each file with ``weights_only=False``. Here nothing of the folder runs.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, TensorInfo, are_sizes
-from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, describing
+from lightning_gpu_tools.checkpoints.formats import Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
 
-# DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, where nothing but ZeRO splits the model.
+# DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 _OPTIMIZER_OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _ANY = re.compile(r".*(model|optim)_states\.pt")
-# What DeepSpeedEngine._common_checkpoint_state writes; the rest is Lightning's.
+# DeepSpeedEngine._common_checkpoint_state; all else is Lightning's.
 _OWN_ENTRIES = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version"),
@@ -37,11 +36,11 @@ _OPTIMIZER, _RANKS = "optimizer_state_dict", "partition_count"
 _GROUPS, _GROUPS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _DAMAGE = "its files do not describe a ZeRO checkpoint"
 
-Piece = tuple[str, int, int]  # file, offset of the first number in bytes, how many numbers
+Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
 
 
 def find_deepspeed(path: str, names: set[str]) -> str | None:
-    """Return the folder with DeepSpeed's files, which is this one or the one that its ``latest`` names, if there is."""
+    """Return the folder with DeepSpeed's files: this one, the one that its ``latest`` names, or none."""
     if any(map(_ANY.fullmatch, names)):
         return path
     latest = os.path.join(path, "latest")
@@ -50,12 +49,12 @@ def find_deepspeed(path: str, names: set[str]) -> str | None:
     with open(latest, encoding="utf-8", errors="replace") as file:
         tag = file.read(1000).strip()
     folder = os.path.join(path, tag)
-    is_inside = tag not in ("", ".", "..") and not re.search(r"[/\\\0]", tag) and os.path.isdir(folder)
-    return folder if is_inside and any(map(_ANY.fullmatch, os.listdir(folder))) else None
+    is_there = is_plain_name(tag) and os.path.isdir(folder) and any(map(_ANY.fullmatch, os.listdir(folder)))
+    return folder if is_there else None
 
 
 def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
-    """Read what a folder holds."""
+    """Describe the checkpoint in a folder."""
     models, optimizers = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
     others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *models, *optimizers}
     if others:
@@ -70,16 +69,15 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
     for name, shard in shards.items():
         check_byte_order(folder.open(name), shard)
     loaded = models[0]
-    with describing(_DAMAGE):
+    with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = shards[loaded].content
         split: dict[str, SplitTensorInfo] = {}
         if model["param_shapes"] is not None:  # or nothing is split: stage 0
+            _check_ranks(optimizers, shards)
             if loaded == _WHOLE_MODEL:
-                _check_ranks(optimizers, shards)
                 split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers, shards))
             else:
                 _check_ranks(models, shards)
-                _check_ranks(optimizers, shards)
                 split = dict(_join_stage_3(model["param_shapes"], optimizers, shards))
                 split.update(_join_frozen(models, shards))
             tied = model["shared_params"].items()
@@ -104,26 +102,26 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
 
 
 def part_of_deepspeed(path: str, content: Any) -> Fault | None:
-    """Return what a file of DeepSpeed's is where it is not all of a model's weights; ``None`` for any other file."""
+    """Return what a file of DeepSpeed's without all weights is; ``None`` for any other file."""
     if not isinstance(content, Mapping):
         return None
-    name = os.path.basename(path)
-    folder = printable_path(os.path.dirname(path) or ".")
-    advice = f"Name the folder with the files of all ranks instead: {folder}"
-    optimizer = content.get(_OPTIMIZER)
+    optimizer, shapes, module = (content.get(entry) for entry in (_OPTIMIZER, "param_shapes", "module"))
     if isinstance(optimizer, Mapping) and _RANKS in optimizer:
-        rank, ranks = _OPTIMIZER_OF_RANK.fullmatch(name), _count(optimizer[_RANKS])
-        whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-        return Fault(f"holds the optimizer of {whose} of a DeepSpeed checkpoint, not the weights by name", advice)
-    shapes, module = content.get("param_shapes"), content.get("module")
-    if not isinstance(shapes, list) or not isinstance(module, Mapping):
+        pattern, ranks = _OPTIMIZER_OF_RANK, _count(optimizer[_RANKS])
+        what = "holds the optimizer of {} of a DeepSpeed checkpoint, not the weights by name"
+    elif isinstance(shapes, list) and isinstance(module, Mapping):
+        wanted = {key: shape for group in shapes if isinstance(group, Mapping) for key, shape in group.items()}
+        tensors = [(key, value.shape) for key, value in module.items() if isinstance(value, TensorInfo)]
+        if all(shape == wanted.get(key, shape) for key, shape in tensors):
+            return None
+        pattern, ranks = _MODEL_OF_RANK, content.get("dp_world_size")
+        what = "is the file of {} of a DeepSpeed ZeRO-3 checkpoint, without the weights"
+    else:
         return None
-    wanted = {key: shape for group in shapes if isinstance(group, Mapping) for key, shape in group.items()}
-    if any(isinstance(module.get(key), TensorInfo) and module[key].shape != shape for key, shape in wanted.items()):
-        rank, ranks = _MODEL_OF_RANK.fullmatch(name), content.get("dp_world_size")
-        whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-        return Fault(f"is the file of {whose} of a DeepSpeed ZeRO-3 checkpoint, without the weights", advice)
-    return None
+    rank = pattern.fullmatch(os.path.basename(path))
+    whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
+    folder = printable_path(os.path.dirname(path) or ".")
+    return Fault(what.format(whose), f"Name the folder with the files of all ranks instead: {folder}")
 
 
 def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
@@ -132,30 +130,28 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    """Return a number of ranks; there may be one for each group of parameters."""
+    """Return the number of ranks, which may be there for each group of parameters."""
     return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
 
 
 def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
-    """Check that there is a file of each rank, and none is left from another checkpoint."""
+    """Raise unless there is one file of each rank, all of the same checkpoint."""
     for name in names:
         content = shards[name].content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
         there = [int(re.findall(r"pp_rank_(\d+)", other)[0]) for other in names]
         if ranks != len(names) or there != [*range(len(names))]:
-            raise Fault(
-                f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(names)} are there",
-                "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.",
-            )
+            what = f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(names)} are there"
+            raise Fault(what, "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.")
     if not names:
         raise Fault(
-            "is not complete: the files of the optimizer, *_optim_states.pt, are missing",
-            f"They hold the fp32 weights. Those that it was trained with are in its {_WHOLE_MODEL} at stage 1 and 2.",
+            "is not complete: *_optim_states.pt, the files of the optimizer with the fp32 weights, are missing",
+            f"At stage 1 and 2, the weights that it was trained with are in its {_WHOLE_MODEL}.",
         )
 
 
 def _pieces(name: str, shard: Structure, groups: Sequence[TensorInfo]) -> list[Piece]:
-    """Return where the numbers of flat tensors are in a file."""
+    """Return where the numbers of flat tensors are."""
     if shard.is_packed:
         raise Fault(f"has {printable(name)} compressed", "Unpack it, and zip it without compression: zip -0.")
     pieces = []
@@ -168,7 +164,7 @@ def _pieces(name: str, shard: Structure, groups: Sequence[TensorInfo]) -> list[P
 
 
 def _cut(pieces: Sequence[Piece], itemsize: int, first: int, count: int) -> Iterator[Piece]:
-    """Yield where those numbers are, of all that the pieces hold one after the other."""
+    """Yield where ``count`` of the numbers in all pieces are, from the ``first`` on."""
     for name, start, numel in pieces:
         skipped, taken = min(first, numel), min(max(0, numel - first), count)
         if taken:
@@ -192,7 +188,7 @@ def _joined(dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Spli
 def _join_stages_1_and_2(
     param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
 ) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each group of parameters is one row of numbers, cut into a partition for each rank."""
+    """Each group of parameters is one row of numbers, of which each rank has a part."""
     states = [shards[name].content[_OPTIMIZER] for name in optimizers]
     if "zero_stage" not in states[0]:
         raise Fault(
@@ -220,7 +216,7 @@ def _join_stages_1_and_2(
 def _join_stage_3(
     param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
 ) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each parameter is cut into a partition for each rank, and these follow one another in each rank's file."""
+    """Each rank has a part of each parameter; these follow one another in its file."""
     groups = [shards[name].content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for name in optimizers]
     dtype = groups[0][0].dtype
     ranks = [_pieces(name, shards[name], group) for name, group in zip(optimizers, groups, strict=True)]
@@ -235,7 +231,7 @@ def _join_stage_3(
 
 
 def _join_frozen(models: Sequence[str], shards: Mapping[str, Structure]) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """What is not trained is not with the optimizer, but in the same partitions."""
+    """What is not trained is cut likewise, but not with the optimizer."""
     for key, shape in (shards[models[0]].content["frozen_param_shapes"] or {}).items():
         fragments = [shards[name].content["frozen_param_fragments"][key] for name in models]
         ranks = [_pieces(name, shards[name], [info]) for name, info in zip(models, fragments, strict=True)]

@@ -1,7 +1,7 @@
-"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them, read without running what is in them.
+"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them, read without running anything.
 
-``.metadata`` is a pickle: which block of which tensor is at which place of which file. Each such place holds a file of
-its own by ``torch.save``. Lightning adds what is not sharded in ``meta.pt``.
+``.metadata`` is a pickle that says at which place of which file each block of each tensor is. There, a file by
+``torch.save`` is inside of that file. Lightning adds what is not sharded in ``meta.pt``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, MAX_DEPTH, Opaque, TensorInfo, are_sizes
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, damaged
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.shards import (
-    Folder,
-    Part,
-    SplitTensorInfo,
-    check_byte_order,
-    check_cover,
-    describing,
-)
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, check_cover
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
@@ -36,31 +29,25 @@ _DAMAGE = "its .metadata does not describe a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in which file ``torch.save`` has written a tensor or another object; that is read when it is loaded."""
+    """Where ``torch.save`` has written a tensor or another object."""
 
     file: str
     start: int
     size_bytes: int
 
     def read_from(self, file: BinaryIO) -> bytes:
-        """Return what is there."""
+        """Return the bytes."""
         file.seek(self.start)
         return file.read(self.size_bytes)
 
 
 class _Slice(io.RawIOBase):
-    """A range of an open file as a file of its own."""
+    """A part of an open file as a file of its own."""
 
     def __init__(self, file: BinaryIO, place: Place) -> None:
         self._file = file
         self._place = place
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.size_bytes}[whence]
@@ -75,18 +62,16 @@ class _Slice(io.RawIOBase):
 
 
 def is_piece(name: str) -> bool:
-    """Whether torch.distributed.checkpoint gives this name to a file in its folders."""
+    """Whether torch.distributed.checkpoint names its files so."""
     return re.fullmatch(r"__\d+_\d+\.distcp|(__\d+)?\.metadata", name) is not None
 
 
 def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-    """Read what a folder holds; ``to_load`` looks into each place as well, and not only at the lengths of the files."""
+    """Describe the checkpoint in a folder. Only ``to_load`` it, each place is read, too."""
     if _METADATA not in names:
-        raise Fault(
-            "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last",
-            "Most likely the save was interrupted. Use an earlier checkpoint.",
-        )
-    with describing(_DAMAGE):
+        what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
+        raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
+    with any_error_is(damaged(_DAMAGE)):
         objects, paths = _read_metadata(folder.open(_METADATA))
         del folder.files[_METADATA]  # it holds no numbers
         places = [place for _, found in objects.values() for _, _, place in found]
@@ -114,7 +99,7 @@ Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | None, Blocks]], Mapping[str, Any]]:
-    """Return every tensor (``None``: another object) with the blocks it is in, and the path of each in the content."""
+    """Return every tensor (or ``None``: another object) with its blocks, and the path of each in the content."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     metadata = _state(StructureReader(file, size_bytes).load(), "Metadata")
@@ -146,14 +131,14 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
 
 
 def _state(described: Any, kind: str) -> Any:
-    """Return the attributes of an object of one of the classes that are in ``.metadata``."""
+    """Return the attributes of an object of this class."""
     if not isinstance(described, Opaque) or not described.kind.endswith(f".{kind}"):
         raise damaged(_DAMAGE)
     return described.state
 
 
 def _check_places(folder: Folder, places: list[Place]) -> None:
-    """Check that the files are there and hold as much as they are said to, without two things at one place."""
+    """Raise if files are missing or too short, or if two things are at one place."""
     folder.check_names(place.file for place in places)
     end: dict[str, int] = {}
     for place in sorted(places, key=lambda place: (place.file, place.start)):
@@ -166,7 +151,7 @@ def _check_places(folder: Folder, places: list[Place]) -> None:
 
 
 def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) -> Structure:
-    """Describe what is at a place, and add its records to those of the file."""
+    """Describe what is at a place, and add its records to those of its file."""
     file: Any = _Slice(folder.open(place.file), place)
     found = describe(file, os.path.join(folder.path, place.file))
     check_byte_order(file, found)
@@ -185,7 +170,7 @@ def _part(
     sizes: tuple[int, ...],
     place: Place,
 ) -> Part:
-    """Look up where in the file the numbers of a block are."""
+    """Look up where the numbers of a block are in the file."""
     found = _described(folder, shards, place)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
@@ -207,7 +192,7 @@ def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Return the tree with lists where the names are numbers; they were lists when they were saved."""
+    """Put back the lists, which were saved as dictionaries with numbers for names."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _with_lists(branch) for name, branch in tree.items()}
@@ -217,7 +202,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
-    """Return the content with what Lightning has put beside it, in the form of a file by Lightning."""
+    """Return the content and what Lightning has put beside it in the form of a file by Lightning."""
     if not isinstance(extra, Mapping) or content.keys() & extra.keys():
         raise damaged(f"its {_EXTRA} does not fit the rest")
     whole = {**content, **extra}

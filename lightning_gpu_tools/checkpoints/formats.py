@@ -1,4 +1,4 @@
-"""What a checkpoint file is, and what is wrong with one that cannot be read. Runs nothing and needs no torch."""
+"""What kind of file a checkpoint is, and what is wrong with one that cannot be read. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,32 +14,26 @@ from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.checkpoints.atomic_file import local_copy
 from lightning_gpu_tools.checkpoints.key_groups import listed
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import format_bytes, printable_path
 
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-# torch.serialization.MAGIC_NUMBER, as the first pickle of a file from before torch 1.6 is it: in protocol 2 to 5, or 0.
+# torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
 )
-# A safetensors header of more than 100 MB is refused by the format's own library.
-_MAX_SAFETENSORS_HEADER = 100_000_000
+_MAX_SAFETENSORS_HEADER = 100_000_000  # as in the format's own library
 
 
 class Fault(Exception):
-    """Why a file is no checkpoint; becomes a ``BrokenCheckpointError``, which names the file.
-
-    Attributes:
-        what: What it is, as the predicate of a sentence.
-        advice: What to do, in sentences.
-    """
+    """Why a file is no checkpoint; :func:`faults_of` makes it an error that names the file."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(what, advice)
-        self.what = what
-        self.advice = advice
+        self.what = what  # the predicate of a sentence
+        self.advice = advice  # sentences
 
 
 RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
@@ -51,15 +45,41 @@ def damaged(what: str) -> Fault:
 
 
 @contextlib.contextmanager
+def faults_of(path: object) -> Iterator[None]:
+    """Turn a :class:`Fault` into the error that says which file has it."""
+    try:
+        yield
+    except Fault as fault:
+        raise BrokenCheckpointError(f"{printable_path(path)} {fault.what}. {fault.advice}".rstrip()) from None
+
+
+@contextlib.contextmanager
+def any_error_is(fault: Fault) -> Iterator[None]:
+    """Turn whatever damaged or hostile contents raise into a fault."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
+            raise
+        raise fault from None
+
+
+def comes_from_contents(error: Exception) -> bool:
+    """Whether reading failed because of what is in the file, and not because the disk failed."""
+    # EINVAL: the contents sent the reader to a place that no file has.
+    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
+
+
+@contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file, once for all that is to be done with it: another may be at its path in the next moment."""
+    """Open a file once for all that is to be done with it: another may be at its path in the next moment."""
     with local_copy(path) as local:
         try:
-            file = _open(local)
+            with faults_of(path):
+                file = _open(local)
         except FileNotFoundError:
-            raise CheckpointNotFoundError(_not_found(os.fspath(path))) from None
-        except Fault as fault:
-            raise broken(os.fspath(path), fault) from None
+            no_folder = "" if Path(local).parent.is_dir() else " The folder does not exist either."
+            raise CheckpointNotFoundError(f"There is no checkpoint at {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
 
@@ -83,20 +103,12 @@ def identify(file: BinaryIO) -> Format:
     raise _something_else(head, size)
 
 
-def broken(path: str, fault: Fault) -> BrokenCheckpointError:
-    """Return the error for a fault: what it is, and what to do."""
-    return BrokenCheckpointError(" ".join(filter(None, [f"{printable_path(path)} {fault.what}.", fault.advice])))
-
-
-def comes_from_contents(error: Exception) -> bool:
-    """Whether reading failed because of what is in the file, and not because the disk failed."""
-    # EINVAL: the contents sent the reader to a place that no file has.
-    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
-
-
 def _open(path: str) -> BinaryIO:
     if os.path.isdir(path):
-        raise _directory(path)
+        inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
+        if inside:
+            raise Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
+        raise Fault("is a folder without the shards of a checkpoint", "Name a file, or the folder of all shards.")
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -105,12 +117,12 @@ def _open(path: str) -> BinaryIO:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe that nobody writes to would wait for ever.
+    # Opening a pipe waits until somebody writes to it.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _is_tar(head: bytes) -> bool:
-    """Whether ``torch.load``, which asks this first, takes a file for a tar archive; one may begin as anything else."""
+    """Whether ``torch.load``, which checks this first, takes a file for a tar archive; its name may be any bytes."""
     try:
         tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -118,19 +130,11 @@ def _is_tar(head: bytes) -> bool:
     return True
 
 
-def _not_found(path: str) -> str:
-    message = f"There is no checkpoint at {printable_path(path)}."
-    return message if Path(os.path.expanduser(path)).parent.is_dir() else f"{message} The folder does not exist either."
-
-
 def _something_else(head: bytes, size: int) -> Fault:
     if size == 0:
         return Fault("is empty", "Most likely the disk was full or a save was interrupted.")
     if not head.strip(b"\0"):
-        return Fault(
-            "holds nothing but zeros at its beginning: the machine or the disk stopped before the data was written",
-            RESTORE,
-        )
+        return Fault("begins with nothing but zeros: the machine or disk stopped before the data was written", RESTORE)
     text = head.lstrip()[:200].lower()
     for starts, what, advice in _OTHER_FILES:
         if head.startswith(starts) or text.startswith(starts):
@@ -140,7 +144,7 @@ def _something_else(head: bytes, size: int) -> Fault:
 
 
 _UNPACK = "Unpack it first."
-# How a file begins, also with capitals and after white space; what it is; what to do.
+# How a file begins (in any case, after any white space), what it is, what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
     (
@@ -174,10 +178,3 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ),
     ((b"\x89HDF",), "is an HDF5 file, as Keras writes them", "Load it with Keras."),
 )
-
-
-def _directory(path: str) -> Fault:
-    inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
-    if inside:
-        return Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
-    return Fault("is a folder, and none with the shards of a checkpoint", "Name a file, or the folder of all shards.")

@@ -257,4 +257,4 @@ def test_latest_names_a_folder_inside(tag: str, tmp_path: Path) -> None:
     folder = write_deepspeed(tmp_path / "zero", [WEIGHTS], 2, 1)
     (folder / "tag").rename(tmp_path / "elsewhere")
     (folder / "latest").write_text(tag)
-    refuse_everywhere(folder, "is a folder, and none with the shards of a checkpoint")
+    refuse_everywhere(folder, "is a folder without the shards of a checkpoint")
