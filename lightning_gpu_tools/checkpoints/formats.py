@@ -143,7 +143,6 @@ def _something_else(head: bytes, size: int) -> Fault:
     return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", advice)
 
 
-_UNPACK = "Unpack it first."
 # How a file begins (in any case, after any white space), what it is, what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
@@ -153,12 +152,11 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
         "Download the file itself again.",
     ),
     ((b"{", b"["), "is a JSON text, not a checkpoint", "Name the file with the weights."),
-    ((b"\x1f\x8b",), "is a gzip file", _UNPACK),
-    ((b"BZh",), "is a bzip2 file", _UNPACK),
-    ((b"\xfd7zXZ",), "is a xz file", _UNPACK),
-    ((b"7z\xbc\xaf",), "is a 7-Zip file", _UNPACK),
-    ((b"Rar!",), "is a RAR file", _UNPACK),
-    ((b"\x28\xb5\x2f\xfd",), "is a zstd file", _UNPACK),
+    (
+        (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!"),
+        "is compressed (gzip, bzip2, xz, zstd, 7-Zip or RAR)",
+        "Unpack it first.",
+    ),
     (
         tuple(b"\x80" + bytes([protocol]) for protocol in range(6)),
         "is a Python pickle that torch.save did not write",

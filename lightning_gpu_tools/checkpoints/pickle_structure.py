@@ -96,9 +96,10 @@ class StructureReader(pickle._Unpickler):
         self.metastack: list[list[Any]] = []
         self.stack = []
         self.append = self.stack.append
+        read, dispatch = self.read, self.dispatch
         try:
             while True:
-                self.dispatch[self.read(1)[0]](self)
+                dispatch[read(1)[0]](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             content = stop.value
         if _depth([content], {}) > MAX_DEPTH + 1:
@@ -126,12 +127,9 @@ class StructureReader(pickle._Unpickler):
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
             return pid[1]  # the class of a module, which comes with its source
-        if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
-            raise damaged("it describes a storage in a way that no version of torch does")
-        _, kind, key, location, numel, *part = pid
-        if part and part[0] is not None:
-            what = "has tensors that share a storage as in files of torch before 0.4, which are not supported"
-            raise Fault(what, "Load it with torch.load and save it again with torch.save.")
+        _, kind, key, location, numel, *view = pid
+        if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
+            raise damaged("it describes a storage in a way that no version of torch since 0.4 does")
         dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
             raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")

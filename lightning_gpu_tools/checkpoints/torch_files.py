@@ -26,7 +26,7 @@ from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, Te
 from lightning_gpu_tools.checkpoints.distributed_folder import Place
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
+from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo, check_byte_order
 from lightning_gpu_tools.checkpoints.sources import Files, opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
@@ -50,8 +50,8 @@ def read_checkpoint(
     Tensors are mapped: they take no memory until they are used, and change with the file. Only compressed files are
     unpacked into memory. A tensor of several parts is put together for each operation, and takes memory only meanwhile.
 
-    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``. ``verify`` compares checksums first, as
-    is always done with compressed files. Other errors are those of ``read_structure``.
+    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first,
+    as is always done with compressed files. Other errors are those of ``read_structure``.
     """
 
     def load(file: BinaryIO, structure: Structure) -> Any:
@@ -120,7 +120,7 @@ def _read(
             raise structure.part
         for name, file in files.items():
             shard = structure.shard(name)
-            if verify or shard.is_packed:  # torch ignores damage of compressed records, and leaves memory as it was
+            if verify or shard.is_packed:  # torch ignores damaged compressed records
                 compare_with_checksums(file, shard)
         if structure.assembly is None:
             return load(files[""], structure)
@@ -174,11 +174,11 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
     except Exception as error:  # damaged or hostile bytes make torch raise anything
+        explained = refusal or _explained(structure, error, weights_only, map_location)
+        if explained is None:
+            raise
         with faults_of(structure.path):
-            explained = refusal or _explained(structure, error, weights_only, map_location)
-            if explained is not None:
-                raise explained from None
-        raise
+            raise explained from None
 
 
 @functools.cache
@@ -192,10 +192,7 @@ def _warn_of_old_torch() -> None:
 
 
 def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[str, str]]:
-    """Return the content with tensors in its sets of weights, and the keys that had to be left out of these.
-
-    With each key is its kind, or ``""`` if it is no weight but an extra state.
-    """
+    """Return the content with tensors for weights, and the kind of each key left out; ``""`` of an extra state."""
     build = _Builder(file, structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: dict[str, str] = {}
@@ -279,25 +276,22 @@ def _is_plain(tensor: Any) -> bool:
 
 def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
     """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
+    check_byte_order(file, structure)
     whole = _numbers(file).untyped_storage()
-    order = structure.records.get("byteorder")
-    is_swapped = order is not None and read_record(file, order).decode() != sys.byteorder
 
     @functools.cache
-    def numbers(storage: StorageInfo) -> Any:
+    def numbers(storage: StorageInfo) -> torch.UntypedStorage:
         start = structure.places.get(storage.key)
-        if start is None:
-            data = bytearray(read_record(file, structure.records[f"data/{storage.key}"]))
-            in_memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
-            block: Any = in_memory.untyped_storage()
-        else:
-            block = whole[start : start + storage.size_bytes]
-        if is_swapped:
-            block = block.clone()
-            block.byteswap(getattr(torch, storage.dtype))
-        return block
+        if start is not None:
+            return whole[start : start + storage.size_bytes]
+        data = bytearray(read_record(file, structure.records[f"data/{storage.key}"]))
+        return _bytes_of(data).untyped_storage()
 
     return numbers
+
+
+def _bytes_of(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 # torch takes these for plain data only after this module is imported.
@@ -305,7 +299,7 @@ _REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.neste
 
 
 def _name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path by which to map an open file, whatever is at its old path now; ``None`` if there is none."""
+    """Return a path by which to map an open file, even if another is at its old path now."""
     if isinstance(file, io.BytesIO):
         return None
     if sys.platform == "win32":  # where an open file cannot be replaced
@@ -321,11 +315,11 @@ def _numbers(file: BinaryIO) -> torch.Tensor:
     if source is not None:
         return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
     file.seek(0)
-    return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    return _bytes_of(bytearray(file.read()))
 
 
 def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
-    """Return what is the matter with a file that torch could not load; ``None`` if torch's own error says it best."""
+    """Return why torch could not load a file; ``None`` if its own error says it best."""
     if weights_only:
         foreign = beyond_plain_data(structure.globals)
         if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
@@ -350,7 +344,7 @@ def _explained(structure: Structure, error: Exception, weights_only: bool, map_l
 
 
 def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
-    """Return why ``weights_only=True`` refuses a file; ``None`` if that does not show before torch opens it."""
+    """Return why ``weights_only=True`` refuses a file, as far as its description shows it."""
     for prefix, module in _REGISTERED_BY.items():
         if any(name.startswith(prefix) for name in structure.globals):
             importlib.import_module(module)

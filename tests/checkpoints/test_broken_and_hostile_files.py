@@ -58,7 +58,7 @@ FAULTS = {
     "web page in capitals": (b"\n <HTML><head>", "web page"),
     "random bytes": (bytes(range(7, 250)) * 20, "is no checkpoint"),
     "json": (b'{"error": "not found"}', "JSON text"),
-    "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "gzip file.*Unpack"),
+    "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
     "tar": (tar(), "tar archive.*Unpack"),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5.*Keras"),
     "zip that is no checkpoint": (zipped([("photos/cat.txt", b"meow")]), "zip archive but no checkpoint.*photos/cat"),
