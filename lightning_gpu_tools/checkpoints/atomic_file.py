@@ -22,20 +22,20 @@ if sys.platform != "win32":
     import fcntl
 
 _LEFT_OVER = re.compile(r"\.lightning-gpu-tools-([0-9a-f]{12})-[0-9a-f]{16}\.part")
-# What file systems that cannot flush a directory answer: FUSE, CIFS, some network file systems.
+# From file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
-# Here an upload appears under its name only when it is complete. Elsewhere (SFTP, SMB, HDFS) it has to be moved there.
+# Uploads appear there only when they are complete. Elsewhere (SFTP, SMB, HDFS) they are moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
 
 
 @contextlib.contextmanager
 def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a local path: ``path`` itself, or a copy of a remote file that lives as long as the block."""
+    """Give ``path`` itself, or the path of a temporary copy of a remote file."""
     filesystem, name = _place(path)
     if filesystem is None:
         yield name
         return
-    # In a folder of its own, so that nothing else counts as its neighbor. On Windows a mapped file cannot be removed.
+    # A folder of its own, without other checkpoints. Windows does not remove mapped files.
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
@@ -60,9 +60,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def behind_links(path: str | os.PathLike[str]) -> str:
-    """Return the path to write to where a symbolic link is to stay; :func:`writing` replaces the link itself.
+    """Return the target of a symbolic link, or the path itself. :func:`writing` replaces a link, not its target.
 
-    That is for the ``last.ckpt`` of a Trainer: it may link to the best checkpoint, which the next save must not touch.
+    So saving ``last.ckpt`` leaves the best checkpoint alone, to which it may link.
     """
     filesystem, name = _place(path)
     return os.path.realpath(name) if filesystem is None and os.path.islink(name) else os.fspath(path)
@@ -121,14 +121,13 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 def sweep(directory: str) -> None:
     """Remove what killed processes have left behind.
 
-    Only what is proven dead: the name says that this kernel wrote it, and the kernel has released its lock. Files of
-    other machines, and those that cannot be locked or removed, are left alone.
+    Only if the name says that this kernel wrote it, and the kernel has released its lock: other files may be in use.
     """
     with os.scandir(directory) as entries:
         left_over = ((entry.path, _LEFT_OVER.fullmatch(entry.name)) for entry in entries)
         candidates = [path for path, match in left_over if match and match[1] == running_kernel()]
     for candidate in candidates:
-        with contextlib.suppress(OSError):  # somebody else's file, or swept by another process in this moment
+        with contextlib.suppress(OSError):  # another user's, or just swept by another process
             descriptor = os.open(candidate, os.O_RDONLY)
             try:
                 if _try_lock(descriptor):
@@ -141,7 +140,7 @@ def _open_beside(directory: str) -> tuple[str, BinaryIO]:
     while True:
         name = f".lightning-gpu-tools-{running_kernel()}-{secrets.token_hex(8)}.part"
         temporary = os.path.join(directory, name)
-        # Not tempfile, whose files only their owner can read: here the umask decides, as for any other save.
+        # Not tempfile: here the umask decides who may read it.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         _try_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
@@ -150,7 +149,7 @@ def _open_beside(directory: str) -> tuple[str, BinaryIO]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the lock that the kernel releases when the process dies; ``False`` if it is held or there are no locks."""
+    """Take a lock that the kernel releases when the process dies; ``False`` if it is held or impossible."""
     if sys.platform == "win32":
         return False
     try:
@@ -174,7 +173,7 @@ def _sync_directory(directory: str) -> None:
 
 
 def _about(path: str, error: OSError) -> OSError:
-    """Return the error with the path that the caller knows, not the temporary one."""
+    """Return the error with the path that the caller knows."""
     reason = error.strerror or str(error)
     return OSError(error.errno, f"{reason}, while saving (an older file at this path is as it was)", path)
 

@@ -150,41 +150,6 @@ def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
         )
 
 
-def _pieces(name: str, shard: Structure, groups: Sequence[TensorInfo]) -> list[Piece]:
-    """Return where the numbers of flat tensors are."""
-    if shard.is_packed:
-        raise Fault(f"has {printable(name)} compressed", "Unpack it, and zip it without compression: zip -0.")
-    pieces = []
-    for info in groups:
-        if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != groups[0].dtype:
-            raise damaged(_DAMAGE)
-        start = shard.places[info.storage.key] + info.offset * BYTES_OF_DTYPE[info.dtype]  # type: ignore[union-attr]
-        pieces.append((name, start, info.shape[0]))  # type: ignore[index]
-    return pieces
-
-
-def _cut(pieces: Sequence[Piece], itemsize: int, first: int, count: int) -> Iterator[Piece]:
-    """Yield where ``count`` of the numbers in all pieces are, from the ``first`` on."""
-    for name, start, numel in pieces:
-        skipped, taken = min(first, numel), min(max(0, numel - first), count)
-        if taken:
-            yield name, start + skipped * itemsize, taken
-        first, count = first - skipped, count - taken
-    if count:
-        raise damaged(_DAMAGE)
-
-
-def _joined(dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> SplitTensorInfo:
-    parts = []
-    end = 0
-    for name, start, numel in pieces:
-        parts.append(Part(name, start, (end,), (numel,), (1,)))
-        end += numel
-    if end != math.prod(shape):
-        raise damaged(_DAMAGE)
-    return SplitTensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))
-
-
 def _join_stages_1_and_2(
     param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
 ) -> Iterator[tuple[str, SplitTensorInfo]]:
@@ -201,50 +166,74 @@ def _join_stages_1_and_2(
         raise damaged(_DAMAGE)
     align = 2 * len(optimizers)  # "Z2 started to align to 2*world_size to improve nccl performance"
     for number, shapes in enumerate(param_shapes):
-        flat = [group[number] for group in groups]
-        pieces = [_pieces(name, shards[name], [info])[0] for name, info in zip(optimizers, flat, strict=True)]
-        itemsize = BYTES_OF_DTYPE[flat[0].dtype]
+        dtype = groups[0][number].dtype
+        row: list[Piece] = []
+        for name, group in zip(optimizers, groups, strict=True):
+            row += _row(name, shards[name], [group[number]], dtype)
         at = 0
         for (key, shape), padding in zip(shapes.items(), paddings[number], strict=True):
-            numel = math.prod(shape)
-            yield key, _joined(flat[0].dtype, shape, [*_cut(pieces, itemsize, at, numel)])
-            at += numel + padding
-        if -(-at // align) != -(-sum(numel for *_, numel in pieces) // align) or len({info.dtype for info in flat}) > 1:
+            yield key, _joined(dtype, shape, [row], at)
+            at += math.prod(shape) + padding
+        if -(-at // align) != -(-_length(row) // align):
             raise damaged(_DAMAGE)
 
 
 def _join_stage_3(
     param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
 ) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each rank has a part of each parameter; these follow one another in its file."""
+    """Each rank has a row with its part of each parameter."""
     groups = [shards[name].content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for name in optimizers]
     dtype = groups[0][0].dtype
-    ranks = [_pieces(name, shards[name], group) for name, group in zip(optimizers, groups, strict=True)]
+    rows = [_row(name, shards[name], group, dtype) for name, group in zip(optimizers, groups, strict=True)]
     at = 0
     for key, shape in (item for shapes in param_shapes for item in shapes.items()):
-        yield key, _joined_of_ranks(dtype, shape, ranks, at)
-        at += -(-math.prod(shape) // len(ranks))
-    if {(group[0].dtype, sum(numel for *_, numel in pieces)) for group, pieces in zip(groups, ranks, strict=True)} != {
-        (dtype, at)
-    }:
+        yield key, _joined(dtype, shape, rows, at)
+        at += -(-math.prod(shape) // len(rows))
+    if {*map(_length, rows)} != {at}:
         raise damaged(_DAMAGE)
 
 
 def _join_frozen(models: Sequence[str], shards: Mapping[str, Structure]) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """What is not trained is cut likewise, but not with the optimizer."""
+    """What is not trained is cut likewise, but is not with the optimizer."""
     for key, shape in (shards[models[0]].content["frozen_param_shapes"] or {}).items():
         fragments = [shards[name].content["frozen_param_fragments"][key] for name in models]
-        ranks = [_pieces(name, shards[name], [info]) for name, info in zip(models, fragments, strict=True)]
-        if len({info.dtype for info in fragments}) > 1:
+        dtype = fragments[0].dtype
+        rows = [_row(name, shards[name], [info], dtype) for name, info in zip(models, fragments, strict=True)]
+        yield key, _joined(dtype, shape, rows, 0)
+
+
+def _row(name: str, shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
+    """Return where the numbers of flat tensors are in a file."""
+    if shard.is_packed:
+        raise Fault(f"has {printable(name)} compressed", "Unpack it, and zip it without compression: zip -0.")
+    row = []
+    for info in tensors:
+        if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != dtype:
             raise damaged(_DAMAGE)
-        yield key, _joined_of_ranks(fragments[0].dtype, shape, ranks, 0)
+        start = shard.places[info.storage.key] + info.offset * BYTES_OF_DTYPE[dtype]  # type: ignore[union-attr]
+        row.append((name, start, info.shape[0]))  # type: ignore[index]
+    return row
 
 
-def _joined_of_ranks(dtype: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Piece]], at: int) -> SplitTensorInfo:
-    numel = left = math.prod(shape)
-    cut: list[Piece] = []
-    for pieces in ranks:
-        partition = min(-(-numel // len(ranks)), left)  # the last one is padded
-        cut += _cut(pieces, BYTES_OF_DTYPE[dtype], at, partition)
-        left -= partition
-    return _joined(dtype, shape, cut)
+def _length(row: Sequence[Piece]) -> int:
+    return sum(numel for *_, numel in row)
+
+
+def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]], at: int) -> SplitTensorInfo:
+    """Return a tensor of which each row has an equal share, from ``at`` on; the last share is padded."""
+    left = math.prod(shape)
+    share = -(-left // len(rows))
+    parts: list[Part] = []
+    end = 0
+    for row in rows:
+        skip, take = at, min(share, left)
+        left -= take
+        for name, start, numel in row:
+            skipped = min(skip, numel)
+            taken = min(take, numel - skipped)
+            if taken:
+                parts.append(Part(name, start + skipped * BYTES_OF_DTYPE[dtype], (end,), (taken,), (1,)))
+            skip, take, end = skip - skipped, take - taken, end + taken
+        if take:
+            raise damaged(_DAMAGE)
+    return SplitTensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))
