@@ -36,6 +36,8 @@ _OPTIMIZER, _RANKS = "optimizer_state_dict", "partition_count"
 _GROUPS, _GROUPS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _DAMAGE = "its files do not describe a ZeRO checkpoint"
 
+Shards = Mapping[str, Structure]
+Shapes = Mapping[str, tuple[int, ...]]
 Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
 
 
@@ -55,31 +57,32 @@ def find_deepspeed(path: str, names: set[str]) -> str | None:
 
 def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
     """Describe the checkpoint in a folder."""
-    models, optimizers = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
-    others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *models, *optimizers}
+    model_names, optimizer_names = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
+    others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
             f"is a DeepSpeed checkpoint of a model that more than ZeRO has split ({printable(min(others))})",
             "Only the program that trained it can join experts, pipeline stages and tensor-parallel parts.",
         )
-    if (_WHOLE_MODEL in names) == bool(models):
-        raise damaged("its model_states.pt are of two checkpoints" if models else "it has no model_states.pt")
-    models = models or [_WHOLE_MODEL]
-    shards = {name: folder.describe(name) for name in (*models, *optimizers)}
+    is_whole = _WHOLE_MODEL in names
+    if is_whole == bool(model_names):
+        raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
+    models = {name: folder.describe(name) for name in model_names or [_WHOLE_MODEL]}
+    optimizers = {name: folder.describe(name) for name in optimizer_names}
+    shards = {**models, **optimizers}
     for name, shard in shards.items():
         check_byte_order(folder.open(name), shard)
-    loaded = models[0]
+    loaded = next(iter(models))
     with any_error_is(damaged(_DAMAGE)):
-        model: Mapping[str, Any] = shards[loaded].content
+        model: Mapping[str, Any] = models[loaded].content
         split: dict[str, SplitTensorInfo] = {}
         if model["param_shapes"] is not None:  # or nothing is split: stage 0
-            _check_ranks(optimizers, shards)
-            if loaded == _WHOLE_MODEL:
-                split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers, shards))
+            _check_ranks(optimizers)
+            if is_whole:
+                split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers))
             else:
-                _check_ranks(models, shards)
-                split = dict(_join_stage_3(model["param_shapes"], optimizers, shards))
-                split.update(_join_frozen(models, shards))
+                _check_ranks(models)
+                split = {**dict(_join_stage_3(model["param_shapes"], optimizers)), **dict(_join_frozen(models))}
             tied = model["shared_params"].items()
             split.update((name, split[stored]) for name, stored in tied if stored in split)
         buffers = set(model["buffer_names"])
@@ -90,7 +93,7 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
         if not split.keys() <= weights.keys():
             raise damaged(_DAMAGE)
         for name, value in weights.items():  # at stage 3 there is only an empty tensor for each parameter
-            is_empty = loaded != _WHOLE_MODEL and tuple(getattr(value, "shape", None) or ()) == (0,)
+            is_empty = not is_whole and tuple(getattr(value, "shape", None) or ()) == (0,)
             if is_empty and name not in split and name not in buffers:
                 raise damaged(f"no file has the numbers of {printable(name)}")
         weights.update(split)
@@ -134,42 +137,40 @@ def _count(ranks: Any) -> Any:
     return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
 
 
-def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
+def _check_ranks(shards: Shards) -> None:
     """Raise unless there is one file of each rank, all of the same checkpoint."""
-    for name in names:
-        content = shards[name].content
+    there = [int(re.findall(r"pp_rank_(\d+)", name)[0]) for name in shards]
+    for name, shard in shards.items():
+        content = shard.content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
-        there = [int(re.findall(r"pp_rank_(\d+)", other)[0]) for other in names]
-        if ranks != len(names) or there != [*range(len(names))]:
-            what = f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(names)} are there"
+        if ranks != len(there) or there != [*range(len(there))]:
+            what = f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(there)} are there"
             raise Fault(what, "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.")
-    if not names:
+    if not shards:
         raise Fault(
             "is not complete: *_optim_states.pt, the files of the optimizer with the fp32 weights, are missing",
             f"At stage 1 and 2, the weights that it was trained with are in its {_WHOLE_MODEL}.",
         )
 
 
-def _join_stages_1_and_2(
-    param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
-) -> Iterator[tuple[str, SplitTensorInfo]]:
+def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """Each group of parameters is one row of numbers, of which each rank has a part."""
-    states = [shards[name].content[_OPTIMIZER] for name in optimizers]
-    if "zero_stage" not in states[0]:
+    states = {name: shard.content[_OPTIMIZER] for name, shard in optimizers.items()}
+    first = next(iter(states.values()))
+    if "zero_stage" not in first:
         raise Fault(
             "is by an optimizer of DeepSpeed whose partitions its zero_to_fp32.py does not read either",
             f"The weights that it was trained with are in its {_WHOLE_MODEL}.",
         )
-    paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
-    groups = [state[_GROUPS] for state in states]
-    if {len(group) for group in (*groups, paddings)} != {len(param_shapes)}:
+    paddings = first.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
+    if {len(paddings), *(len(state[_GROUPS]) for state in states.values())} != {len(param_shapes)}:
         raise damaged(_DAMAGE)
-    align = 2 * len(optimizers)  # "Z2 started to align to 2*world_size to improve nccl performance"
+    align = 2 * len(states)  # "Z2 started to align to 2*world_size to improve nccl performance"
     for number, shapes in enumerate(param_shapes):
-        dtype = groups[0][number].dtype
+        dtype = first[_GROUPS][number].dtype
         row: list[Piece] = []
-        for name, group in zip(optimizers, groups, strict=True):
-            row += _row(name, shards[name], [group[number]], dtype)
+        for name, state in states.items():
+            row += _row(name, optimizers[name], [state[_GROUPS][number]], dtype)
         at = 0
         for (key, shape), padding in zip(shapes.items(), paddings[number], strict=True):
             yield key, _joined(dtype, shape, [row], at)
@@ -178,13 +179,11 @@ def _join_stages_1_and_2(
             raise damaged(_DAMAGE)
 
 
-def _join_stage_3(
-    param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
-) -> Iterator[tuple[str, SplitTensorInfo]]:
+def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """Each rank has a row with its part of each parameter."""
-    groups = [shards[name].content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for name in optimizers]
-    dtype = groups[0][0].dtype
-    rows = [_row(name, shards[name], group, dtype) for name, group in zip(optimizers, groups, strict=True)]
+    groups = {name: shard.content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for name, shard in optimizers.items()}
+    dtype = next(iter(groups.values()))[0].dtype
+    rows = [_row(name, optimizers[name], group, dtype) for name, group in groups.items()]
     at = 0
     for key, shape in (item for shapes in param_shapes for item in shapes.items()):
         yield key, _joined(dtype, shape, rows, at)
@@ -193,12 +192,14 @@ def _join_stage_3(
         raise damaged(_DAMAGE)
 
 
-def _join_frozen(models: Sequence[str], shards: Mapping[str, Structure]) -> Iterator[tuple[str, SplitTensorInfo]]:
+def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """What is not trained is cut likewise, but is not with the optimizer."""
-    for key, shape in (shards[models[0]].content["frozen_param_shapes"] or {}).items():
-        fragments = [shards[name].content["frozen_param_fragments"][key] for name in models]
-        dtype = fragments[0].dtype
-        rows = [_row(name, shards[name], [info], dtype) for name, info in zip(models, fragments, strict=True)]
+    first = next(iter(models.values())).content
+    for key, shape in (first["frozen_param_shapes"] or {}).items():
+        dtype = first["frozen_param_fragments"][key].dtype
+        rows = [
+            _row(name, shard, [shard.content["frozen_param_fragments"][key]], dtype) for name, shard in models.items()
+        ]
         yield key, _joined(dtype, shape, rows, 0)
 
 

@@ -42,7 +42,7 @@ DTYPE_OF_STORAGE = {
 MAX_DEPTH = 200
 
 
-# Not frozen, which takes three times as long to make: a file may describe 300,000 of them.
+# Not frozen: that takes three times as long, and a file may describe 300,000 of them.
 @dataclass(slots=True, unsafe_hash=True)
 class StorageInfo:
     """A block of numbers in the file."""
@@ -65,21 +65,21 @@ class TensorInfo:
     dtype: str  # "?" if the file does not say
     shape: tuple[int, ...] | None  # None if the file does not say
     storage: StorageInfo | None  # None if the numbers are not one block
-    attributes: Any = field(default=None, compare=False)  # what a program has hung on it; saved and copied with it
+    attributes: Any = field(default=None, compare=False)  # what a program has hung on it
     offset: int = 0  # of its first number in the storage
     strides: tuple[int, ...] | None = None  # None: its numbers are in a row
-    kind: str = ""  # if it is more than these numbers: "sparse", "quantized", the name of a subclass
+    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" if it is just numbers
     is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Opaque:
-    """An object that only running code could build, or the class of one: inert, whatever is done to it."""
+    """An object that only running code could build: inert, whatever is done to it."""
 
     is_plain: bool = False  # weights_only=True would build it
-    kind: str = ""  # what would build it, "module.name"; "" if the file does not name it
-    state: Any = ()  # what it would get then; before that, the arguments of the call that would make it
-    items: dict[Any, Any] | None = None  # what would be put into it, if it is like a dictionary
+    kind: str = ""  # what would build it: "module.name", or "" if that is not known
+    state: Any = ()  # what it would get; else the arguments of the call that would make it
+    items: dict[Any, Any] | None = None  # what would be put into it
 
 
 class StandIn:

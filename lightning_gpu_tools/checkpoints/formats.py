@@ -28,12 +28,12 @@ _MAX_SAFETENSORS_HEADER = 100_000_000  # as in the format's own library
 
 
 class Fault(Exception):
-    """Why a file is no checkpoint; :func:`faults_of` makes it an error that names the file."""
+    """Why a file is no checkpoint."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(what, advice)
-        self.what = what  # the predicate of a sentence
-        self.advice = advice  # sentences
+        self.what = what  # without the subject: "is empty"
+        self.advice = advice
 
 
 RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
@@ -55,7 +55,7 @@ def faults_of(path: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def any_error_is(fault: Fault) -> Iterator[None]:
-    """Turn whatever damaged or hostile contents raise into a fault."""
+    """Raise this instead of whatever damaged or hostile contents raise."""
     try:
         yield
     except Exception as error:
@@ -65,14 +65,13 @@ def any_error_is(fault: Fault) -> Iterator[None]:
 
 
 def comes_from_contents(error: Exception) -> bool:
-    """Whether reading failed because of what is in the file, and not because the disk failed."""
-    # EINVAL: the contents sent the reader to a place that no file has.
+    """Whether the contents made reading fail, not the disk; they cause EINVAL by impossible offsets."""
     return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file once for all that is to be done with it: another may be at its path in the next moment."""
+    """Open a file, once for all uses: another may be at its path in the next moment."""
     with local_copy(path) as local:
         try:
             with faults_of(path):
@@ -122,7 +121,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def _is_tar(head: bytes) -> bool:
-    """Whether ``torch.load``, which checks this first, takes a file for a tar archive; its name may be any bytes."""
+    """Whether ``torch.load`` takes a file for a tar archive, which may begin like any other format."""
     try:
         tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
     except tarfile.HeaderError:

@@ -1,8 +1,4 @@
-"""What a pickle describes, read without running any of it.
-
-Inert stand-ins replace the classes and functions that it names: nothing is imported or called. What torch would trust
-(the place of a tensor in its storage, what an item is put into) is checked on the way.
-"""
+"""What a pickle describes, read without importing or calling anything. What torch would trust is checked on the way."""
 
 from __future__ import annotations
 
@@ -28,14 +24,13 @@ from lightning_gpu_tools.checkpoints.formats import Fault, damaged
 from lightning_gpu_tools.units import printable
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
-# They take a storage, an offset in it, a shape, strides and more: how many arguments in all.
+# How many arguments they take: a storage, an offset in it, a shape, strides and more.
 _MAKERS_OF_VIEWS = {
     "_rebuild_tensor": (4,),
     "_rebuild_tensor_v2": (6, 7),
     "_rebuild_tensor_v3": (7, 8),
     "_rebuild_qtensor": (7,),
 }
-# These make no view, but tensors of this kind.
 _MAKERS_OF_OTHERS = {
     "_rebuild_meta_tensor_no_storage": "meta",
     "_rebuild_sparse_tensor": "sparse",
@@ -44,23 +39,21 @@ _MAKERS_OF_OTHERS = {
     "_rebuild_device_tensor_from_numpy": "NumPy",
     "_rebuild_device_tensor_from_cpu_tensor": "",
 }
-# What these make of a tensor has the same numbers.
 _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
-# A key is a text, a number or a few of them. Python hashes tuples in tuples by recursion without a limit; with two
-# references in each to the next, that never ends.
+# Python hashes nested tuples by recursion without a limit, and each again wherever it stands.
 _MAX_KEY_PARTS = 256
 _MAX_DIMENSIONS = 64  # of torch's operations
 _MAX_ARGUMENTS = 10
 
 
 class _Set(tuple[Any, ...]):
-    """The elements of a set, or the sizes of a shape: not hashed, and told from the tuples of the file."""
+    """The elements of a set or a shape, which are not hashed."""
 
     __slots__ = ()
 
 
 class _GrowingSet(list[Any]):
-    """A set that the pickle is still filling."""
+    """A set that is still being filled: as a list it is smaller, and hashes nothing."""
 
     __slots__ = ()
 
@@ -71,7 +64,7 @@ class StructureReader(pickle._Unpickler):
     In Python, because one opcode of a hostile file makes the faster unpickler in C reserve 64 GiB for its memo.
     """
 
-    # The type stubs leave these out.
+    # Missing in the type stubs.
     stack: list[Any]
     append: Callable[[Any], None]
     read: Callable[[int], bytes]
@@ -81,7 +74,7 @@ class StructureReader(pickle._Unpickler):
     def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self._file = file
-        # "module.name", and as "module.name(...)" calls that weights_only=True allows and plain data never needs.
+        # "module.name"; "module.name(...)" if weights_only=True would allow that call, which plain data never needs.
         self.globals: set[str] = set()
         self.filled: set[str] = set()  # classes of objects into which elements are put
         self.storages: dict[str, StorageInfo] = {}
@@ -91,7 +84,7 @@ class StructureReader(pickle._Unpickler):
 
     def load(self) -> Any:
         """Return what the pickle describes."""
-        # As in pickle, but for frames: they announce what follows, and are not needed.
+        # As in pickle, but without frames.
         self.read, self.readline = self._file.read, self._file.readline
         self.metastack: list[list[Any]] = []
         self.stack = []
@@ -103,10 +96,8 @@ class StructureReader(pickle._Unpickler):
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             content = stop.value
         if _depth([content], {}) > MAX_DEPTH + 1:
-            raise Fault(
-                f"nests its contents more than {MAX_DEPTH} levels deep, or without end",
-                "No training needs that, and Python can neither copy nor save it.",
-            )
+            what = f"nests its contents more than {MAX_DEPTH} levels deep, or without end"
+            raise Fault(what, "Python can neither copy nor save that.")
         return content
 
     def find_class(self, module: str, name: str) -> Any:
@@ -126,7 +117,7 @@ class StructureReader(pickle._Unpickler):
         """Return a described storage: ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
-            return pid[1]  # the class of a module, which comes with its source
+            return pid[1]  # a module's class, before its source
         _, kind, key, location, numel, *view = pid
         if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
             raise damaged("it describes a storage in a way that no version of torch since 0.4 does")
@@ -142,7 +133,7 @@ class StructureReader(pickle._Unpickler):
             raise damaged(f"it describes the storage {printable(key)} in two ways")
         return storage
 
-    # -- opcodes that would run, copy or trust something in pickle ---------------------------------------------------
+    # -- opcodes that in pickle run, copy or trust something ---------------------------------------------------------
 
     def _reduce(self) -> None:
         arguments = self.stack.pop()
@@ -165,7 +156,7 @@ class StructureReader(pickle._Unpickler):
                 _check_key(key)
             vars(target).update(state)
         elif isinstance(target, TensorInfo) or (isinstance(target, Opaque) and target.is_plain):
-            self.globals.add("torch.Tensor.__setstate__(...)")  # a tensor would grow beyond its storage
+            self.globals.add("torch.Tensor.__setstate__(...)")  # it could reach beyond the storage
             if isinstance(target, TensorInfo):
                 target.kind = "changed"
         elif isinstance(target, Opaque):
@@ -215,7 +206,7 @@ class StructureReader(pickle._Unpickler):
             target.extend(items)
 
     def _empty_set(self) -> None:
-        self.append(_GrowingSet())  # it takes less memory, and hashes nothing
+        self.append(_GrowingSet())
 
     def _frozenset(self) -> None:
         items = self.pop_mark()  # this replaces self.append
@@ -287,7 +278,7 @@ class StructureReader(pickle._Unpickler):
         return Opaque(function.is_plain, name, arguments)
 
     def _copy(self, elements: Any) -> None:
-        """Count what is copied: honest pickles take at least a byte for each element."""
+        """Raise if more elements are copied than the pickle has bytes."""
         self._left_to_copy -= len(elements)
         if self._left_to_copy < 0:
             raise damaged("it copies the same values again and again")
@@ -300,7 +291,7 @@ class StructureReader(pickle._Unpickler):
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes == [first.dtype]:
                 return first
-            self.globals.add(f"{maker}(...)")  # a copy, which is large where many elements share one place
+            self.globals.add(f"{maker}(...)")  # a copy, much larger if its elements share one place
             return replace(first, kind="changed")
         if maker.name == "_rebuild_sparse_tensor":
             arguments = arguments[1] if len(arguments) == 2 else ()
@@ -360,7 +351,7 @@ def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dty
 
 
 def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
-    """Raise unless a tensor that is quantized by channel has a scale for each; old torch does not check."""
+    """Raise unless a tensor quantized by channel has a scale for each; old torch does not check."""
     if not isinstance(quantizer, tuple) or len(quantizer) == 3:  # one scale for all
         return
     _, scales, zero_points, axis = quantizer
@@ -384,8 +375,8 @@ def _check_key(key: Any) -> None:
 
 
 def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call that ``weights_only=True`` allows takes no more memory than its arguments do."""
-    if name == "_codecs.encode":  # writes bytes so; the results of other codecs could be encoded again and again
+    """Whether the result of a call that ``weights_only=True`` allows is no larger than its arguments."""
+    if name == "_codecs.encode":  # of bytes; other codecs can be applied again and again
         return len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] in ("latin1", "latin-1")
     if name == "builtins.bytearray":
         return not arguments or not isinstance(arguments[0], int)
@@ -399,8 +390,8 @@ def _changed(described: Any, **changes: Any) -> Any:
 
 
 def _depth(container: Any, known: dict[int, int], level: int = 0) -> int:
-    """Return how many levels of containers are nested in each other, as far as ``MAX_DEPTH``."""
-    known[id(container)] = MAX_DEPTH + 1  # until it is known: a container that is met within itself has no end
+    """Return how many levels of containers there are; more than ``MAX_DEPTH`` if one contains itself."""
+    known[id(container)] = MAX_DEPTH + 1  # until it is known
     if level > MAX_DEPTH:
         return MAX_DEPTH + 1
     deepest = 0

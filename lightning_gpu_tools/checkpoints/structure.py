@@ -1,7 +1,4 @@
-"""What is inside a checkpoint file, read without torch, without the weights and without running any code of it.
-
-What the file declares is checked against what it holds, on the same open file that is then verified and loaded.
-"""
+"""What a checkpoint file declares, read without torch or running any code, and checked against what it holds."""
 
 from __future__ import annotations
 
@@ -44,10 +41,10 @@ DTYPE_OF_SAFETENSORS = {
 }  # fmt: skip
 TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # safetensors counts each number, torch the byte that two share
 _MAX_DESCRIPTION_BYTES = 1 << 30  # enough for 10 million keys
-# A compressed description may be longer than its file: a tensor takes some 300 bytes in it, and 150 in the zip's index.
+# Compressed, it may be longer than its file: a tensor takes 300 bytes in it, and 150 in the zip's index.
 _MAX_DESCRIPTION_RATIO = 4
 _MIN_DESCRIPTION_LIMIT_BYTES = 4 << 20
-# Records that say how to read the others, and what they may say.
+# What may be in records that say how to read the others.
 _NOTES = {
     "version": re.compile(rb"\d+\s*"),
     ".data/version": re.compile(rb"\d+\s*"),
@@ -64,13 +61,13 @@ class Structure:
     path: str
     size_bytes: int
     format: Format
-    content: Any  # what torch.load would return, with descriptions in place of tensors and other objects
-    globals: frozenset[str]  # what opening it would look up: "module.name"; as "module.name(...)" suspicious calls
-    devices: frozenset[str]  # that it was saved from: "cuda:2"
-    metadata: Mapping[str, str] = field(default_factory=dict)  # texts of a safetensors file
+    content: Any  # as torch.load would return it, with descriptions in place of tensors and other objects
+    globals: frozenset[str]  # as in StructureReader
+    devices: frozenset[str]  # from which it was saved
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
-    places: Mapping[str, int] = field(default_factory=dict)  # offset of each storage that is not compressed
-    filled: frozenset[str] = frozenset()  # classes of objects into which elements are put
+    places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages that are not compressed
+    filled: frozenset[str] = frozenset()  # as in StructureReader
     part: Fault | None = None  # what it is, if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
 
@@ -90,7 +87,7 @@ class Structure:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether damaged weights can be found. Files before torch 1.6 and safetensors have no checksums."""
+        """Whether damaged weights can be found; not in safetensors and files before torch 1.6."""
         if self.assembly is not None:
             return all(shard.has_checksums for shard in self.assembly.shards.values())
         return any(record.crc for record in self.records.values())
@@ -101,8 +98,8 @@ class Assembly:
     """How the content of several files becomes one."""
 
     shards: Mapping[str, Structure]
-    loaded: tuple[str, ...]  # those whose content is needed; of the others only numbers are taken
-    assemble: Callable[[Mapping[str, Any]], Any]  # from the contents of these, described or loaded
+    loaded: tuple[str, ...]  # from others only numbers are taken
+    assemble: Callable[[Mapping[str, Any]], Any]  # gets the contents of these, described or loaded
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
@@ -152,7 +149,7 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         advice = "Load it with numpy.load." if is_npz else "If one is inside, unpack it."
         raise Fault(f"is a zip archive but no checkpoint; it holds {shown}", advice)
     if "constants.pkl" in records:
-        raise Fault("is a TorchScript archive: a whole model, not a checkpoint", "Open it with torch.jit.load.")
+        raise Fault("is a TorchScript archive, not a checkpoint", "Open it with torch.jit.load.")
     _check_notes(file, records)
     record = records["data.pkl"]
     limit = max(_MIN_DESCRIPTION_LIMIT_BYTES, _MAX_DESCRIPTION_RATIO * size_bytes)
@@ -201,7 +198,7 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     *_, content, keys = [reader.load() for reader in readers]
     named = frozenset().union(*(reader.globals for reader in readers))
     storages = readers[3].storages
-    # Of a nested tensor torch would need the numbers before it has read them.
+    # To rebuild nested tensors torch needs the numbers, which come later.
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise damaged("it does not hold the numbers that it describes")
     place = file.tell()

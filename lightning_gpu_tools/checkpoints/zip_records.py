@@ -28,7 +28,7 @@ _FOLDER_ATTRIBUTE = 1 << 4  # of MS-DOS: 4.4.15
 # After a record that was written as a stream, with or without signature and zip64: 4.3.9.
 _DESCRIPTOR_BYTES = frozenset({0, 12, 16, 20, 24})
 _MAX_DEFLATE_RATIO = 1032  # https://zlib.net/zlib_tech.html
-# Trained weights shrink to a half at best, pruned ones to a tenth. Toys full of zeros are small.
+# Trained weights shrink to a half at best, pruned ones to a tenth.
 _MAX_UNPACKED_RATIO = 100
 _MIN_UNPACKED_LIMIT_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
@@ -50,10 +50,7 @@ class Record(NamedTuple):
 
 
 def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record]]:
-    """Return the folder that all records are in, with its slash, and the records by their name within it.
-
-    If there is no such folder it is ``""``.
-    """
+    """Return the folder of all records, ``"name/"`` or ``""``, and the records by their name in it."""
     index, count, index_start = _read_index(file, size_bytes)
     entries = sorted(_entries(index), key=lambda entry: entry.start)
     if len(entries) != count:
@@ -85,7 +82,7 @@ def read_record(file: BinaryIO, record: Record) -> bytes:
 
 
 def read_chunks(file: BinaryIO, record: Record) -> Iterator[bytes]:
-    """Yield what is in a record, unpacked, at most 16 MiB at a time; raise at the end if its checksum is wrong."""
+    """Yield what is in a record, unpacked; raise at the end if its length or checksum is wrong."""
     crc = total = 0
     for chunk in _packed(file, record) if record.is_stored else _inflated(file, record):
         crc = zlib.crc32(chunk, crc)
@@ -134,7 +131,7 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
 
 
 def _start(file: BinaryIO, entry: Record) -> int:
-    """Return where a record's bytes begin: torch goes by its local header, which must not contradict the index."""
+    """Return where a record's bytes begin by its local header, as torch does."""
     name = entry.name.encode(errors="surrogateescape")
     file.seek(entry.start)
     header = file.read(_LOCAL_HEADER.size + len(name))
@@ -200,7 +197,7 @@ def _refuse_bomb(records: Iterable[Record], size_bytes: int) -> None:
     if unpacked > max(_MIN_UNPACKED_LIMIT_BYTES, _MAX_UNPACKED_RATIO * size_bytes):
         raise Fault(
             f"is compressed and would unpack to {format_bytes(unpacked)}, {unpacked // size_bytes} times its size",
-            "Weights do not shrink that much. If you trust it, unpack it and zip it without compression: zip -0.",
+            "Weights do not shrink that much. If you trust it, zip it without compression: zip -0.",
         )
 
 
