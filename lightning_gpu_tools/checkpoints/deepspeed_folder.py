@@ -15,7 +15,7 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.formats import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, is_plain_name
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -42,7 +42,7 @@ Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
 
 
 def find_deepspeed(path: str, names: set[str]) -> str | None:
-    """Return the folder with DeepSpeed's files: this one, the one that its ``latest`` names, or none."""
+    """Return the folder with DeepSpeed's files: this one, or the one that its ``latest`` names."""
     if any(map(_ANY.fullmatch, names)):
         return path
     latest = os.path.join(path, "latest")
@@ -70,8 +70,6 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
     models = {name: folder.describe(name) for name in model_names or [_WHOLE_MODEL]}
     optimizers = {name: folder.describe(name) for name in optimizer_names}
     shards = {**models, **optimizers}
-    for name, shard in shards.items():
-        check_byte_order(folder.open(name), shard)
     loaded = next(iter(models))
     with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = models[loaded].content
@@ -105,7 +103,7 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
 
 
 def part_of_deepspeed(path: str, content: Any) -> Fault | None:
-    """Return what a file of DeepSpeed's without all weights is; ``None`` for any other file."""
+    """Return the fault of a file of DeepSpeed's without all weights; ``None`` for any other file."""
     if not isinstance(content, Mapping):
         return None
     optimizer, shapes, module = (content.get(entry) for entry in (_OPTIMIZER, "param_shapes", "module"))
@@ -133,7 +131,7 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    """Return the number of ranks, which may be there for each group of parameters."""
+    """Return the number of ranks, of which there may be one for each group."""
     return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
 
 

@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, MAX_DEPTH, Opaque, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, check_cover
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
@@ -62,12 +62,12 @@ class _Slice(io.RawIOBase):
 
 
 def is_piece(name: str) -> bool:
-    """Whether torch.distributed.checkpoint names its files so."""
+    """Whether this is a name by torch.distributed.checkpoint."""
     return re.fullmatch(r"__\d+_\d+\.distcp|(__\d+)?\.metadata", name) is not None
 
 
 def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-    """Describe the checkpoint in a folder. Only ``to_load`` it, each place is read, too."""
+    """Describe the checkpoint in a folder, with the places of all numbers only ``to_load`` it."""
     if _METADATA not in names:
         what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
         raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
@@ -79,7 +79,7 @@ def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> A
         shards: dict[str, Structure] = {}
         for name in dict.fromkeys(place.file for place in places):
             path, size_bytes = os.path.join(folder.path, name), folder.open(name).seek(0, os.SEEK_END)
-            shards[name] = Structure(path, size_bytes, "zip", None, frozenset(), frozenset(), records={})
+            shards[name] = Structure(path, size_bytes, "zip", None, set(), set(), records={})
         tree: dict[str, Any] = {}
         for key, (info, found) in objects.items():
             value: Any = info
@@ -154,7 +154,6 @@ def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) ->
     """Describe what is at a place, and add its records to those of its file."""
     file: Any = _Slice(folder.open(place.file), place)
     found = describe(file, os.path.join(folder.path, place.file))
-    check_byte_order(file, found)
     records: dict[str, Record] = shards[place.file].records  # type: ignore[assignment]
     for name, record in found.records.items():
         records[f"{place.start}/{name}"] = record._replace(start=place.start + record.start)
@@ -170,7 +169,7 @@ def _part(
     sizes: tuple[int, ...],
     place: Place,
 ) -> Part:
-    """Look up where the numbers of a block are in the file."""
+    """Look up where the numbers of a block are."""
     found = _described(folder, shards, place)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
@@ -192,7 +191,7 @@ def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Put back the lists, which were saved as dictionaries with numbers for names."""
+    """Put back lists, which were saved by their numbers."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _with_lists(branch) for name, branch in tree.items()}
@@ -202,7 +201,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
-    """Return the content and what Lightning has put beside it in the form of a file by Lightning."""
+    """Return the content with Lightning's ``meta.pt`` as in a file by Lightning."""
     if not isinstance(extra, Mapping) or content.keys() & extra.keys():
         raise damaged(f"its {_EXTRA} does not fit the rest")
     whole = {**content, **extra}

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged, opened
 from lightning_gpu_tools.checkpoints.key_groups import list_groups, listed
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
-from lightning_gpu_tools.checkpoints.zip_records import read_record
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -51,7 +49,7 @@ class SplitTensorInfo(TensorInfo):
 
 
 class Folder:
-    """A folder whose files are opened once for all that is to be done with them."""
+    """A folder whose files are opened once."""
 
     def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
         self.path = path
@@ -59,7 +57,7 @@ class Folder:
         self._stack = stack
 
     def check_names(self, names: Iterable[Any]) -> list[str]:
-        """Return the names without repetition; raise unless they are those of files in this folder, or of links."""
+        """Return each name once; raise unless there is a file, or a link, of this name in the folder."""
         unique = list(dict.fromkeys(names))
         for name in unique:
             if not is_plain_name(name):
@@ -71,7 +69,7 @@ class Folder:
         return unique
 
     def open(self, name: str) -> BinaryIO:
-        """Return an open file of the folder."""
+        """Open a file until the folder is closed."""
         if name not in self.files:
             self.files[name] = self._stack.enter_context(opened(os.path.join(self.path, name)))
         return self.files[name]
@@ -82,7 +80,7 @@ class Folder:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether this names something in a folder, and nothing outside of it."""
+    """Whether this names nothing outside of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
@@ -110,7 +108,7 @@ def describe_index(folder: Folder, name: str) -> Assembly:
 
 
 def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
-    """Return what a single file is if it is one of several shards, and what to open instead; else ``None``."""
+    """Return the fault of one of several shards; ``None`` for any other file."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
     is_shard = is_one_of_several(name)
     for index, names in _indexes_in(folder):
@@ -127,7 +125,7 @@ def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
 
 
 def parts_by_dcp(what: str, folder: str) -> Fault:
-    """Return the fault of parts that do not tell how large the whole is, so that one may be missing."""
+    """Return the fault of parts that do not tell whether one is missing."""
     return Fault(
         f"{what} of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
         "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
@@ -136,10 +134,10 @@ def parts_by_dcp(what: str, folder: str) -> Fault:
 
 
 def part_of_dtensor(described: Any) -> Fault | None:
-    """Return what a DTensor is that one rank has saved; ``None`` for anything whole."""
+    """Return the fault of a DTensor that one rank has saved; ``None`` for anything whole."""
     if not isinstance(described, TensorInfo) or not described.kind.endswith(".DTensor"):
         return None
-    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of a version with other attributes
+    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of another version
         state = described.attributes[0]
         spec = (state[1] if isinstance(state, tuple) else state)["_spec"].state
         mesh = spec["mesh"].state
@@ -156,16 +154,6 @@ def part_of_dtensor(described: Any) -> Fault | None:
                 "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
             )
     return None
-
-
-def check_byte_order(file: BinaryIO, structure: Structure) -> None:
-    """Raise if numbers cannot be taken from a file as they are."""
-    record = structure.records.get("byteorder")
-    if record is not None and read_record(file, record) != sys.byteorder.encode():
-        raise Fault(
-            "was written on a machine with another byte order",
-            "Load it with the tool that wrote it, and save it as safetensors.",
-        )
 
 
 def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
@@ -192,9 +180,9 @@ def _read_index(file: BinaryIO) -> dict[str, str]:
     """Return the file that each weight is in."""
     with any_error_is(damaged("it is no index of shards")):  # which a longer text, cut here, is not either
         weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
-        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("no names of files")
-        return dict(weight_map)
+        if weight_map and all(isinstance(name, str) for name in weight_map.values()):
+            return dict(weight_map)
+        raise ValueError("no names of files")
 
 
 def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedDict[str, Any]:

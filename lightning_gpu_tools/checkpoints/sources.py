@@ -98,10 +98,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     if not os.path.isdir(local):
         folder, name = os.path.split(local)
         if is_piece(name):
-            rank = re.match(r"__(\d+)", name)
-            what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
             advice = f"Name the folder instead: {printable_path(folder or '.')}"
-            raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
+            raise Fault("is one part of a checkpoint by torch.distributed.checkpoint", advice)
         if not is_index(name) or not os.path.isfile(local):
             return None
         opened_folder = Folder(folder, stack)
@@ -131,8 +129,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         sum(shard.size_bytes for shard in shards.values()),
         format_,
         content,
-        frozenset().union(*(shards[name].globals for name in assembly.loaded)),
-        frozenset().union(*(shard.devices for shard in shards.values())),
+        set().union(*(shards[name].globals for name in assembly.loaded)),
+        set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
     )
     return structure, opened_folder.files

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -62,12 +63,12 @@ class Structure:
     size_bytes: int
     format: Format
     content: Any  # as torch.load would return it, with descriptions in place of tensors and other objects
-    globals: frozenset[str]  # as in StructureReader
-    devices: frozenset[str]  # from which it was saved
+    globals: set[str]  # as in StructureReader
+    devices: set[str]  # from which it was saved
     metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages that are not compressed
-    filled: frozenset[str] = frozenset()  # as in StructureReader
+    filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # what it is, if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
 
@@ -163,11 +164,11 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         size_bytes,
         "zip",
         content,
-        frozenset(reader.globals),
-        frozenset(storage.location for storage in reader.storages.values()),
+        reader.globals,
+        {storage.location for storage in reader.storages.values()},
         records=records,
         places={key: record.start for key, record in found.items() if record.is_stored},
-        filled=frozenset(reader.filled),
+        filled=reader.filled,
     )
 
 
@@ -176,6 +177,10 @@ def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
     for name in _NOTES.keys() & records.keys():
         if records[name].size_bytes > 100 or not _NOTES[name].fullmatch(read_record(file, records[name])):
             raise damaged(f"its record {name} says nothing that torch understands")
+    order = records.get("byteorder")
+    if order is not None and read_record(file, order) != sys.byteorder.encode():
+        advice = "Load it with the tool that wrote it, and save it as safetensors."
+        raise Fault("was written on a machine with another byte order", advice)
     if not records.keys() & {"version", ".data/version"}:
         raise damaged("its record version is missing")
 
@@ -196,7 +201,7 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     # The magic number, the version, what machine wrote it, the contents, and the keys of the storages.
     readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
     *_, content, keys = [reader.load() for reader in readers]
-    named = frozenset().union(*(reader.globals for reader in readers))
+    named = set().union(*(reader.globals for reader in readers))
     storages = readers[3].storages
     # To rebuild nested tensors torch needs the numbers, which come later.
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
@@ -211,9 +216,8 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         place += 8 + storage.size_bytes
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise ValueError("cut short, or a storage of another length")
-    devices = frozenset(storage.location for storage in storages.values())
-    filled = frozenset(readers[3].filled)
-    return Structure(path, size_bytes, "legacy", content, named, devices, places=places, filled=filled)
+    devices = {storage.location for storage in storages.values()}
+    return Structure(path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
@@ -251,7 +255,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to nothing")
-    return Structure(path, size_bytes, "safetensors", content, frozenset(), frozenset({"cpu"}), metadata, places=places)
+    return Structure(path, size_bytes, "safetensors", content, set(), {"cpu"}, metadata, places=places)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

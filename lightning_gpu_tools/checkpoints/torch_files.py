@@ -26,7 +26,7 @@ from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, Te
 from lightning_gpu_tools.checkpoints.distributed_folder import Place
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
-from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo, check_byte_order
+from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import Files, opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
@@ -276,7 +276,6 @@ def _is_plain(tensor: Any) -> bool:
 
 def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
     """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
-    check_byte_order(file, structure)
     whole = _numbers(file).untyped_storage()
 
     @functools.cache
