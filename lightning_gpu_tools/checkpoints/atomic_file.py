@@ -47,7 +47,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a new file that appears at a local path or URL when the block ends without an error."""
+    """Open a new file that appears at a path or URL when the block ends without an error."""
     filesystem, name = _place(path)
     if filesystem is None:
         with replacing(name) as file:
@@ -90,8 +90,8 @@ def remove(path: str | os.PathLike[str]) -> None:
 def replacing(path: str) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of ``path`` when the block ends without an error.
 
-    Until then ``path`` holds what it held before, even if the process is killed or the machine loses power; afterwards
-    the new content is on the disk. The ``filename`` of an ``OSError`` is ``path``.
+    Until then it holds what it held before, even if the process is killed or the machine loses power; afterwards the
+    new content is on the disk. An ``OSError`` names ``path``.
     """
     directory, target = os.path.dirname(path) or ".", Path(path)
     try:
@@ -149,7 +149,7 @@ def _open_beside(directory: str) -> tuple[str, BinaryIO]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take a lock that the kernel releases when the process dies; ``False`` if it is held or impossible."""
+    """Take a lock until the process ends; ``False`` if it is held or impossible."""
     if sys.platform == "win32":
         return False
     try:
@@ -173,13 +173,12 @@ def _sync_directory(directory: str) -> None:
 
 
 def _about(path: str, error: OSError) -> OSError:
-    """Return the error with the path that the caller knows."""
     reason = error.strerror or str(error)
     return OSError(error.errno, f"{reason}, while saving (an older file at this path is as it was)", path)
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """Return the file system of a path or URL, ``None`` if it is local, and the name in it."""
+    """Return the file system, ``None`` if it is the local one, and the name in it."""
     text = os.fspath(path)
     if "://" not in text and "::" not in text:  # importing fsspec takes longer than inspecting a file
         return None, os.path.expanduser(text)

@@ -131,8 +131,7 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    """Return the number of ranks, of which there may be one for each group."""
-    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
+    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks  # a list has it by group
 
 
 def _check_ranks(shards: Shards) -> None:
@@ -202,7 +201,6 @@ def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
 
 
 def _row(name: str, shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
-    """Return where the numbers of flat tensors are in a file."""
     if shard.is_packed:
         raise Fault(f"has {printable(name)} compressed", "Unpack it, and zip it without compression: zip -0.")
     row = []

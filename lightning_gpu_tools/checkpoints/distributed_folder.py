@@ -1,7 +1,7 @@
-"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them, read without running anything.
+"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them.
 
-``.metadata`` is a pickle that says at which place of which file each block of each tensor is. There, a file by
-``torch.save`` is inside of that file. Lightning adds what is not sharded in ``meta.pt``.
+The pickle ``.metadata`` has the file and the place in it of each block, which is there as ``torch.save`` writes it.
+Lightning adds what is not sharded in ``meta.pt``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, descr
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 
+PIECE = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")  # by torch.distributed.checkpoint
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
@@ -61,11 +62,6 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def is_piece(name: str) -> bool:
-    """Whether this is a name by torch.distributed.checkpoint."""
-    return re.fullmatch(r"__\d+_\d+\.distcp|(__\d+)?\.metadata", name) is not None
-
-
 def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder, with the places of all numbers only ``to_load`` it."""
     if _METADATA not in names:
@@ -75,11 +71,7 @@ def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> A
         objects, paths = _read_metadata(folder.open(_METADATA))
         del folder.files[_METADATA]  # it holds no numbers
         places = [place for _, found in objects.values() for _, _, place in found]
-        _check_places(folder, places)
-        shards: dict[str, Structure] = {}
-        for name in dict.fromkeys(place.file for place in places):
-            path, size_bytes = os.path.join(folder.path, name), folder.open(name).seek(0, os.SEEK_END)
-            shards[name] = Structure(path, size_bytes, "zip", None, set(), set(), records={})
+        shards = _files_of(places, folder)
         tree: dict[str, Any] = {}
         for key, (info, found) in objects.items():
             value: Any = info
@@ -131,23 +123,26 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
 
 
 def _state(described: Any, kind: str) -> Any:
-    """Return the attributes of an object of this class."""
     if not isinstance(described, Opaque) or not described.kind.endswith(f".{kind}"):
         raise damaged(_DAMAGE)
     return described.state
 
 
-def _check_places(folder: Folder, places: list[Place]) -> None:
-    """Raise if files are missing or too short, or if two things are at one place."""
-    folder.check_names(place.file for place in places)
-    end: dict[str, int] = {}
+def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
+    """Return the files, so far without content; raise if one is too short, or two things are at one place."""
+    end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
-        if not are_sizes((place.start, place.size_bytes)) or place.start < end.get(place.file, 0):
+        if not are_sizes((place.start, place.size_bytes)) or place.start < end[place.file]:
             raise damaged(f"its .metadata has two things at one place of {printable(place.file)}")
         end[place.file] = place.start + place.size_bytes
+    files = {}
     for name, needed in end.items():
-        if folder.open(name).seek(0, os.SEEK_END) < needed:
+        size_bytes = folder.open(name).seek(0, os.SEEK_END)
+        if size_bytes < needed:
             raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
+        path = os.path.join(folder.path, name)
+        files[name] = Structure(path, size_bytes, "zip", None, set(), set(), records={})
+    return files
 
 
 def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) -> Structure:
@@ -169,7 +164,6 @@ def _part(
     sizes: tuple[int, ...],
     place: Place,
 ) -> Part:
-    """Look up where the numbers of a block are."""
     found = _described(folder, shards, place)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed

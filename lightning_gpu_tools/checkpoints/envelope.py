@@ -34,7 +34,7 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
                     f"{where} has the key {printable(key)} of {key.count('.')} levels. No model is nested more than "
                     f"{MAX_DEPTH} levels deep."
                 )
-        if not _are_versions(getattr(weights, "_metadata", None)):
+        if not are_versions(getattr(weights, "_metadata", None)):
             raise BrokenCheckpointError(
                 f"{where} has wrong _metadata: torch keeps the version of each module there, as a whole number. Delete "
                 "that attribute of the state_dict and save it again."
@@ -55,9 +55,9 @@ def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[s
 
 
 def fault_in_progress(saved: Any, own: Any, name: str) -> str:
-    """Return what is wrong with the saved progress of a loop that would save ``own``: a predicate, or ``""``.
+    """Return what is wrong with the saved progress of a loop that would save ``own``; ``""`` if nothing.
 
-    Numbers may be missing: Lightning keeps those that it has.
+    Numbers may be missing: Lightning keeps its own.
     """
     if isinstance(own, Mapping):
         if not isinstance(saved, Mapping):
@@ -74,7 +74,7 @@ def fault_in_progress(saved: Any, own: Any, name: str) -> str:
 
 
 def is_like(value: Any, own: Any) -> bool:
-    """Whether a saved value can replace that of a live object; ``None`` is what is switched off, or not there yet."""
+    """Whether a saved value can replace that of a live object; ``None`` stands for what is not there yet."""
     if value is None or own is None:
         return True
     if getattr(own, "shape", (0,)) == () or isinstance(own, (int, float)):
@@ -95,7 +95,8 @@ def manifest_of(content: Any) -> dict[str, Any]:
     return {name: manifest[name] for name, is_right in _NOTES.items() if name in manifest and is_right(manifest[name])}
 
 
-def _are_versions(metadata: Any) -> bool:
+def are_versions(metadata: Any) -> bool:
+    """Whether this can be the ``_metadata`` of a state_dict: the version of each module."""
     return metadata is None or (
         isinstance(metadata, dict)
         and _is_named(metadata)

@@ -90,7 +90,8 @@ def identify(file: BinaryIO) -> Format:
     head = file.read(1024)
     if head.startswith(b"PK\x03\x04"):
         return "zip"
-    if _is_tar(head):
+    with contextlib.suppress(tarfile.HeaderError):  # torch.load, too, asks this before it looks for its own formats
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
         raise Fault("is a tar archive", "Unpack it first.")
     if _LEGACY_START.match(head):
         return "legacy"
@@ -108,25 +109,13 @@ def _open(path: str) -> BinaryIO:
         if inside:
             raise Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
         raise Fault("is a folder without the shards of a checkpoint", "Name a file, or the folder of all shards.")
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+    # Else opening a pipe waits until somebody writes to it.
+    without_waiting = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise Fault("is a pipe or a device, not a file")
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe waits until somebody writes to it.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _is_tar(head: bytes) -> bool:
-    """Whether ``torch.load`` takes a file for a tar archive, which may begin like any other format."""
-    try:
-        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True
 
 
 def _something_else(head: bytes, size: int) -> Fault:

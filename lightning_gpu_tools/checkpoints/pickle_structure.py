@@ -59,9 +59,9 @@ class _GrowingSet(list[Any]):
 
 
 class StructureReader(pickle._Unpickler):
-    """Reads one pickle into plain data, :class:`TensorInfo` and :class:`Opaque`, in memory in proportion to the pickle.
+    """Reads a pickle into plain data, :class:`TensorInfo` and :class:`Opaque`, in memory in proportion to its size.
 
-    In Python, because one opcode of a hostile file makes the faster unpickler in C reserve 64 GiB for its memo.
+    Not in C: there one opcode of a hostile file reserves 64 GiB for the memo.
     """
 
     # Missing in the type stubs.
@@ -237,8 +237,6 @@ class StructureReader(pickle._Unpickler):
         pickle.FRAME[0]: _frame,
     }
 
-    # -- calls -----------------------------------------------------------------------------------------------------
-
     def _call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple) or not isinstance(function, (StandIn, Opaque)):
             raise damaged("it calls what is not a function")
@@ -390,7 +388,7 @@ def _changed(described: Any, **changes: Any) -> Any:
 
 
 def _depth(container: Any, known: dict[int, int], level: int = 0) -> int:
-    """Return how many levels of containers there are; more than ``MAX_DEPTH`` if one contains itself."""
+    """Return the number of levels, at most ``MAX_DEPTH`` for what has an end."""
     known[id(container)] = MAX_DEPTH + 1  # until it is known
     if level > MAX_DEPTH:
         return MAX_DEPTH + 1

@@ -21,7 +21,7 @@ from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
-_INDEX = re.compile(r".+\.index(\.\w+)?\.json")
+INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 # torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
 PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
@@ -82,11 +82,6 @@ class Folder:
 def is_plain_name(name: Any) -> bool:
     """Whether this names nothing outside of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
-
-
-def is_index(name: str) -> bool:
-    """Whether this is the name of an index of shards."""
-    return _INDEX.fullmatch(name) is not None
 
 
 def is_one_of_several(name: str) -> bool:
@@ -204,6 +199,6 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
 def _indexes_in(folder: Path) -> Iterator[tuple[str, set[str]]]:
     """Yield each index in a folder, and the names of its shards."""
     with contextlib.suppress(OSError):  # it cannot be listed, or is a URL
-        for entry in sorted(entry for entry in folder.iterdir() if is_index(entry.name)):
+        for entry in sorted(entry for entry in folder.iterdir() if INDEX.fullmatch(entry.name)):
             with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
                 yield str(entry), set(_read_index(file).values())

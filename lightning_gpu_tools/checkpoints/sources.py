@@ -1,4 +1,4 @@
-"""A checkpoint at a path, one file or a folder of shards, opened once for all that is done with it."""
+"""A checkpoint at a path: one file or a folder of shards."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
 from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
-from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_piece
+from lightning_gpu_tools.checkpoints.distributed_folder import PIECE, describe_distributed
 from lightning_gpu_tools.checkpoints.envelope import check_contents
 from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, any_error_is, damaged, faults_of, opened
 from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import (
+    INDEX,
     PART_BY_DCP,
     Folder,
     describe_index,
-    is_index,
     is_one_of_several,
     part_of_a_whole,
     parts_by_dcp,
@@ -73,9 +73,9 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_prog
 
 @contextlib.contextmanager
 def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[tuple[Structure, Files]]:
-    """Open and describe what :func:`read_structure` reads; give the open files, too, by the names of the shards.
+    """Give what :func:`read_structure` returns, and the open files by the names of the shards.
 
-    In parts of tensors their places in the files are looked up only ``to_load`` them.
+    Places of blocks in the files are looked up only ``to_load`` them.
     """
     text = os.fspath(path)
     with _naming_another(text), contextlib.ExitStack() as stack:
@@ -91,27 +91,27 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
 def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> tuple[Structure, Files] | None:
     """Open and describe a checkpoint of several files; ``None`` for anything else."""
     if "://" in path:
-        if is_index(os.path.basename(path)):
+        if INDEX.fullmatch(os.path.basename(path)):
             raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
         return None
     local = os.path.expanduser(path)
     if not os.path.isdir(local):
         folder, name = os.path.split(local)
-        if is_piece(name):
+        if PIECE.fullmatch(name):
             advice = f"Name the folder instead: {printable_path(folder or '.')}"
             raise Fault("is one part of a checkpoint by torch.distributed.checkpoint", advice)
-        if not is_index(name) or not os.path.isfile(local):
+        if not INDEX.fullmatch(name) or not os.path.isfile(local):
             return None
         opened_folder = Folder(folder, stack)
         assembly = describe_index(opened_folder, name)
         format_: Format = next(iter(assembly.shards.values())).format
-    elif any(map(is_piece, names := set(os.listdir(local)))):
+    elif any(map(PIECE.fullmatch, names := set(os.listdir(local)))):
         opened_folder, format_ = Folder(local, stack), "dcp"
         assembly = describe_distributed(opened_folder, names, to_load=to_load)
     elif inner := find_deepspeed(local, names):
         opened_folder, format_ = Folder(inner, stack), "deepspeed"
         assembly = describe_deepspeed(opened_folder, set(os.listdir(inner)))
-    elif indexes := sorted(filter(is_index, names)):
+    elif indexes := sorted(filter(INDEX.fullmatch, names)):
         if len(indexes) > 1:
             raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
         return _described_folder(os.path.join(path, indexes[0]), stack, to_load)
@@ -142,7 +142,7 @@ def _part(path: str, structure: Structure) -> Fault | None:
 
 @contextlib.contextmanager
 def _naming_another(path: str) -> Iterator[None]:
-    """Add to the error about a broken or missing file which one in its folder can be loaded instead."""
+    """Name in the error about a broken or missing file one that can replace it."""
     try:
         yield
     except (BrokenCheckpointError, CheckpointNotFoundError) as error:
@@ -158,9 +158,8 @@ def _naming_another(path: str) -> Iterator[None]:
 
 
 def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
-    """Return the newest other checkpoint in the folder, of these names and shapes if they are known."""
     with contextlib.suppress(OSError):  # the error about the file itself must come out
-        kinds = (path.suffix,) if path.exists() else SUFFIXES  # beside a broken .json nobody looks for a .ckpt
+        kinds = (path.suffix,) if path.exists() else SUFFIXES  # no .ckpt instead of a .json
         others = [entry for entry in path.parent.iterdir() if entry.suffix in kinds and entry.name != path.name]
         whole = [entry for entry in others if not _SHARD.fullmatch(entry.name)]
         newest_first = sorted(whole, key=lambda entry: entry.stat().st_mtime, reverse=True)
@@ -174,7 +173,7 @@ def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
 
 
 def _shapes_of(content: Any) -> Shapes | None:
-    """Return names and shapes of the weights that are meant by default; ``None`` if this is no model."""
+    """Return names and shapes of the default weights; ``None`` if this is no model."""
     sets = likely(all_state_dicts(content))
     tensors = [(key, value) for weights in sets.values() for key, value in weights.items() if type(value) is TensorInfo]
     is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # and no generator's state
@@ -182,7 +181,7 @@ def _shapes_of(content: Any) -> Shapes | None:
 
 
 def _shapes_at_beginning(path: Path) -> Shapes | None:
-    """Return what a damaged file still says of its weights: torch and safetensors describe them first."""
+    """Return what a damaged file still says of its weights."""
     try:
         with opened(path) as file:
             head = file.read(_MAX_HEAD_BYTES)

@@ -1,4 +1,4 @@
-"""Tensors whose numbers are in several places of files, mapped there and put together when they are used."""
+"""Tensors whose numbers are in several places of files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LazyTensor(torch.Tensor):
 
 
 def put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of dictionaries and lists in which each leaf is what ``made`` returns for it."""
+    """Copy dictionaries and lists with what ``made`` returns for each leaf."""
     copies = {} if copies is None else copies
     if id(content) not in copies:
         if type(content) in (dict, OrderedDict, list):
@@ -74,12 +74,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def needs_newer_torch(name: str) -> Fault:
-    """Return the fault of a file that names something of a newer torch."""
+    """Return the fault of a file that needs a newer torch."""
     return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
 
 
 def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
-    """Return a tensor that is mapped, if its numbers are in one place, or else made whenever it is used."""
+    """Return a mapped tensor if its numbers are in one place, else one that is made for each use."""
     dtype, shape = dtype_of(info.dtype), info.shape or ()
     if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
         return _block(info.parts[0], dtype, numbers).reshape(shape)

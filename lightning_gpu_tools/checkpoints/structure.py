@@ -11,7 +11,6 @@ import os
 import re
 import struct
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -78,7 +77,7 @@ class Structure:
         return check_contents(self.content, self.path)
 
     def shard(self, name: str) -> Structure:
-        """Return the description of one of its files."""
+        """Return what one of its files holds."""
         return self if self.assembly is None else self.assembly.shards[name]
 
     @property
@@ -173,7 +172,7 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 
 def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
-    """Raise for what torch's reader refuses or stumbles over before it reads any contents."""
+    """Raise for what torch's reader refuses or stumbles over."""
     for name in _NOTES.keys() & records.keys():
         if records[name].size_bytes > 100 or not _NOTES[name].fullmatch(read_record(file, records[name])):
             raise damaged(f"its record {name} says nothing that torch understands")
@@ -229,7 +228,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     metadata = header.pop("__metadata__", None) or {}
     if not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("metadata that is no text")
-    content: OrderedDict[str, TensorInfo] = OrderedDict()
+    content: dict[str, TensorInfo] = {}
     places: dict[str, int] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):

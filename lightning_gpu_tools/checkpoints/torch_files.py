@@ -1,4 +1,4 @@
-"""Reading and writing checkpoint files with torch: safely, to the CPU, and with errors in words."""
+"""Reading and writing checkpoint files with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shlex
 import sys
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -24,6 +24,7 @@ from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import put_weights
 from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, TensorInfo
 from lightning_gpu_tools.checkpoints.distributed_folder import Place
+from lightning_gpu_tools.checkpoints.envelope import are_versions
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
@@ -47,8 +48,8 @@ def read_checkpoint(
 ) -> Any:
     """Return what a checkpoint file, or a folder with the shards of one, holds.
 
-    Tensors are mapped: they take no memory until they are used, and change with the file. Only compressed files are
-    unpacked into memory. A tensor of several parts is put together for each operation, and takes memory only meanwhile.
+    Tensors are mapped, unless they are compressed: they take no memory until they are used, and change with the file.
+    A tensor of several parts is put together for each operation, and takes memory only meanwhile.
 
     ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first,
     as is always done with compressed files. Other errors are those of ``read_structure``.
@@ -73,10 +74,10 @@ def read_checkpoint(
 
 
 def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, tuple[str, ...]]:
-    """Return what a file or a folder of shards holds, and the classes and functions that were left unread.
+    """Return the weights of a file or a folder of shards among descriptions of the rest, and the classes left unread.
 
-    Only weights are loaded; of the rest there are descriptions. A weight that is no block of plain numbers is an
-    ``UnsafeCheckpointError``. If not ``weights_only``, everything is opened instead, and may run code.
+    A weight that is no block of plain numbers is an ``UnsafeCheckpointError``. If not ``weights_only``, everything is
+    opened instead, and may run code.
     """
     unread: set[str] = set()
 
@@ -104,7 +105,7 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
 
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
-    """Replace a file by a new one in one step. Tensors are streamed, so that saving needs no second copy of them."""
+    """Replace a file in one step, without a second copy of the weights in memory."""
     with writing(path) as file, watched(file) as watched_file:
         torch.save(content, watched_file)
 
@@ -141,7 +142,7 @@ def _load_shards(
         if isinstance(leaf, SplitTensorInfo):
             for part in leaf.parts:
                 if part.file not in numbers and 0 not in part.shape:
-                    numbers[part.file] = _numbers(files[part.file]).untyped_storage()
+                    numbers[part.file] = _mapped_bytes(files[part.file]).untyped_storage()
             return _moved(joined(leaf, numbers), map_location)
         if isinstance(leaf, Place):
             file = io.BytesIO(leaf.read_from(files[leaf.file]))
@@ -276,7 +277,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
     """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
-    whole = _numbers(file).untyped_storage()
+    whole = _mapped_bytes(file).untyped_storage()
 
     @functools.cache
     def numbers(storage: StorageInfo) -> torch.UntypedStorage:
@@ -307,8 +308,7 @@ def _name_of_open_file(file: BinaryIO) -> str | None:
     return name if os.path.exists(name) else None
 
 
-def _numbers(file: BinaryIO) -> torch.Tensor:
-    """Return the bytes of an open file, mapped where that is possible."""
+def _mapped_bytes(file: BinaryIO) -> torch.Tensor:
     size_bytes = file.seek(0, os.SEEK_END)
     source = _name_of_open_file(file)
     if source is not None:
@@ -321,7 +321,7 @@ def _explained(structure: Structure, error: Exception, weights_only: bool, map_l
     """Return why torch could not load a file; ``None`` if its own error says it best."""
     if weights_only:
         foreign = beyond_plain_data(structure.globals)
-        if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
+        if foreign and isinstance(error, pickle.UnpicklingError):  # all names are allowed, but not what is done
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
             why = reason[1] if reason else ""
             return UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why))
@@ -336,7 +336,7 @@ def _explained(structure: Structure, error: Exception, weights_only: bool, map_l
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
                 "needs, so it was not opened. Who wrote it can save it again with torch.save's default pickle_protocol."
             )
-    asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
+    asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be what fails
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return None
     return Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
@@ -356,7 +356,7 @@ def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
 
 
 def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
-    numbers = _numbers(file)
+    numbers = _mapped_bytes(file)
     weights: OrderedDict[str, Any] = OrderedDict()
     with collector_paused():
         for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
@@ -378,11 +378,11 @@ def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -
 def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
     """Put back the module versions and the second names of tied weights, where ``convert`` wrote these texts."""
     versions = _json_object(texts.get("module_versions", ""))
-    if versions and all(isinstance(entry, dict) and _are_plain(entry.values()) for entry in versions.values()):
+    if versions and are_versions(versions):
         weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    tied = _json_object(texts.get("tied", ""))
-    if _are_plain(tied.values()):
-        weights.update((key, weights[other]) for key, other in tied.items() if key not in weights and other in weights)
+    for key, other in _json_object(texts.get("tied", "")).items():
+        if isinstance(other, str) and other in weights:
+            weights.setdefault(key, weights[other])
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -393,13 +393,9 @@ def _json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _are_plain(values: Iterable[Any]) -> bool:
-    return all(value is None or isinstance(value, (str, int, float)) for value in values)
-
-
 @contextlib.contextmanager
 def watched(file: BinaryIO) -> Iterator[Any]:
-    """Give a file for torch to write to, which raises what made writing fail; torch says only that it failed."""
+    """Give a file for torch to write to, and raise what made that fail; torch only says that it failed."""
     watched_file = _WatchedFile(file)
     try:
         buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
@@ -411,7 +407,7 @@ def watched(file: BinaryIO) -> Iterator[Any]:
         raise
 
 
-_BUFFER_BYTES = 1 << 20  # torch writes five times for each tensor, a few bytes where the tensor is small
+_BUFFER_BYTES = 1 << 20  # torch writes a few bytes at a time
 
 
 class _WatchedFile(io.RawIOBase):

@@ -26,7 +26,7 @@ _PLAIN = re.compile(
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )
-# Building one of these only stores values. Not collections.deque, which torch refuses to fill even if it is allowed.
+# These only store values. Not collections.deque, which torch refuses to fill even if it is allowed.
 _HARMLESS = re.compile(
     r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
@@ -40,8 +40,8 @@ _HARMLESS = re.compile(
     r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
-# Where this Python finds what a file names: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some,
-# and a path of another system can only be held, not followed.
+# Where this Python finds what a file names: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some, and other
+# systems have other paths.
 _FOUND_AT = (
     (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
     (re.compile(r"^pathlib\._local\."), "pathlib."),
@@ -57,15 +57,14 @@ _RUNS_CODE = re.compile(
 
 
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
-    """Return, sorted, the names that ``weights_only=True`` refuses by default, and all calls: ``module.name(...)``."""
+    """Return the names that ``weights_only=True`` refuses by default, and the calls ``module.name(...)``."""
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
     """Say which names block a file, what each of them is, and which line would allow the harmless ones.
 
-    ``filled`` are classes of what is filled like a list or dictionary, and ``reason`` is why torch refuses the file
-    although all names were allowed.
+    ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses the file if all are allowed.
     """
     calls = sorted(name for name in names if name.endswith("(...)"))
     blocked = sorted({*names} - {*calls})
@@ -93,7 +92,6 @@ def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (),
 
 
 def _allowing(names: Iterable[str]) -> str:
-    """Return the line of Python that allows these."""
     modules, items = {"torch"}, []
     for name in names:
         place = name
