@@ -69,17 +69,16 @@ def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> A
         raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
     with any_error_is(damaged(_DAMAGE)):
         objects, paths = _read_metadata(folder.open(_METADATA))
-        del folder.files[_METADATA]  # it holds no numbers
         places = [place for _, found in objects.values() for _, _, place in found]
         shards = _files_of(places, folder)
         tree: dict[str, Any] = {}
         for key, (info, found) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(folder, shards, found[0][2]).content
+                described = _described(shards, found[0][2]).content
                 value = found[0][2] if to_load else described
             elif to_load:
-                value = replace(info, parts=tuple(_part(folder, shards, key, info, *block) for block in found))
+                value = replace(info, parts=tuple(_part(shards, key, info, *block) for block in found))
             _put(tree, paths.get(key, (key,)), value)
         content = _with_lists(tree)
     loaded = (_EXTRA,) if _EXTRA in names else ()
@@ -137,26 +136,28 @@ def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
         end[place.file] = place.start + place.size_bytes
     files = {}
     for name, needed in end.items():
-        size_bytes = folder.open(name).seek(0, os.SEEK_END)
+        file = folder.open(name)
+        size_bytes = file.seek(0, os.SEEK_END)
         if size_bytes < needed:
             raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
-        path = os.path.join(folder.path, name)
-        files[name] = Structure(path, size_bytes, "zip", None, set(), set(), records={})
+        files[name] = Structure(
+            file, os.path.join(folder.path, name), size_bytes, "zip", None, set(), set(), records={}
+        )
     return files
 
 
-def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) -> Structure:
+def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     """Describe what is at a place, and add its records to those of its file."""
-    file: Any = _Slice(folder.open(place.file), place)
-    found = describe(file, os.path.join(folder.path, place.file))
-    records: dict[str, Record] = shards[place.file].records  # type: ignore[assignment]
+    whole = shards[place.file]
+    part: Any = _Slice(whole.file, place)
+    found = describe(part, whole.path)
+    records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
         records[f"{place.start}/{name}"] = record._replace(start=place.start + record.start)
     return found
 
 
 def _part(
-    folder: Folder,
     shards: Mapping[str, Structure],
     key: str,
     info: TensorInfo,
@@ -164,7 +165,7 @@ def _part(
     sizes: tuple[int, ...],
     place: Place,
 ) -> Part:
-    found = _described(folder, shards, place)
+    found = _described(shards, place)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):

@@ -49,11 +49,10 @@ class SplitTensorInfo(TensorInfo):
 
 
 class Folder:
-    """A folder whose files are opened once."""
+    """A folder with the files of a checkpoint."""
 
     def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
         self.path = path
-        self.files: dict[str, BinaryIO] = {}
         self._stack = stack
 
     def check_names(self, names: Iterable[Any]) -> list[str]:
@@ -69,10 +68,8 @@ class Folder:
         return unique
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file until the folder is closed."""
-        if name not in self.files:
-            self.files[name] = self._stack.enter_context(opened(os.path.join(self.path, name)))
-        return self.files[name]
+        """Open a file until the stack is closed."""
+        return self._stack.enter_context(opened(os.path.join(self.path, name)))
 
     def describe(self, name: str) -> Structure:
         """Describe a file that is a checkpoint of its own."""
@@ -94,7 +91,6 @@ def describe_index(folder: Folder, name: str) -> Assembly:
     """Describe the shards that an index lists."""
     file_of = _read_index(folder.open(name))
     names = folder.check_names(file_of.values())
-    del folder.files[name]  # it holds no numbers
     numbered = [match for match in map(_SHARD.fullmatch, names) if match]
     if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
         raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)

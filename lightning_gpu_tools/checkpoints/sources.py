@@ -7,11 +7,11 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
@@ -41,7 +41,6 @@ from lightning_gpu_tools.checkpoints.structure import (
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
 
-Files = Mapping[str, BinaryIO]
 # Parts of checkpoints by Hugging Face, DeepSpeed and torch.distributed.checkpoint.
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\..*|.*(zero_pp|mp)_rank_.*|.*_(optim|model)_states\..*|.*\.distcp")
 _MAX_HEAD_BYTES = 4 << 20  # describe 10,000 tensors
@@ -57,38 +56,37 @@ def read_structure(path: str | os.PathLike[str]) -> Structure:
         BrokenCheckpointError: It is damaged, not complete or no checkpoint. The message names one that can replace it.
         OSError: It cannot be read.
     """
-    with opened_source(path, to_load=False) as (structure, _):
+    with opened_source(path, to_load=False) as structure:
         return structure
 
 
 def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
     """Do the same, then compare all of each file with its checksums."""
-    with opened_source(path) as (structure, files):
+    with opened_source(path) as structure:
         check_contents(structure.content, path)
         advance = progress(structure.size_bytes)
-        for name, file in files.items():
-            compare_with_checksums(file, structure.shard(name), advance)
+        for file in structure.files:
+            compare_with_checksums(file, advance)
         return structure
 
 
 @contextlib.contextmanager
-def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[tuple[Structure, Files]]:
-    """Give what :func:`read_structure` returns, and the open files by the names of the shards.
+def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[Structure]:
+    """Give what :func:`read_structure` returns while its files are open.
 
     Places of blocks in the files are looked up only ``to_load`` them.
     """
     text = os.fspath(path)
     with _naming_another(text), contextlib.ExitStack() as stack:
         with faults_of(text), collector_paused():
-            structure, files = _described_folder(text, stack, to_load) or (None, {})
+            structure = _described_folder(text, stack, to_load)
         if structure is None:
-            files = {"": stack.enter_context(opened(path))}
-            structure = describe(files[""], text)
+            structure = describe(stack.enter_context(opened(path)), text)
             structure = replace(structure, part=_part(text, structure))
-        yield structure, files
+        yield structure
 
 
-def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> tuple[Structure, Files] | None:
+def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
     """Open and describe a checkpoint of several files; ``None`` for anything else."""
     if "://" in path:
         if INDEX.fullmatch(os.path.basename(path)):
@@ -102,15 +100,12 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
             raise Fault("is one part of a checkpoint by torch.distributed.checkpoint", advice)
         if not INDEX.fullmatch(name) or not os.path.isfile(local):
             return None
-        opened_folder = Folder(folder, stack)
-        assembly = describe_index(opened_folder, name)
+        assembly = describe_index(Folder(folder, stack), name)
         format_: Format = next(iter(assembly.shards.values())).format
     elif any(map(PIECE.fullmatch, names := set(os.listdir(local)))):
-        opened_folder, format_ = Folder(local, stack), "dcp"
-        assembly = describe_distributed(opened_folder, names, to_load=to_load)
+        assembly, format_ = describe_distributed(Folder(local, stack), names, to_load=to_load), "dcp"
     elif inner := find_deepspeed(local, names):
-        opened_folder, format_ = Folder(inner, stack), "deepspeed"
-        assembly = describe_deepspeed(opened_folder, set(os.listdir(inner)))
+        assembly, format_ = describe_deepspeed(Folder(inner, stack), set(os.listdir(inner))), "deepspeed"
     elif indexes := sorted(filter(INDEX.fullmatch, names)):
         if len(indexes) > 1:
             raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
@@ -124,7 +119,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     shards = assembly.shards
     with any_error_is(damaged("its files do not fit together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
-    structure = Structure(
+    return Structure(
+        None,
         path,
         sum(shard.size_bytes for shard in shards.values()),
         format_,
@@ -133,7 +129,6 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
     )
-    return structure, opened_folder.files
 
 
 def _part(path: str, structure: Structure) -> Fault | None:

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, BinaryIO
@@ -58,6 +58,7 @@ _NOTES = {
 class Structure:
     """What a file, or a folder of shards, holds."""
 
+    file: Any  # open as long as it is used; None of a folder
     path: str
     size_bytes: int
     format: Format
@@ -76,9 +77,10 @@ class Structure:
         """Every set of weights, by the name of its entry; ``""`` if it holds nothing else."""
         return check_contents(self.content, self.path)
 
-    def shard(self, name: str) -> Structure:
-        """Return what one of its files holds."""
-        return self if self.assembly is None else self.assembly.shards[name]
+    @property
+    def files(self) -> Iterable[Structure]:
+        """It, or the files of the folder."""
+        return [self] if self.assembly is None else self.assembly.shards.values()
 
     @property
     def is_packed(self) -> bool:
@@ -88,9 +90,7 @@ class Structure:
     @property
     def has_checksums(self) -> bool:
         """Whether damaged weights can be found; not in safetensors and files before torch 1.6."""
-        if self.assembly is not None:
-            return all(shard.has_checksums for shard in self.assembly.shards.values())
-        return any(record.crc for record in self.records.values())
+        return all(any(record.crc for record in file.records.values()) for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,11 @@ def no_progress(_: int) -> Callable[[int], object]:
     return lambda _: None
 
 
-def compare_with_checksums(
-    file: BinaryIO, structure: Structure, advance: Callable[[int], object] = lambda _: None
-) -> None:
-    """Read all of a described file and compare it with its checksums, if it has any."""
+def compare_with_checksums(structure: Structure, advance: Callable[[int], object] = lambda _: None) -> None:
+    """Read all of a file and compare it with its checksums, if it has any."""
     with faults_of(structure.path):
         for record in structure.records.values():
-            for chunk in read_chunks(file, record):
+            for chunk in read_chunks(structure.file, record):
                 advance(len(chunk))
 
 
@@ -159,6 +157,7 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     content = reader.load()
     found = {key: _record_of(storage, records) for key, storage in reader.storages.items()}
     return Structure(
+        file,
         path,
         size_bytes,
         "zip",
@@ -216,7 +215,7 @@ def _read_legacy(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise ValueError("cut short, or a storage of another length")
     devices = {storage.location for storage in storages.values()}
-    return Structure(path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
+    return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
 
 
 def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
@@ -254,7 +253,7 @@ def _read_safetensors(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to nothing")
-    return Structure(path, size_bytes, "safetensors", content, set(), {"cpu"}, metadata, places=places)
+    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, metadata, places=places)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lightning_gpu_tools.checkpoints.envelope import are_versions
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
-from lightning_gpu_tools.checkpoints.sources import Files, opened_source
+from lightning_gpu_tools.checkpoints.sources import opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
@@ -55,9 +55,9 @@ def read_checkpoint(
     as is always done with compressed files. Other errors are those of ``read_structure``.
     """
 
-    def load(file: BinaryIO, structure: Structure) -> Any:
+    def load(structure: Structure) -> Any:
         try:
-            return _load(file, structure, map_location, weights_only)
+            return _load(structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
             values = [value for weights in structure.entries.values() for value in weights.values()]
             is_shard = structure.path != os.fspath(path)  # and the weights are elsewhere
@@ -81,14 +81,14 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     """
     unread: set[str] = set()
 
-    def load(file: BinaryIO, structure: Structure) -> Any:
+    def load(structure: Structure) -> Any:
         if not weights_only or structure.format == "safetensors":
-            return _load(file, structure, "cpu", weights_only)
-        content, left_out = _described_weights(file, structure)
+            return _load(structure, "cpu", weights_only)
+        content, left_out = _described_weights(structure)
         refusal = _refusal(structure)
         if left_out and refusal is None:
             try:
-                return _load(file, structure, "cpu", weights_only)
+                return _load(structure, "cpu", weights_only)
             except UnsafeCheckpointError as error:
                 refusal = error
         weights = {key: kind for key, kind in left_out.items() if kind}
@@ -112,41 +112,35 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
 
 def _read(
     path: str | os.PathLike[str],
-    load: Callable[[BinaryIO, Structure], Any],
+    load: Callable[[Structure], Any],
     verify: bool = False,
     map_location: Any = "cpu",
 ) -> Any:
-    with opened_source(path) as (structure, files), faults_of(path):
+    with opened_source(path) as structure, faults_of(path):
         if structure.part is not None:
             raise structure.part
-        for name, file in files.items():
-            shard = structure.shard(name)
-            if verify or shard.is_packed:  # torch ignores damaged compressed records
-                compare_with_checksums(file, shard)
+        for file in structure.files:
+            if verify or file.is_packed:  # torch ignores damaged compressed records
+                compare_with_checksums(file)
         if structure.assembly is None:
-            return load(files[""], structure)
-        return _load_shards(files, structure, structure.assembly, load, map_location)
+            return load(structure)
+        return _load_shards(structure.assembly, load, map_location)
 
 
-def _load_shards(
-    files: Files,
-    structure: Structure,
-    assembly: Assembly,
-    load: Callable[[BinaryIO, Structure], Any],
-    map_location: Any,
-) -> Any:
-    contents = {name: load(files[name], assembly.shards[name]) for name in assembly.loaded}
+def _load_shards(assembly: Assembly, load: Callable[[Structure], Any], map_location: Any) -> Any:
+    shards = assembly.shards
+    contents = {name: load(shards[name]) for name in assembly.loaded}
     numbers: dict[str, torch.UntypedStorage] = {}
 
     def made(leaf: Any) -> Any:
         if isinstance(leaf, SplitTensorInfo):
             for part in leaf.parts:
                 if part.file not in numbers and 0 not in part.shape:
-                    numbers[part.file] = _mapped_bytes(files[part.file]).untyped_storage()
+                    numbers[part.file] = _mapped_bytes(shards[part.file].file).untyped_storage()
             return _moved(joined(leaf, numbers), map_location)
         if isinstance(leaf, Place):
-            file = io.BytesIO(leaf.read_from(files[leaf.file]))
-            return load(file, describe(file, os.path.join(structure.path, leaf.file)))
+            shard = shards[leaf.file]
+            return load(describe(io.BytesIO(leaf.read_from(shard.file)), shard.path))
         return leaf
 
     return put_in_place(assembly.assemble(contents), made)
@@ -157,9 +151,9 @@ def _moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
     return tensor.to(map_location) if is_device else tensor
 
 
-def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
+def _load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
     if structure.format == "safetensors":
-        return _load_safetensors(file, structure, map_location)
+        return _load_safetensors(structure, map_location)
     refusal = _refusal(structure) if weights_only else None
     if refusal is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
         raise refusal
@@ -167,8 +161,9 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         _warn_of_old_torch()
         if refusal is None and map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return _Builder(file, structure).build(structure.content)
+                return _Builder(structure).build(structure.content)
     can_be_mapped = structure.format == "zip" and not structure.is_packed
+    file = structure.file
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
     try:
@@ -192,9 +187,9 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[str, str]]:
+def _described_weights(structure: Structure) -> tuple[Any, dict[str, str]]:
     """Return the content with tensors for weights, and the kind of each key left out; ``""`` of an extra state."""
-    build = _Builder(file, structure, weights_alone=True).build
+    build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: dict[str, str] = {}
     for entry, weights in structure.entries.items():
@@ -216,8 +211,8 @@ class _Builder:
     Raises :class:`NotPlainError` for all but plain data and tensors. ``weights_alone`` takes parameters as tensors.
     """
 
-    def __init__(self, file: BinaryIO, structure: Structure, *, weights_alone: bool = False) -> None:
-        self._storage = _storages(file, structure)
+    def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
+        self._storage = _storages(structure)
         self._weights_alone = weights_alone
         self._made: dict[int, Any] = {}  # what was one object stays one
 
@@ -275,16 +270,16 @@ def _is_plain(tensor: Any) -> bool:
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
 
 
-def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
+def _storages(structure: Structure) -> Callable[[Any], Any]:
     """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
-    whole = _mapped_bytes(file).untyped_storage()
+    whole: Any = _mapped_bytes(structure.file).untyped_storage()
 
     @functools.cache
-    def numbers(storage: StorageInfo) -> torch.UntypedStorage:
+    def numbers(storage: StorageInfo) -> Any:
         start = structure.places.get(storage.key)
         if start is not None:
             return whole[start : start + storage.size_bytes]
-        data = bytearray(read_record(file, structure.records[f"data/{storage.key}"]))
+        data = bytearray(read_record(structure.file, structure.records[f"data/{storage.key}"]))
         return _bytes_of(data).untyped_storage()
 
     return numbers
@@ -355,8 +350,8 @@ def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
     return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
 
 
-def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
-    numbers = _mapped_bytes(file)
+def _load_safetensors(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
+    numbers = _mapped_bytes(structure.file)
     weights: OrderedDict[str, Any] = OrderedDict()
     with collector_paused():
         for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
