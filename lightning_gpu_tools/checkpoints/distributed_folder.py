@@ -153,7 +153,7 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     found = describe(part, whole.path)
     records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
-        records[f"{place.start}/{name}"] = record._replace(start=place.start + record.start)
+        records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)
     return found
 
 

@@ -29,7 +29,7 @@ from lightning_gpu_tools.checkpoints.formats import (
 )
 from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.zip_records import Record, read_chunks, read_record, read_records
+from lightning_gpu_tools.checkpoints.zip_records import Record, read_records
 from lightning_gpu_tools.units import format_bytes, printable
 
 DTYPE_OF_SAFETENSORS = {
@@ -135,7 +135,7 @@ def compare_with_checksums(structure: Structure, advance: Callable[[int], object
     """Read all of a file and compare it with its checksums, if it has any."""
     with faults_of(structure.path):
         for record in structure.records.values():
-            for chunk in read_chunks(structure.file, record):
+            for chunk in record.chunks():
                 advance(len(chunk))
 
 
@@ -148,12 +148,12 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         raise Fault(f"is a zip archive but no checkpoint; it holds {shown}", advice)
     if "constants.pkl" in records:
         raise Fault("is a TorchScript archive, not a checkpoint", "Open it with torch.jit.load.")
-    _check_notes(file, records)
+    _check_notes(records)
     record = records["data.pkl"]
     limit = max(_MIN_DESCRIPTION_LIMIT_BYTES, _MAX_DESCRIPTION_RATIO * size_bytes)
     if record.size_bytes > min(limit, _MAX_DESCRIPTION_BYTES):
         raise Fault(f"describes its contents in {format_bytes(record.size_bytes)}, which is no description", RESTORE)
-    reader = StructureReader(BytesIO(read_record(file, record)), record.size_bytes)
+    reader = StructureReader(BytesIO(record.read()), record.size_bytes)
     content = reader.load()
     found = {key: _record_of(storage, records) for key, storage in reader.storages.items()}
     return Structure(
@@ -170,13 +170,12 @@ def _read_zip(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     )
 
 
-def _check_notes(file: BinaryIO, records: Mapping[str, Record]) -> None:
+def _check_notes(records: Mapping[str, Record]) -> None:
     """Raise for what torch's reader refuses or stumbles over."""
     for name in _NOTES.keys() & records.keys():
-        if records[name].size_bytes > 100 or not _NOTES[name].fullmatch(read_record(file, records[name])):
+        if records[name].size_bytes > 100 or not _NOTES[name].fullmatch(records[name].read()):
             raise damaged(f"its record {name} says nothing that torch understands")
-    order = records.get("byteorder")
-    if order is not None and read_record(file, order) != sys.byteorder.encode():
+    if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
         advice = "Load it with the tool that wrote it, and save it as safetensors."
         raise Fault("was written on a machine with another byte order", advice)
     if not records.keys() & {"version", ".data/version"}:

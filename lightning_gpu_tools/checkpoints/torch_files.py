@@ -38,7 +38,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     describe,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
-from lightning_gpu_tools.checkpoints.zip_records import read_record
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -279,7 +278,7 @@ def _storages(structure: Structure) -> Callable[[Any], Any]:
         start = structure.places.get(storage.key)
         if start is not None:
             return whole[start : start + storage.size_bytes]
-        data = bytearray(read_record(structure.file, structure.records[f"data/{storage.key}"]))
+        data = bytearray(structure.records[f"data/{storage.key}"].read())
         return _bytes_of(data).untyped_storage()
 
     return numbers

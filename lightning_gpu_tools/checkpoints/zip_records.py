@@ -36,8 +36,9 @@ _UNREADABLE = "the index at its end cannot be read"
 
 
 class Record(NamedTuple):
-    """Where a record is in the file."""
+    """A record of an open file."""
 
+    file: BinaryIO
     name: str
     start: int  # of its first byte; in the index, of its header
     packed_bytes: int
@@ -48,11 +49,29 @@ class Record(NamedTuple):
     def __str__(self) -> str:
         return printable(self.name)
 
+    def read(self) -> bytes:
+        """Return what is in the record."""
+        return b"".join(self.chunks())
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield what is in the record, unpacked; raise at the end if its length or checksum is wrong."""
+        crc = total = 0
+        for chunk in _packed(self) if self.is_stored else _inflated(self):
+            crc = zlib.crc32(chunk, crc)
+            total += len(chunk)
+            if total > self.size_bytes:
+                break
+            yield chunk
+        if total != self.size_bytes:
+            raise damaged(f"the record {self} is not as long as the index says")
+        if self.crc not in (crc, 0):
+            raise damaged(f"the checksum of the record {self} is wrong")
+
 
 def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record]]:
     """Return the folder of all records, ``"name/"`` or ``""``, and the records by their name in it."""
     index, count, index_start = _read_index(file, size_bytes)
-    entries = sorted(_entries(index), key=lambda entry: entry.start)
+    entries = sorted(_entries(file, index), key=lambda entry: entry.start)
     if len(entries) != count:
         raise damaged(_UNREADABLE)
     root = _only_root(entries)
@@ -62,7 +81,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     for entry in entries:
         if entry.start - end not in _DESCRIPTOR_BYTES:
             raise damaged(f"{entry} does not begin where the record before it ends")
-        start = _start(file, entry)
+        start = _start(entry)
         end = start + entry.packed_bytes
         if entry.name.lower() in names:
             raise damaged(f"it has two records called {entry}")
@@ -74,26 +93,6 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
         raise damaged("its records do not end where its index begins")
     _refuse_bomb(records.values(), size_bytes)
     return root, records
-
-
-def read_record(file: BinaryIO, record: Record) -> bytes:
-    """Return what is in a record."""
-    return b"".join(read_chunks(file, record))
-
-
-def read_chunks(file: BinaryIO, record: Record) -> Iterator[bytes]:
-    """Yield what is in a record, unpacked; raise at the end if its length or checksum is wrong."""
-    crc = total = 0
-    for chunk in _packed(file, record) if record.is_stored else _inflated(file, record):
-        crc = zlib.crc32(chunk, crc)
-        total += len(chunk)
-        if total > record.size_bytes:
-            break
-        yield chunk
-    if total != record.size_bytes:
-        raise damaged(f"the record {record} is not as long as the index says")
-    if record.crc not in (crc, 0):
-        raise damaged(f"the checksum of the record {record} is wrong")
 
 
 def _no_index(tail: bytes, size_bytes: int) -> Fault:
@@ -130,11 +129,11 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     return file.read(length), count, start
 
 
-def _start(file: BinaryIO, entry: Record) -> int:
+def _start(entry: Record) -> int:
     """Return where a record's bytes begin by its local header, as torch does."""
     name = entry.name.encode(errors="surrogateescape")
-    file.seek(entry.start)
-    header = file.read(_LOCAL_HEADER.size + len(name))
+    entry.file.seek(entry.start)
+    header = entry.file.read(_LOCAL_HEADER.size + len(name))
     if header[_LOCAL_HEADER.size :] == name:
         signature, _, flags, method, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
         expected = (b"PK\3\4", _STORED if entry.is_stored else _DEFLATED, len(name))
@@ -143,7 +142,7 @@ def _start(file: BinaryIO, entry: Record) -> int:
     raise damaged(f"its index and the header of {entry} contradict each other")
 
 
-def _entries(index: bytes) -> Iterator[Record]:
+def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
     place = 0
     while place < len(index):
         if len(index) - place < _ENTRY.size:
@@ -159,7 +158,7 @@ def _entries(index: bytes) -> Iterator[Record]:
             extra = index[extra_start : extra_start + extra_length]
             size, packed, header_start = _zip64(extra, size, packed, header_start)
         text = name.decode(errors="surrogateescape")
-        entry = Record(text, header_start, packed, size, crc, method == _STORED)
+        entry = Record(file, text, header_start, packed, size, crc, method == _STORED)
         if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
             raise damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
         if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch silently unpacks nothing then
@@ -201,17 +200,17 @@ def _refuse_bomb(records: Iterable[Record], size_bytes: int) -> None:
         )
 
 
-def _packed(file: BinaryIO, record: Record) -> Iterator[bytes]:
+def _packed(record: Record) -> Iterator[bytes]:
     left = record.packed_bytes
-    file.seek(record.start)
-    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+    record.file.seek(record.start)
+    while left and (chunk := record.file.read(min(left, _CHUNK_BYTES))):
         left -= len(chunk)
         yield chunk
 
 
-def _inflated(file: BinaryIO, record: Record) -> Iterator[bytes]:
+def _inflated(record: Record) -> Iterator[bytes]:
     inflate = zlib.decompressobj(-zlib.MAX_WBITS)
-    chunks = _packed(file, record)
+    chunks = _packed(record)
     packed = b""
     while not inflate.eof:
         packed = packed or next(chunks, b"")
