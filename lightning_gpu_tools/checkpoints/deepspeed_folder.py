@@ -146,7 +146,7 @@ def _check_ranks(shards: Shards) -> None:
     if not shards:
         raise Fault(
             "is not complete: *_optim_states.pt, the files of the optimizer with the fp32 weights, are missing",
-            f"At stage 1 and 2, the weights that it was trained with are in its {_WHOLE_MODEL}.",
+            f"At stage 1 and 2, those that it was trained with are in its {_WHOLE_MODEL}.",
         )
 
 

@@ -26,7 +26,6 @@ _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 # torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
 PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
-_INTERRUPTED = "Most likely a save, a copy or a download was interrupted. Copy the whole folder again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,9 @@ class Folder:
         missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
         if missing:
             gone = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
-            raise Fault(f"is not complete: {gone}", _INTERRUPTED)
+            raise Fault(
+                f"is not complete: {gone}", "Most likely a save or a copy was interrupted. Copy all files again."
+            )
         return unique
 
     def open(self, name: str) -> BinaryIO:

@@ -101,7 +101,7 @@ def _no_index(tail: bytes, size_bytes: int) -> Fault:
         what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing. "
         return Fault(f"{what}Most likely a save or a copy was interrupted", RESTORE)
     what = f"ends in zeros where its index should be ({format_bytes(size_bytes)} in all)"
-    return Fault(f"{what}: the machine or disk stopped before the data was written", RESTORE)
+    return Fault(f"{what}: the machine stopped before the data was written", RESTORE)
 
 
 def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
