@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -21,7 +20,6 @@ from lightning_gpu_tools.units import printable_path
 if sys.platform != "win32":
     import fcntl
 
-_LEFT_OVER = re.compile(r"\.lightning-gpu-tools-([0-9a-f]{12})-[0-9a-f]{16}\.part")
 # From file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
 # Uploads appear there only when they are complete. Elsewhere (SFTP, SMB, HDFS) they are moved into place.
@@ -94,6 +92,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     new content is on the disk. An ``OSError`` names ``path``.
     """
     directory, target = os.path.dirname(path) or ".", Path(path)
+    temporary = ""
     try:
         os.makedirs(directory, exist_ok=True)
         if target.is_char_device() or target.is_block_device() or target.is_fifo():  # /dev/null is not to be replaced
@@ -102,9 +101,6 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             return
         sweep(directory)
         temporary, file = _open_beside(directory)
-    except OSError as error:
-        raise _about(path, error) from error
-    try:
         with file:
             yield file
             file.flush()
@@ -112,7 +108,8 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         _sync_directory(directory)
     except OSError as error:
-        raise _about(path, error) from error
+        reason = f"{error.strerror or error}, while saving (an older file at this path is as it was)"
+        raise OSError(error.errno, reason, path) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -123,9 +120,9 @@ def sweep(directory: str) -> None:
 
     Only if the name says that this kernel wrote it, and the kernel has released its lock: other files may be in use.
     """
+    prefix = _prefix()
     with os.scandir(directory) as entries:
-        left_over = ((entry.path, _LEFT_OVER.fullmatch(entry.name)) for entry in entries)
-        candidates = [path for path, match in left_over if match and match[1] == running_kernel()]
+        candidates = [entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".part")]
     for candidate in candidates:
         with contextlib.suppress(OSError):  # another user's, or just swept by another process
             descriptor = os.open(candidate, os.O_RDONLY)
@@ -136,10 +133,13 @@ def sweep(directory: str) -> None:
                 os.close(descriptor)
 
 
+def _prefix() -> str:
+    return f".lightning-gpu-tools-{running_kernel()}-"
+
+
 def _open_beside(directory: str) -> tuple[str, BinaryIO]:
     while True:
-        name = f".lightning-gpu-tools-{running_kernel()}-{secrets.token_hex(8)}.part"
-        temporary = os.path.join(directory, name)
+        temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
         # Not tempfile: here the umask decides who may read it.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         _try_lock(descriptor)
@@ -170,11 +170,6 @@ def _sync_directory(directory: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _about(path: str, error: OSError) -> OSError:
-    reason = error.strerror or str(error)
-    return OSError(error.errno, f"{reason}, while saving (an older file at this path is as it was)", path)
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:

@@ -204,7 +204,9 @@ def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
         return whole
     if "state_dict" not in whole and "model" in whole:  # as FSDPStrategy calls it
         whole = {"state_dict": whole.pop("model"), **whole}
-    names = sorted((name for name in whole if re.fullmatch(r"optimizer_\d+", str(name))), key=lambda n: int(n[10:]))
-    if names:
-        whole["optimizer_states"] = [whole.pop(name) for name in names]
+    optimizers: list[Any] = []
+    while (name := f"optimizer_{len(optimizers)}") in whole:
+        optimizers.append(whole.pop(name))
+    if optimizers:
+        whole["optimizer_states"] = optimizers
     return whole

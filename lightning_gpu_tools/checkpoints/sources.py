@@ -49,12 +49,9 @@ Shapes = frozenset[tuple[str, tuple[int, ...] | None]]
 
 
 def read_structure(path: str | os.PathLike[str]) -> Structure:
-    """Describe a file, a folder of shards, or a file at a URL that fsspec knows, and check it against what is there.
+    """Describe a file, a folder of shards, or a file at a URL that fsspec knows.
 
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is damaged, not complete or no checkpoint. The message names one that can replace it.
-        OSError: It cannot be read.
+    An error about a broken or missing one names, if it can, a checkpoint in its folder that can replace it.
     """
     with opened_source(path, to_load=False) as structure:
         return structure
@@ -137,7 +134,6 @@ def _part(path: str, structure: Structure) -> Fault | None:
 
 @contextlib.contextmanager
 def _naming_another(path: str) -> Iterator[None]:
-    """Name in the error about a broken or missing file one that can replace it."""
     try:
         yield
     except (BrokenCheckpointError, CheckpointNotFoundError) as error:

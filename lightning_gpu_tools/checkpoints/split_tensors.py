@@ -30,9 +30,6 @@ class LazyTensor(torch.Tensor):
         lazy._make = make
         return lazy
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
