@@ -36,7 +36,7 @@ _OPTIMIZER, _RANKS = "optimizer_state_dict", "partition_count"
 _GROUPS, _GROUPS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _DAMAGE = "its files do not describe a ZeRO checkpoint"
 
-Shards = Mapping[str, Structure]
+Shards = Sequence[Structure]  # by rank
 Shapes = Mapping[str, tuple[int, ...]]
 Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
 
@@ -67,12 +67,11 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
     is_whole = _WHOLE_MODEL in names
     if is_whole == bool(model_names):
         raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
-    models = {name: folder.describe(name) for name in model_names or [_WHOLE_MODEL]}
-    optimizers = {name: folder.describe(name) for name in optimizer_names}
-    shards = {**models, **optimizers}
-    loaded = next(iter(models))
+    models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
+    optimizers = [folder.describe(name) for name in optimizer_names]
+    loaded = models[0].name
     with any_error_is(damaged(_DAMAGE)):
-        model: Mapping[str, Any] = models[loaded].content
+        model: Mapping[str, Any] = models[0].content
         split: dict[str, SplitTensorInfo] = {}
         if model["param_shapes"] is not None:  # or nothing is split: stage 0
             _check_ranks(optimizers)
@@ -80,7 +79,7 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
                 split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers))
             else:
                 _check_ranks(models)
-                split = {**dict(_join_stage_3(model["param_shapes"], optimizers)), **dict(_join_frozen(models))}
+                split = dict([*_join_stage_3(model["param_shapes"], optimizers), *_join_frozen(models)])
             tied = model["shared_params"].items()
             split.update((name, split[stored]) for name, stored in tied if stored in split)
         buffers = set(model["buffer_names"])
@@ -99,7 +98,7 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
             return weights
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
-    return Assembly(shards, (loaded,), assemble)
+    return Assembly({shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
 
 
 def part_of_deepspeed(path: str, content: Any) -> Fault | None:
@@ -136,12 +135,14 @@ def _count(ranks: Any) -> Any:
 
 def _check_ranks(shards: Shards) -> None:
     """Raise unless there is one file of each rank, all of the same checkpoint."""
-    there = [int(re.findall(r"pp_rank_(\d+)", name)[0]) for name in shards]
-    for name, shard in shards.items():
+    there = [int(re.findall(r"pp_rank_(\d+)", shard.name)[0]) for shard in shards]
+    for shard in shards:
         content = shard.content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
         if ranks != len(there) or there != [*range(len(there))]:
-            what = f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(there)} are there"
+            what = (
+                f"is not complete: {printable(shard.name)} is of {printable(ranks)} ranks, but {len(there)} are there"
+            )
             raise Fault(what, "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.")
     if not shards:
         raise Fault(
@@ -152,22 +153,21 @@ def _check_ranks(shards: Shards) -> None:
 
 def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """Each group of parameters is one row of numbers, of which each rank has a part."""
-    states = {name: shard.content[_OPTIMIZER] for name, shard in optimizers.items()}
-    first = next(iter(states.values()))
-    if "zero_stage" not in first:
+    states = [shard.content[_OPTIMIZER] for shard in optimizers]
+    if "zero_stage" not in states[0]:
         raise Fault(
             "is by an optimizer of DeepSpeed whose partitions its zero_to_fp32.py does not read either",
             f"The weights that it was trained with are in its {_WHOLE_MODEL}.",
         )
-    paddings = first.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
-    if {len(paddings), *(len(state[_GROUPS]) for state in states.values())} != {len(param_shapes)}:
+    paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
+    if {len(paddings), *(len(state[_GROUPS]) for state in states)} != {len(param_shapes)}:
         raise damaged(_DAMAGE)
     align = 2 * len(states)  # "Z2 started to align to 2*world_size to improve nccl performance"
     for number, shapes in enumerate(param_shapes):
-        dtype = first[_GROUPS][number].dtype
+        dtype = states[0][_GROUPS][number].dtype
         row: list[Piece] = []
-        for name, state in states.items():
-            row += _row(name, optimizers[name], [state[_GROUPS][number]], dtype)
+        for shard, state in zip(optimizers, states, strict=True):
+            row += _row(shard, [state[_GROUPS][number]], dtype)
         at = 0
         for (key, shape), padding in zip(shapes.items(), paddings[number], strict=True):
             yield key, _joined(dtype, shape, [row], at)
@@ -178,9 +178,9 @@ def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> 
 
 def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """Each rank has a row with its part of each parameter."""
-    groups = {name: shard.content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for name, shard in optimizers.items()}
-    dtype = next(iter(groups.values()))[0].dtype
-    rows = [_row(name, optimizers[name], group, dtype) for name, group in groups.items()]
+    groups = [shard.content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for shard in optimizers]
+    dtype = groups[0][0].dtype
+    rows = [_row(shard, group, dtype) for shard, group in zip(optimizers, groups, strict=True)]
     at = 0
     for key, shape in (item for shapes in param_shapes for item in shapes.items()):
         yield key, _joined(dtype, shape, rows, at)
@@ -191,24 +191,22 @@ def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterato
 
 def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
     """What is not trained is cut likewise, but is not with the optimizer."""
-    first = next(iter(models.values())).content
-    for key, shape in (first["frozen_param_shapes"] or {}).items():
-        dtype = first["frozen_param_fragments"][key].dtype
-        rows = [
-            _row(name, shard, [shard.content["frozen_param_fragments"][key]], dtype) for name, shard in models.items()
-        ]
+    for key, shape in (models[0].content["frozen_param_shapes"] or {}).items():
+        fragments = [shard.content["frozen_param_fragments"][key] for shard in models]
+        dtype = fragments[0].dtype
+        rows = [_row(shard, [info], dtype) for shard, info in zip(models, fragments, strict=True)]
         yield key, _joined(dtype, shape, rows, 0)
 
 
-def _row(name: str, shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
+def _row(shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
     if shard.is_packed:
-        raise Fault(f"has {printable(name)} compressed", "Unpack it, and zip it without compression: zip -0.")
+        raise Fault(f"has {printable(shard.name)} compressed", "Unpack it, and zip it without compression: zip -0.")
     row = []
     for info in tensors:
         if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != dtype:
             raise damaged(_DAMAGE)
         start = shard.places[info.storage.key] + info.offset * BYTES_OF_DTYPE[dtype]  # type: ignore[union-attr]
-        row.append((name, start, info.shape[0]))  # type: ignore[index]
+        row.append((shard.name, start, info.shape[0]))  # type: ignore[index]
     return row
 
 

@@ -264,13 +264,11 @@ class StructureReader(pickle._Unpickler):
                     _check_key(key)
                     mapping[key] = value
             return mapping
-        if name in ("torch.Size", "builtins.set", "builtins.frozenset") and len(arguments) == 1:
-            elements = arguments[0]
-            if isinstance(elements, (tuple, list)):
-                self._copy(elements)
-                for element in elements:
-                    _check_key(element)
-                return _Set(elements)
+        if name in ("torch.Size", "builtins.set", "builtins.frozenset") and [*map(_is_list, arguments)] == [True]:
+            self._copy(arguments[0])
+            for element in arguments[0]:
+                _check_key(element)
+            return _Set(arguments[0])
         if function.is_plain and not _needs_no_more_memory(name, arguments):
             self.globals.add(f"{name}(...)")
         return Opaque(function.is_plain, name, arguments)
@@ -331,8 +329,12 @@ def _dtypes(arguments: Sequence[Any]) -> list[str]:
     return [a.name for a in arguments if isinstance(a, StandIn) and a.module == "torch" and a.name != "Tensor"]
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
 def _is_short(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMENSIONS
+    return _is_list(value) and len(value) <= _MAX_DIMENSIONS
 
 
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dtype: str) -> None:
@@ -388,7 +390,7 @@ def _changed(described: Any, **changes: Any) -> Any:
 
 
 def _depth(container: Any, known: dict[int, int], level: int = 0) -> int:
-    """Return the number of levels, at most ``MAX_DEPTH`` for what has an end."""
+    """Return how deep containers are nested; above ``MAX_DEPTH``, only that it is too deep or without end."""
     known[id(container)] = MAX_DEPTH + 1  # until it is known
     if level > MAX_DEPTH:
         return MAX_DEPTH + 1

@@ -72,6 +72,11 @@ class Structure:
     part: Fault | None = None  # what it is, if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
 
+    @property
+    def name(self) -> str:
+        """The name of the file in its folder."""
+        return os.path.basename(self.path)
+
     @functools.cached_property
     def entries(self) -> dict[str, Mapping[str, Any]]:
         """Every set of weights, by the name of its entry; ``""`` if it holds nothing else."""
