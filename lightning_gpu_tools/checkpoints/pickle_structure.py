@@ -264,7 +264,8 @@ class StructureReader(pickle._Unpickler):
                     _check_key(key)
                     mapping[key] = value
             return mapping
-        if name in ("torch.Size", "builtins.set", "builtins.frozenset") and [*map(_is_list, arguments)] == [True]:
+        is_set = name in ("torch.Size", "builtins.set", "builtins.frozenset")
+        if is_set and len(arguments) == 1 and isinstance(arguments[0], (tuple, list)):
             self._copy(arguments[0])
             for element in arguments[0]:
                 _check_key(element)
@@ -329,12 +330,8 @@ def _dtypes(arguments: Sequence[Any]) -> list[str]:
     return [a.name for a in arguments if isinstance(a, StandIn) and a.module == "torch" and a.name != "Tensor"]
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
-
-
 def _is_short(value: Any) -> bool:
-    return _is_list(value) and len(value) <= _MAX_DIMENSIONS
+    return isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMENSIONS
 
 
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dtype: str) -> None:

@@ -110,10 +110,7 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
 
 
 def _read(
-    path: str | os.PathLike[str],
-    load: Callable[[Structure], Any],
-    verify: bool = False,
-    map_location: Any = "cpu",
+    path: str | os.PathLike[str], load: Callable[[Structure], Any], verify: bool = False, map_location: Any = "cpu"
 ) -> Any:
     with opened_source(path) as structure, faults_of(path):
         if structure.part is not None:
