@@ -1,20 +1,16 @@
-"""Files at any path or URL: read as local ones, and there whole or not at all when they are written.
-
-A local file is written beside its target, made durable, then put in its place; another is uploaded when it is complete.
-"""
+"""Files at any path or URL: read as local ones, and written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import re
 import secrets
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.errors import CheckpointNotFoundError
@@ -24,23 +20,20 @@ from lightning_gpu_tools.units import printable_path
 if sys.platform != "win32":
     import fcntl
 
-_LEFT_OVER = re.compile(r"\.lightning-gpu-tools-([0-9a-f]{12})-[0-9a-f]{16}\.part")
-# What file systems answer that cannot flush a directory (FUSE, CIFS, some network file systems); the rename is all one
-# can have there.
+# From file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
-# Where an upload appears under its name only when it is complete. Elsewhere (SFTP, SMB, HDFS) it is moved there.
+# Uploads appear there only when they are complete. Elsewhere (SFTP, SMB, HDFS) they are moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
 
 
 @contextlib.contextmanager
 def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a local path to what is at ``path``: itself, or a copy of a remote file that lives as long as the block."""
+    """Give ``path`` itself, or the path of a temporary copy of a remote file."""
     filesystem, name = _place(path)
     if filesystem is None:
         yield name
         return
-    # In a folder of its own, so that nobody takes what else is in the temporary folder for its neighbours. On Windows a
-    # mapped file cannot be removed; the temporary folder is cleaned anyway.
+    # A folder of its own, without other checkpoints. Windows does not remove mapped files.
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
@@ -52,7 +45,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a new file for ``path``, a local path or a URL, that is there when the block ends without an error."""
+    """Open a new file that appears at a path or URL when the block ends without an error."""
     filesystem, name = _place(path)
     if filesystem is None:
         with replacing(name) as file:
@@ -65,23 +58,22 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def behind_links(path: str | os.PathLike[str]) -> str:
-    """Return the path of the file that a symbolic link names, also if it is not there yet; other paths as they are.
+    """Return the target of a symbolic link, or the path itself. :func:`writing` replaces a link, not its target.
 
-    To be written instead of a link that is to stay. :func:`writing` puts the new file in the link's own place: the
-    ``last.ckpt`` of a Trainer may be a link to its best checkpoint, which the next save must not touch.
+    So saving ``last.ckpt`` leaves the best checkpoint alone, to which it may link.
     """
     filesystem, name = _place(path)
     return os.path.realpath(name) if filesystem is None and os.path.islink(name) else os.fspath(path)
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is anything at a local path or URL."""
+    """Whether there is anything at a local path or URL."""
     filesystem, name = _place(path)
     return os.path.exists(name) if filesystem is None else bool(filesystem.exists(name))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file, link or folder; nothing happens where there is none."""
+    """Remove a file, link or folder, if there is one."""
     filesystem, name = _place(path)
     if filesystem is not None:
         if filesystem.exists(name):
@@ -96,24 +88,19 @@ def remove(path: str | os.PathLike[str]) -> None:
 def replacing(path: str) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of ``path`` when the block ends without an error.
 
-    Until then ``path`` holds what it held before, also when the process is killed or the machine loses its power; after
-    it, the new content, on the disk. What a killed process has left behind in the same folder is removed first.
-
-    Raises:
-        OSError: Anything the file system refuses; ``filename`` is ``path``.
+    Until then it holds what it held before, even if the process is killed or the machine loses power; afterwards the
+    new content is on the disk. An ``OSError`` names ``path``.
     """
-    directory = os.path.dirname(path) or "."
+    directory, target = os.path.dirname(path) or ".", Path(path)
+    temporary = ""
     try:
         os.makedirs(directory, exist_ok=True)
-        if _is_device(path):  # /dev/null and named pipes are written to, not replaced
+        if target.is_char_device() or target.is_block_device() or target.is_fifo():  # /dev/null is not to be replaced
             with open(path, "wb") as device:
                 yield device
             return
         sweep(directory)
         temporary, file = _open_beside(directory)
-    except OSError as error:
-        raise _about(path, error) from error
-    try:
         with file:
             yield file
             file.flush()
@@ -121,40 +108,39 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         _sync_directory(directory)
     except OSError as error:
-        raise _about(path, error) from error
+        reason = f"{error.strerror or error}, while saving (an older file at this path is as it was)"
+        raise OSError(error.errno, reason, path) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
 
 
-def sweep(directory: str) -> list[str]:
-    """Remove and return what killed processes left in ``directory``.
+def sweep(directory: str) -> None:
+    """Remove what killed processes have left behind.
 
-    Only what is proven dead: its name says that it was written under the kernel that runs now, and that kernel has let
-    go of its lock. A writer on another machine, or one that cannot be locked, is left alone; so is another user's file
-    that may not be removed.
+    Only if the name says that this kernel wrote it, and the kernel has released its lock: other files may be in use.
     """
-    swept = []
+    prefix = _prefix()
     with os.scandir(directory) as entries:
-        left_over = ((entry.path, _LEFT_OVER.fullmatch(entry.name)) for entry in entries)
-        candidates = [path for path, match in left_over if match and match[1] == running_kernel()]
+        candidates = [entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".part")]
     for candidate in candidates:
-        with contextlib.suppress(OSError):  # somebody else's file, or swept by another process in this moment
+        with contextlib.suppress(OSError):  # another user's, or just swept by another process
             descriptor = os.open(candidate, os.O_RDONLY)
             try:
                 if _try_lock(descriptor):
                     os.unlink(candidate)
-                    swept.append(candidate)
             finally:
                 os.close(descriptor)
-    return swept
+
+
+def _prefix() -> str:
+    return f".lightning-gpu-tools-{running_kernel()}-"
 
 
 def _open_beside(directory: str) -> tuple[str, BinaryIO]:
     while True:
-        name = f".lightning-gpu-tools-{running_kernel()}-{secrets.token_hex(8)}.part"
-        temporary = os.path.join(directory, name)
-        # Not tempfile, which makes files that only their owner can read: the umask is to decide, as for any other save.
+        temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
+        # Not tempfile: here the umask decides who may read it.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         _try_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
@@ -163,7 +149,7 @@ def _open_beside(directory: str) -> tuple[str, BinaryIO]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the lock that the kernel releases when the process dies; ``False`` if it is held or there are no locks."""
+    """Take a lock until the process ends; ``False`` if it is held or impossible."""
     if sys.platform == "win32":
         return False
     try:
@@ -171,14 +157,6 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_device(path: str) -> bool:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return False
-    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISBLK(mode)
 
 
 def _sync_directory(directory: str) -> None:
@@ -194,16 +172,10 @@ def _sync_directory(directory: str) -> None:
         os.close(descriptor)
 
 
-def _about(path: str, error: OSError) -> OSError:
-    """Return the same kind of error with the path that the caller knows, not the temporary one."""
-    reason = error.strerror or str(error)
-    return OSError(error.errno, f"{reason}, while saving (an older file at this path is as it was)", path)
-
-
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """Return the file system of a URL, ``None`` for the local one, and the name in it."""
+    """Return the file system, ``None`` if it is the local one, and the name in it."""
     text = os.fspath(path)
-    if "://" not in text and "::" not in text:  # without fsspec, whose import costs more than a short look into a file
+    if "://" not in text and "::" not in text:  # importing fsspec takes longer than inspecting a file
         return None, os.path.expanduser(text)
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]

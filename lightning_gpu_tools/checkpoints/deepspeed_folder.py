@@ -1,7 +1,6 @@
-"""DeepSpeed's folders: fp32 weights put together from the optimizers of all ranks, as its own zero_to_fp32.py does it.
+"""DeepSpeed's folders: fp32 weights out of the optimizers of all ranks, as in its zero_to_fp32.py.
 
-That script lies in the folder, and opens each file with ``weights_only=False``. Here nothing of the folder runs: the
-files are described first, and the numbers are taken from where the description says that they are.
+That script opens each file with ``weights_only=False``. Here nothing of the folder runs.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, TensorInfo, are_sizes
-from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_byte_order, describing
+from lightning_gpu_tools.checkpoints.formats import Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
 
-# DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, where nothing but ZeRO splits the model.
+# DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 _OPTIMIZER_OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _ANY = re.compile(r".*(model|optim)_states\.pt")
-# What DeepSpeedEngine._common_checkpoint_state writes; the rest is Lightning's.
+# DeepSpeedEngine._common_checkpoint_state; all else is Lightning's.
 _OWN_ENTRIES = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version"),
@@ -37,11 +36,13 @@ _OPTIMIZER, _RANKS = "optimizer_state_dict", "partition_count"
 _GROUPS, _GROUPS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _DAMAGE = "its files do not describe a ZeRO checkpoint"
 
-Piece = tuple[str, int, int]  # file, offset of the first number in bytes, how many numbers
+Shards = Sequence[Structure]  # by rank
+Shapes = Mapping[str, tuple[int, ...]]
+Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
 
 
 def find_deepspeed(path: str, names: set[str]) -> str | None:
-    """Return the folder with DeepSpeed's files, which is this one or the one that its ``latest`` names, if there is."""
+    """Return the folder with DeepSpeed's files: this one, or the one that its ``latest`` names."""
     if any(map(_ANY.fullmatch, names)):
         return path
     latest = os.path.join(path, "latest")
@@ -50,38 +51,35 @@ def find_deepspeed(path: str, names: set[str]) -> str | None:
     with open(latest, encoding="utf-8", errors="replace") as file:
         tag = file.read(1000).strip()
     folder = os.path.join(path, tag)
-    is_inside = tag not in ("", ".", "..") and not re.search(r"[/\\\0]", tag) and os.path.isdir(folder)
-    return folder if is_inside and any(map(_ANY.fullmatch, os.listdir(folder))) else None
+    is_there = is_plain_name(tag) and os.path.isdir(folder) and any(map(_ANY.fullmatch, os.listdir(folder)))
+    return folder if is_there else None
 
 
 def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
-    """Read what a folder holds."""
-    models, optimizers = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
-    others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *models, *optimizers}
+    """Describe the checkpoint in a folder."""
+    model_names, optimizer_names = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
+    others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
             f"is a DeepSpeed checkpoint of a model that more than ZeRO has split ({printable(min(others))})",
             "Only the program that trained it can join experts, pipeline stages and tensor-parallel parts.",
         )
-    if (_WHOLE_MODEL in names) == bool(models):
-        raise damaged("its model_states.pt are of two checkpoints" if models else "it has no model_states.pt")
-    models = models or [_WHOLE_MODEL]
-    shards = {name: folder.describe(name) for name in (*models, *optimizers)}
-    for name, shard in shards.items():
-        check_byte_order(folder.open(name), shard)
-    loaded = models[0]
-    with describing(_DAMAGE):
-        model: Mapping[str, Any] = shards[loaded].content
+    is_whole = _WHOLE_MODEL in names
+    if is_whole == bool(model_names):
+        raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
+    models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
+    optimizers = [folder.describe(name) for name in optimizer_names]
+    loaded = models[0].name
+    with any_error_is(damaged(_DAMAGE)):
+        model: Mapping[str, Any] = models[0].content
         split: dict[str, SplitTensorInfo] = {}
         if model["param_shapes"] is not None:  # or nothing is split: stage 0
-            if loaded == _WHOLE_MODEL:
-                _check_ranks(optimizers, shards)
-                split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers, shards))
+            _check_ranks(optimizers)
+            if is_whole:
+                split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers))
             else:
-                _check_ranks(models, shards)
-                _check_ranks(optimizers, shards)
-                split = dict(_join_stage_3(model["param_shapes"], optimizers, shards))
-                split.update(_join_frozen(models, shards))
+                _check_ranks(models)
+                split = dict([*_join_stage_3(model["param_shapes"], optimizers), *_join_frozen(models)])
             tied = model["shared_params"].items()
             split.update((name, split[stored]) for name, stored in tied if stored in split)
         buffers = set(model["buffer_names"])
@@ -92,7 +90,7 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
         if not split.keys() <= weights.keys():
             raise damaged(_DAMAGE)
         for name, value in weights.items():  # at stage 3 there is only an empty tensor for each parameter
-            is_empty = loaded != _WHOLE_MODEL and tuple(getattr(value, "shape", None) or ()) == (0,)
+            is_empty = not is_whole and tuple(getattr(value, "shape", None) or ()) == (0,)
             if is_empty and name not in split and name not in buffers:
                 raise damaged(f"no file has the numbers of {printable(name)}")
         weights.update(split)
@@ -100,30 +98,30 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
             return weights
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
-    return Assembly(shards, (loaded,), assemble)
+    return Assembly({shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
 
 
 def part_of_deepspeed(path: str, content: Any) -> Fault | None:
-    """Return what a file of DeepSpeed's is where it is not all of a model's weights; ``None`` for any other file."""
+    """Return the fault of a file of DeepSpeed's without all weights; ``None`` for any other file."""
     if not isinstance(content, Mapping):
         return None
-    name = os.path.basename(path)
-    folder = printable_path(os.path.dirname(path) or ".")
-    advice = f"Name the folder with the files of all ranks instead: {folder}"
-    optimizer = content.get(_OPTIMIZER)
+    optimizer, shapes, module = (content.get(entry) for entry in (_OPTIMIZER, "param_shapes", "module"))
     if isinstance(optimizer, Mapping) and _RANKS in optimizer:
-        rank, ranks = _OPTIMIZER_OF_RANK.fullmatch(name), _count(optimizer[_RANKS])
-        whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-        return Fault(f"holds the optimizer of {whose} of a DeepSpeed checkpoint, not the weights by name", advice)
-    shapes, module = content.get("param_shapes"), content.get("module")
-    if not isinstance(shapes, list) or not isinstance(module, Mapping):
+        pattern, ranks = _OPTIMIZER_OF_RANK, _count(optimizer[_RANKS])
+        what = "holds the optimizer of {} of a DeepSpeed checkpoint, not the weights by name"
+    elif isinstance(shapes, list) and isinstance(module, Mapping):
+        wanted = {key: shape for group in shapes if isinstance(group, Mapping) for key, shape in group.items()}
+        tensors = [(key, value.shape) for key, value in module.items() if isinstance(value, TensorInfo)]
+        if all(shape == wanted.get(key, shape) for key, shape in tensors):
+            return None
+        pattern, ranks = _MODEL_OF_RANK, content.get("dp_world_size")
+        what = "is the file of {} of a DeepSpeed ZeRO-3 checkpoint, without the weights"
+    else:
         return None
-    wanted = {key: shape for group in shapes if isinstance(group, Mapping) for key, shape in group.items()}
-    if any(isinstance(module.get(key), TensorInfo) and module[key].shape != shape for key, shape in wanted.items()):
-        rank, ranks = _MODEL_OF_RANK.fullmatch(name), content.get("dp_world_size")
-        whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-        return Fault(f"is the file of {whose} of a DeepSpeed ZeRO-3 checkpoint, without the weights", advice)
-    return None
+    rank = pattern.fullmatch(os.path.basename(path))
+    whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
+    folder = printable_path(os.path.dirname(path) or ".")
+    return Fault(what.format(whose), f"Name the folder with the files of all ranks instead: {folder}")
 
 
 def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
@@ -132,123 +130,105 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    """Return a number of ranks; there may be one for each group of parameters."""
-    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks
+    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks  # a list has it by group
 
 
-def _check_ranks(names: Sequence[str], shards: Mapping[str, Structure]) -> None:
-    """Check that there is a file of each rank, and none is left from another checkpoint."""
-    for name in names:
-        content = shards[name].content
+def _check_ranks(shards: Shards) -> None:
+    """Raise unless there is one file of each rank, all of the same checkpoint."""
+    there = [int(re.findall(r"pp_rank_(\d+)", shard.name)[0]) for shard in shards]
+    for shard in shards:
+        content = shard.content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
-        there = [int(re.findall(r"pp_rank_(\d+)", other)[0]) for other in names]
-        if ranks != len(names) or there != [*range(len(names))]:
-            raise Fault(
-                f"is not complete: {printable(name)} is of {printable(ranks)} ranks, but {len(names)} are there",
-                "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.",
+        if ranks != len(there) or there != [*range(len(there))]:
+            what = (
+                f"is not complete: {printable(shard.name)} is of {printable(ranks)} ranks, but {len(there)} are there"
             )
-    if not names:
+            raise Fault(what, "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.")
+    if not shards:
         raise Fault(
-            "is not complete: the files of the optimizer, *_optim_states.pt, are missing",
-            f"They hold the fp32 weights. Those that it was trained with are in its {_WHOLE_MODEL} at stage 1 and 2.",
+            "is not complete: *_optim_states.pt, the files of the optimizer with the fp32 weights, are missing",
+            f"At stage 1 and 2, those that it was trained with are in its {_WHOLE_MODEL}.",
         )
 
 
-def _pieces(name: str, shard: Structure, groups: Sequence[TensorInfo]) -> list[Piece]:
-    """Return where the numbers of flat tensors are in a file."""
-    if shard.is_packed:
-        raise Fault(f"has {printable(name)} compressed", "Unpack it, and zip it without compression: zip -0.")
-    pieces = []
-    for info in groups:
-        if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != groups[0].dtype:
-            raise damaged(_DAMAGE)
-        start = shard.places[info.storage.key] + info.offset * BYTES_OF_DTYPE[info.dtype]  # type: ignore[union-attr]
-        pieces.append((name, start, info.shape[0]))  # type: ignore[index]
-    return pieces
-
-
-def _cut(pieces: Sequence[Piece], itemsize: int, first: int, count: int) -> Iterator[Piece]:
-    """Yield where those numbers are, of all that the pieces hold one after the other."""
-    for name, start, numel in pieces:
-        skipped, taken = min(first, numel), min(max(0, numel - first), count)
-        if taken:
-            yield name, start + skipped * itemsize, taken
-        first, count = first - skipped, count - taken
-    if count:
-        raise damaged(_DAMAGE)
-
-
-def _joined(dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> SplitTensorInfo:
-    parts = []
-    end = 0
-    for name, start, numel in pieces:
-        parts.append(Part(name, start, (end,), (numel,), (1,)))
-        end += numel
-    if end != math.prod(shape):
-        raise damaged(_DAMAGE)
-    return SplitTensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))
-
-
-def _join_stages_1_and_2(
-    param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
-) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each group of parameters is one row of numbers, cut into a partition for each rank."""
-    states = [shards[name].content[_OPTIMIZER] for name in optimizers]
+def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
+    """Each group of parameters is one row of numbers, of which each rank has a part."""
+    states = [shard.content[_OPTIMIZER] for shard in optimizers]
     if "zero_stage" not in states[0]:
         raise Fault(
             "is by an optimizer of DeepSpeed whose partitions its zero_to_fp32.py does not read either",
             f"The weights that it was trained with are in its {_WHOLE_MODEL}.",
         )
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in param_shapes]
-    groups = [state[_GROUPS] for state in states]
-    if {len(group) for group in (*groups, paddings)} != {len(param_shapes)}:
+    if {len(paddings), *(len(state[_GROUPS]) for state in states)} != {len(param_shapes)}:
         raise damaged(_DAMAGE)
-    align = 2 * len(optimizers)  # "Z2 started to align to 2*world_size to improve nccl performance"
+    align = 2 * len(states)  # "Z2 started to align to 2*world_size to improve nccl performance"
     for number, shapes in enumerate(param_shapes):
-        flat = [group[number] for group in groups]
-        pieces = [_pieces(name, shards[name], [info])[0] for name, info in zip(optimizers, flat, strict=True)]
-        itemsize = BYTES_OF_DTYPE[flat[0].dtype]
+        dtype = states[0][_GROUPS][number].dtype
+        row: list[Piece] = []
+        for shard, state in zip(optimizers, states, strict=True):
+            row += _row(shard, [state[_GROUPS][number]], dtype)
         at = 0
         for (key, shape), padding in zip(shapes.items(), paddings[number], strict=True):
-            numel = math.prod(shape)
-            yield key, _joined(flat[0].dtype, shape, [*_cut(pieces, itemsize, at, numel)])
-            at += numel + padding
-        if -(-at // align) != -(-sum(numel for *_, numel in pieces) // align) or len({info.dtype for info in flat}) > 1:
+            yield key, _joined(dtype, shape, [row], at)
+            at += math.prod(shape) + padding
+        if -(-at // align) != -(-_length(row) // align):
             raise damaged(_DAMAGE)
 
 
-def _join_stage_3(
-    param_shapes: Sequence[Mapping[str, tuple[int, ...]]], optimizers: Sequence[str], shards: Mapping[str, Structure]
-) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each parameter is cut into a partition for each rank, and these follow one another in each rank's file."""
-    groups = [shards[name].content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for name in optimizers]
+def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
+    """Each rank has a row with its part of each parameter."""
+    groups = [shard.content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for shard in optimizers]
     dtype = groups[0][0].dtype
-    ranks = [_pieces(name, shards[name], group) for name, group in zip(optimizers, groups, strict=True)]
+    rows = [_row(shard, group, dtype) for shard, group in zip(optimizers, groups, strict=True)]
     at = 0
     for key, shape in (item for shapes in param_shapes for item in shapes.items()):
-        yield key, _joined_of_ranks(dtype, shape, ranks, at)
-        at += -(-math.prod(shape) // len(ranks))
-    if {(group[0].dtype, sum(numel for *_, numel in pieces)) for group, pieces in zip(groups, ranks, strict=True)} != {
-        (dtype, at)
-    }:
+        yield key, _joined(dtype, shape, rows, at)
+        at += -(-math.prod(shape) // len(rows))
+    if {*map(_length, rows)} != {at}:
         raise damaged(_DAMAGE)
 
 
-def _join_frozen(models: Sequence[str], shards: Mapping[str, Structure]) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """What is not trained is not with the optimizer, but in the same partitions."""
-    for key, shape in (shards[models[0]].content["frozen_param_shapes"] or {}).items():
-        fragments = [shards[name].content["frozen_param_fragments"][key] for name in models]
-        ranks = [_pieces(name, shards[name], [info]) for name, info in zip(models, fragments, strict=True)]
-        if len({info.dtype for info in fragments}) > 1:
+def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
+    """What is not trained is cut likewise, but is not with the optimizer."""
+    for key, shape in (models[0].content["frozen_param_shapes"] or {}).items():
+        fragments = [shard.content["frozen_param_fragments"][key] for shard in models]
+        dtype = fragments[0].dtype
+        rows = [_row(shard, [info], dtype) for shard, info in zip(models, fragments, strict=True)]
+        yield key, _joined(dtype, shape, rows, 0)
+
+
+def _row(shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
+    if shard.is_packed:
+        raise Fault(f"has {printable(shard.name)} compressed", "Unpack it, and zip it without compression: zip -0.")
+    row = []
+    for info in tensors:
+        if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != dtype:
             raise damaged(_DAMAGE)
-        yield key, _joined_of_ranks(fragments[0].dtype, shape, ranks, 0)
+        start = shard.places[info.storage.key] + info.offset * BYTES_OF_DTYPE[dtype]  # type: ignore[union-attr]
+        row.append((shard.name, start, info.shape[0]))  # type: ignore[index]
+    return row
 
 
-def _joined_of_ranks(dtype: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Piece]], at: int) -> SplitTensorInfo:
-    numel = left = math.prod(shape)
-    cut: list[Piece] = []
-    for pieces in ranks:
-        partition = min(-(-numel // len(ranks)), left)  # the last one is padded
-        cut += _cut(pieces, BYTES_OF_DTYPE[dtype], at, partition)
-        left -= partition
-    return _joined(dtype, shape, cut)
+def _length(row: Sequence[Piece]) -> int:
+    return sum(numel for *_, numel in row)
+
+
+def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]], at: int) -> SplitTensorInfo:
+    """Return a tensor of which each row has an equal share, from ``at`` on; the last share is padded."""
+    left = math.prod(shape)
+    share = -(-left // len(rows))
+    parts: list[Part] = []
+    end = 0
+    for row in rows:
+        skip, take = at, min(share, left)
+        left -= take
+        for name, start, numel in row:
+            skipped = min(skip, numel)
+            taken = min(take, numel - skipped)
+            if taken:
+                parts.append(Part(name, start + skipped * BYTES_OF_DTYPE[dtype], (end,), (taken,), (1,)))
+            skip, take, end = skip - skipped, take - taken, end + taken
+        if take:
+            raise damaged(_DAMAGE)
+    return SplitTensorInfo(dtype, shape, None, laid_out=(end,), parts=tuple(parts))

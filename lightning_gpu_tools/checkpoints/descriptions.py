@@ -1,4 +1,4 @@
-"""What a file says that it holds, before any of it is loaded: tensors, their storages, and objects of other classes."""
+"""What a file says that it holds, before any of it is loaded: tensors, storages, and objects of other classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ BYTES_OF_DTYPE = {
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
     "complex128": 16,
 }
-# Legacy storage classes, by the dtype that torch prints.
 DTYPE_OF_STORAGE = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -39,77 +38,52 @@ DTYPE_OF_STORAGE = {
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-# Python's own limit of recursion is 1,000, and copying takes three calls for each level.
+# Python's limit of recursion is 1,000, and copying takes three calls per level.
 MAX_DEPTH = 200
 
 
-# Nobody changes one. But a frozen one takes three times as long to make, and a file may describe 300,000 of them.
+# Not frozen: that takes three times as long, and a file may describe 300,000 of them.
 @dataclass(slots=True, unsafe_hash=True)
 class StorageInfo:
-    """A storage in the file: a block of numbers.
-
-    Attributes:
-        key: Its name in the file.
-        dtype: Of its elements, as torch prints it without ``torch.``.
-        location: Device it was saved from, ``"cuda:2"``.
-        numel: Number of elements.
-    """
+    """A block of numbers in the file."""
 
     key: str
-    dtype: str
-    location: str
+    dtype: str  # as torch prints it, without "torch."
+    location: str  # device it was saved from: "cuda:2"
     numel: int
 
     @property
     def size_bytes(self) -> int:
-        """What its numbers take."""
+        """Its size, by its description."""
         return self.numel * BYTES_OF_DTYPE[self.dtype]
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class TensorInfo:
-    """A tensor as the pickle describes it.
+    """A tensor as the file describes it."""
 
-    Attributes:
-        dtype: As torch prints it without ``torch.``; ``"?"`` if the pickle does not tell.
-        shape: Its size; ``None`` if the pickle does not tell.
-        storage: Where its numbers are; ``None`` for tensors that are not one block of numbers.
-        attributes: What a program has hung on it, which is saved and copied with it.
-        offset: Where in the storage its first number is.
-        strides: How far apart its numbers are in the storage, by dimension; ``None`` where they are in a row.
-        kind: What it is beside these numbers: ``"sparse"``, ``"quantized"``, the name of a subclass; ``""`` if nothing.
-        is_parameter: Whether it is a parameter, requires gradients like one, or has attributes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...] | None
-    storage: StorageInfo | None
-    attributes: Any = field(default=None, compare=False)
-    offset: int = 0
-    strides: tuple[int, ...] | None = None
-    kind: str = ""
-    is_parameter: bool = field(default=False, compare=False)
+    dtype: str  # "?" if the file does not say
+    shape: tuple[int, ...] | None  # None if the file does not say
+    storage: StorageInfo | None  # None if the numbers are not one block
+    attributes: Any = field(default=None, compare=False)  # what a program has hung on it
+    offset: int = 0  # of its first number in the storage
+    strides: tuple[int, ...] | None = None  # None: its numbers are in a row
+    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" if it is just numbers
+    is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Opaque:
-    """An object that only running code could build, or the class of one: inert, whatever is done to it.
+    """An object that only running code could build: inert, whatever is done to it."""
 
-    Attributes:
-        is_plain: Whether ``weights_only=True`` would build it.
-        kind: What it would be built by, ``module.name``; ``""`` if that is not in the pickle either.
-        state: What it would be given then; before that, the arguments of the call that would make it.
-        items: What would be put into it, if it is like a dictionary.
-    """
-
-    is_plain: bool = False
-    kind: str = ""
-    state: Any = ()
-    items: dict[Any, Any] | None = None
+    is_plain: bool = False  # weights_only=True would build it
+    kind: str = ""  # what would build it: "module.name", or "" if that is not known
+    state: Any = ()  # what it would get; else the arguments of the call that would make it
+    items: dict[Any, Any] | None = None  # what would be put into it
 
 
 class StandIn:
-    """Takes the place of a class, a function or a constant; as text it is their name."""
+    """Stands for a class, a function or a constant; as text it is their name."""
 
     __slots__ = ("is_plain", "module", "name")
 
@@ -123,5 +97,5 @@ class StandIn:
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
-    """Whether these can be sizes, offsets and strides: whole numbers that fit into 64 bits and are not negative."""
+    """Whether these can be sizes, offsets and strides: whole numbers of 63 bits that are not negative."""
     return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)

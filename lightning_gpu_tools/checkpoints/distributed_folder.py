@@ -1,7 +1,7 @@
-"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them, read without running what is in them.
+"""Folders by torch.distributed.checkpoint, as FSDP and ModelParallel write them.
 
-``.metadata`` is a pickle: which block of which tensor is at which place of which file. Each such place holds a file of
-its own by ``torch.save``. Lightning adds what is not sharded in ``meta.pt``.
+The pickle ``.metadata`` has the file and the place in it of each block, which is there as ``torch.save`` writes it.
+Lightning adds what is not sharded in ``meta.pt``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, MAX_DEPTH, Opaque, TensorInfo, are_sizes
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, damaged
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.shards import (
-    Folder,
-    Part,
-    SplitTensorInfo,
-    check_byte_order,
-    check_cover,
-    describing,
-)
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 
+PIECE = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")  # by torch.distributed.checkpoint
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
@@ -36,31 +30,25 @@ _DAMAGE = "its .metadata does not describe a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in which file ``torch.save`` has written a tensor or another object; that is read when it is loaded."""
+    """Where ``torch.save`` has written a tensor or another object."""
 
     file: str
     start: int
     size_bytes: int
 
     def read_from(self, file: BinaryIO) -> bytes:
-        """Return what is there."""
+        """Return the bytes."""
         file.seek(self.start)
         return file.read(self.size_bytes)
 
 
 class _Slice(io.RawIOBase):
-    """A range of an open file as a file of its own."""
+    """A part of an open file as a file of its own."""
 
     def __init__(self, file: BinaryIO, place: Place) -> None:
         self._file = file
         self._place = place
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.size_bytes}[whence]
@@ -74,35 +62,23 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def is_piece(name: str) -> bool:
-    """Whether torch.distributed.checkpoint gives this name to a file in its folders."""
-    return re.fullmatch(r"__\d+_\d+\.distcp|(__\d+)?\.metadata", name) is not None
-
-
 def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-    """Read what a folder holds; ``to_load`` looks into each place as well, and not only at the lengths of the files."""
+    """Describe the checkpoint in a folder, with the places of all numbers only ``to_load`` it."""
     if _METADATA not in names:
-        raise Fault(
-            "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last",
-            "Most likely the save was interrupted. Use an earlier checkpoint.",
-        )
-    with describing(_DAMAGE):
+        what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
+        raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
+    with any_error_is(damaged(_DAMAGE)):
         objects, paths = _read_metadata(folder.open(_METADATA))
-        del folder.files[_METADATA]  # it holds no numbers
         places = [place for _, found in objects.values() for _, _, place in found]
-        _check_places(folder, places)
-        shards: dict[str, Structure] = {}
-        for name in dict.fromkeys(place.file for place in places):
-            path, size_bytes = os.path.join(folder.path, name), folder.open(name).seek(0, os.SEEK_END)
-            shards[name] = Structure(path, size_bytes, "zip", None, frozenset(), frozenset(), records={})
+        shards = _files_of(places, folder)
         tree: dict[str, Any] = {}
         for key, (info, found) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(folder, shards, found[0][2]).content
+                described = _described(shards, found[0][2]).content
                 value = found[0][2] if to_load else described
             elif to_load:
-                value = replace(info, parts=tuple(_part(folder, shards, key, info, *block) for block in found))
+                value = replace(info, parts=tuple(_part(shards, key, info, *block) for block in found))
             _put(tree, paths.get(key, (key,)), value)
         content = _with_lists(tree)
     loaded = (_EXTRA,) if _EXTRA in names else ()
@@ -114,7 +90,7 @@ Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | None, Blocks]], Mapping[str, Any]]:
-    """Return every tensor (``None``: another object) with the blocks it is in, and the path of each in the content."""
+    """Return every tensor (or ``None``: another object) with its blocks, and the path of each in the content."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     metadata = _state(StructureReader(file, size_bytes).load(), "Metadata")
@@ -146,38 +122,42 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
 
 
 def _state(described: Any, kind: str) -> Any:
-    """Return the attributes of an object of one of the classes that are in ``.metadata``."""
     if not isinstance(described, Opaque) or not described.kind.endswith(f".{kind}"):
         raise damaged(_DAMAGE)
     return described.state
 
 
-def _check_places(folder: Folder, places: list[Place]) -> None:
-    """Check that the files are there and hold as much as they are said to, without two things at one place."""
-    folder.check_names(place.file for place in places)
-    end: dict[str, int] = {}
+def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
+    """Return the files, so far without content; raise if one is too short, or two things are at one place."""
+    end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
-        if not are_sizes((place.start, place.size_bytes)) or place.start < end.get(place.file, 0):
+        if not are_sizes((place.start, place.size_bytes)) or place.start < end[place.file]:
             raise damaged(f"its .metadata has two things at one place of {printable(place.file)}")
         end[place.file] = place.start + place.size_bytes
+    files = {}
     for name, needed in end.items():
-        if folder.open(name).seek(0, os.SEEK_END) < needed:
+        file = folder.open(name)
+        size_bytes = file.seek(0, os.SEEK_END)
+        if size_bytes < needed:
             raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
+        files[name] = Structure(
+            file, os.path.join(folder.path, name), size_bytes, "zip", None, set(), set(), records={}
+        )
+    return files
 
 
-def _described(folder: Folder, shards: Mapping[str, Structure], place: Place) -> Structure:
-    """Describe what is at a place, and add its records to those of the file."""
-    file: Any = _Slice(folder.open(place.file), place)
-    found = describe(file, os.path.join(folder.path, place.file))
-    check_byte_order(file, found)
-    records: dict[str, Record] = shards[place.file].records  # type: ignore[assignment]
+def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
+    """Describe what is at a place, and add its records to those of its file."""
+    whole = shards[place.file]
+    part: Any = _Slice(whole.file, place)
+    found = describe(part, whole.path)
+    records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
-        records[f"{place.start}/{name}"] = record._replace(start=place.start + record.start)
+        records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)
     return found
 
 
 def _part(
-    folder: Folder,
     shards: Mapping[str, Structure],
     key: str,
     info: TensorInfo,
@@ -185,8 +165,7 @@ def _part(
     sizes: tuple[int, ...],
     place: Place,
 ) -> Part:
-    """Look up where in the file the numbers of a block are."""
-    found = _described(folder, shards, place)
+    found = _described(shards, place)
     block = found.content
     is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
@@ -207,7 +186,7 @@ def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Return the tree with lists where the names are numbers; they were lists when they were saved."""
+    """Put back lists, which were saved by their numbers."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _with_lists(branch) for name, branch in tree.items()}
@@ -217,7 +196,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
-    """Return the content with what Lightning has put beside it, in the form of a file by Lightning."""
+    """Return the content with Lightning's ``meta.pt`` as in a file by Lightning."""
     if not isinstance(extra, Mapping) or content.keys() & extra.keys():
         raise damaged(f"its {_EXTRA} does not fit the rest")
     whole = {**content, **extra}
@@ -225,7 +204,9 @@ def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
         return whole
     if "state_dict" not in whole and "model" in whole:  # as FSDPStrategy calls it
         whole = {"state_dict": whole.pop("model"), **whole}
-    names = sorted((name for name in whole if re.fullmatch(r"optimizer_\d+", str(name))), key=lambda n: int(n[10:]))
-    if names:
-        whole["optimizer_states"] = [whole.pop(name) for name in names]
+    optimizers: list[Any] = []
+    while (name := f"optimizer_{len(optimizers)}") in whole:
+        optimizers.append(whole.pop(name))
+    if optimizers:
+        whole["optimizer_states"] = optimizers
     return whole

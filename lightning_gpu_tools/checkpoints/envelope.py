@@ -1,8 +1,4 @@
-"""The form of what a checkpoint holds: what this package, torch and Lightning take for granted, checked in one place.
-
-A file is written by anybody. Its entries are data of any type, nested to any depth; whatever works on them afterwards
-may rely on what is checked here, and need not ask again.
-"""
+"""The types of what a checkpoint holds, as far as this package, torch and Lightning rely on them."""
 
 from __future__ import annotations
 
@@ -11,22 +7,20 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, all_state_dicts
 from lightning_gpu_tools.checkpoints.descriptions import MAX_DEPTH
-from lightning_gpu_tools.checkpoints.formats import Fault, broken
+from lightning_gpu_tools.checkpoints.formats import faults_of
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
-# What load_from_checkpoint and Trainer rely on, beside the weights.
+# The entries that load_from_checkpoint and Trainer read beside the weights.
 HYPERPARAMETERS_FORM = ("hparams_name", "hparams_type")
 WITH_WEIGHTS = ("callbacks", "current_model_state", "averaging_state", "loops")
 TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check that the weights go by name, and return these as ``all_state_dicts`` does."""
-    try:
+    """Return what ``all_state_dicts`` returns, with keys and versions of the right type."""
+    with faults_of(path):
         entries = all_state_dicts(content)
-    except Fault as fault:
-        raise broken(str(path), fault) from None
     for entry, weights in entries.items():
         where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
         for key in weights:
@@ -40,7 +34,7 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
                     f"{where} has the key {printable(key)} of {key.count('.')} levels. No model is nested more than "
                     f"{MAX_DEPTH} levels deep."
                 )
-        if not _are_versions(getattr(weights, "_metadata", None)):
+        if not are_versions(getattr(weights, "_metadata", None)):
             raise BrokenCheckpointError(
                 f"{where} has wrong _metadata: torch keeps the version of each module there, as a whole number. Delete "
                 "that attribute of the state_dict and save it again."
@@ -49,7 +43,7 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 
 def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[str]) -> None:
-    """Check the types of those entries of a Lightning checkpoint that are about to be used."""
+    """Check the types of entries of a Lightning checkpoint before they are used."""
     for name in names:
         is_right, wanted = _ENTRIES[name]
         if name in checkpoint and not is_right(checkpoint[name]):
@@ -61,9 +55,9 @@ def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[s
 
 
 def fault_in_progress(saved: Any, own: Any, name: str) -> str:
-    """Return what is wrong with the saved progress of a loop, as the predicate of a sentence; ``""`` if nothing is.
+    """Return what is wrong with the saved progress of a loop that would save ``own``; ``""`` if nothing.
 
-    ``own`` is what such a loop would save. Its numbers may be missing in ``saved``: Lightning keeps those it has.
+    Numbers may be missing: Lightning keeps its own.
     """
     if isinstance(own, Mapping):
         if not isinstance(saved, Mapping):
@@ -80,7 +74,7 @@ def fault_in_progress(saved: Any, own: Any, name: str) -> str:
 
 
 def is_like(value: Any, own: Any) -> bool:
-    """Whether a saved value can stand where a live object has ``own``; ``None`` is what is switched off or not yet."""
+    """Whether a saved value can replace that of a live object; ``None`` stands for what is not there yet."""
     if value is None or own is None:
         return True
     if getattr(own, "shape", (0,)) == () or isinstance(own, (int, float)):
@@ -94,14 +88,15 @@ def is_like(value: Any, own: Any) -> bool:
 
 
 def manifest_of(content: Any) -> dict[str, Any]:
-    """Return what this package has noted in a checkpoint, as far as it has the form in which it is written."""
+    """Return what this package has noted in a checkpoint, without what others have put there."""
     manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
     if not isinstance(manifest, Mapping):
         return {}
     return {name: manifest[name] for name, is_right in _NOTES.items() if name in manifest and is_right(manifest[name])}
 
 
-def _are_versions(metadata: Any) -> bool:
+def are_versions(metadata: Any) -> bool:
+    """Whether this can be the ``_metadata`` of a state_dict: the version of each module."""
     return metadata is None or (
         isinstance(metadata, dict)
         and _is_named(metadata)
@@ -127,7 +122,6 @@ def _are_loops(value: Any) -> bool:
 
 
 def _is_loop(value: Any) -> bool:
-    # What stateful DataLoaders have saved is handed to them as it is.
     return (
         _is_named(value)
         and _are_dictionaries(list(value.values()))
@@ -135,7 +129,7 @@ def _is_loop(value: Any) -> bool:
     )
 
 
-# What Lightning writes (CheckpointConnector.dump_checkpoint), and by what type it is read.
+# The types that Lightning reads: CheckpointConnector.dump_checkpoint
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     LIGHTNING_VERSION: (_is_text, "text"),
     "hyper_parameters": (_is_named, "a dictionary with names for keys"),

@@ -1,4 +1,4 @@
-"""What a checkpoint file is, and what is wrong with one that cannot be read. Runs nothing and needs no torch."""
+"""What kind of file a checkpoint is, and what is wrong with one that cannot be read. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,31 +14,25 @@ from typing import BinaryIO, Literal
 
 from lightning_gpu_tools.checkpoints.atomic_file import local_copy
 from lightning_gpu_tools.checkpoints.key_groups import listed
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import format_bytes, printable_path
 
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-# torch.serialization.MAGIC_NUMBER, as the first pickle of a file from before torch 1.6 is it: in protocol 2 to 5, or 0.
+# torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
 )
-# A safetensors header of more than 100 MB is refused by the format's own library.
-_MAX_SAFETENSORS_HEADER = 100_000_000
+_MAX_SAFETENSORS_HEADER = 100_000_000  # as in the format's own library
 
 
 class Fault(Exception):
-    """Why a file is no checkpoint; becomes a ``BrokenCheckpointError``, which names the file.
-
-    Attributes:
-        what: What it is, as the predicate of a sentence.
-        advice: What to do, in sentences.
-    """
+    """Why a file is no checkpoint."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(what, advice)
-        self.what = what
+        self.what = what  # without the subject: "is empty"
         self.advice = advice
 
 
@@ -51,15 +45,40 @@ def damaged(what: str) -> Fault:
 
 
 @contextlib.contextmanager
+def faults_of(path: object) -> Iterator[None]:
+    """Turn a :class:`Fault` into the error that says which file has it."""
+    try:
+        yield
+    except Fault as fault:
+        raise BrokenCheckpointError(f"{printable_path(path)} {fault.what}. {fault.advice}".rstrip()) from None
+
+
+@contextlib.contextmanager
+def any_error_is(fault: Fault) -> Iterator[None]:
+    """Raise this instead of whatever damaged or hostile contents raise."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
+            raise
+        raise fault from None
+
+
+def comes_from_contents(error: Exception) -> bool:
+    """Whether the contents made reading fail, not the disk; they cause EINVAL by impossible offsets."""
+    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
+
+
+@contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file, once for all that is to be done with it: another may be at its path in the next moment."""
+    """Open a file, once for all uses: another may be at its path in the next moment."""
     with local_copy(path) as local:
         try:
-            file = _open(local)
+            with faults_of(path):
+                file = _open(local)
         except FileNotFoundError:
-            raise CheckpointNotFoundError(_not_found(os.fspath(path))) from None
-        except Fault as fault:
-            raise broken(os.fspath(path), fault) from None
+            no_folder = "" if Path(local).parent.is_dir() else " The folder does not exist either."
+            raise CheckpointNotFoundError(f"There is no checkpoint at {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
 
@@ -71,7 +90,8 @@ def identify(file: BinaryIO) -> Format:
     head = file.read(1024)
     if head.startswith(b"PK\x03\x04"):
         return "zip"
-    if _is_tar(head):
+    with contextlib.suppress(tarfile.HeaderError):  # torch.load, too, asks this before it looks for its own formats
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
         raise Fault("is a tar archive", "Unpack it first.")
     if _LEGACY_START.match(head):
         return "legacy"
@@ -83,54 +103,26 @@ def identify(file: BinaryIO) -> Format:
     raise _something_else(head, size)
 
 
-def broken(path: str, fault: Fault) -> BrokenCheckpointError:
-    """Return the error for a fault: what it is, and what to do."""
-    return BrokenCheckpointError(" ".join(filter(None, [f"{printable_path(path)} {fault.what}.", fault.advice])))
-
-
-def comes_from_contents(error: Exception) -> bool:
-    """Whether reading failed because of what is in the file, and not because the disk failed."""
-    # EINVAL: the contents sent the reader to a place that no file has.
-    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
-
-
 def _open(path: str) -> BinaryIO:
     if os.path.isdir(path):
-        raise _directory(path)
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+        inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
+        if inside:
+            raise Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
+        raise Fault("is a folder without the shards of a checkpoint", "Name a file, or the folder of all shards.")
+    # Else opening a pipe waits until somebody writes to it.
+    without_waiting = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise Fault("is a pipe or a device, not a file")
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe that nobody writes to would wait for ever.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _is_tar(head: bytes) -> bool:
-    """Whether ``torch.load``, which asks this first, takes a file for a tar archive; one may begin as anything else."""
-    try:
-        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True
-
-
-def _not_found(path: str) -> str:
-    message = f"There is no checkpoint at {printable_path(path)}."
-    return message if Path(os.path.expanduser(path)).parent.is_dir() else f"{message} The folder does not exist either."
-
-
 def _something_else(head: bytes, size: int) -> Fault:
     if size == 0:
         return Fault("is empty", "Most likely the disk was full or a save was interrupted.")
     if not head.strip(b"\0"):
-        return Fault(
-            "holds nothing but zeros at its beginning: the machine or the disk stopped before the data was written",
-            RESTORE,
-        )
+        return Fault("begins with nothing but zeros: the machine stopped before the data was written", RESTORE)
     text = head.lstrip()[:200].lower()
     for starts, what, advice in _OTHER_FILES:
         if head.startswith(starts) or text.startswith(starts):
@@ -139,45 +131,37 @@ def _something_else(head: bytes, size: int) -> Fault:
     return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", advice)
 
 
-_UNPACK = "Unpack it first."
-# How a file begins, also with capitals and after white space; what it is; what to do.
+_CONVERTED = "Get the checkpoint that it was made from, or convert it with the library that wrote it."
+# How a file begins (in any case, after any white space), what it is, what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
     (
         (b"<!doctype html", b"<html", b"<?xml", b"<head"),
-        "is a web page, not a checkpoint: the download got a log-in or error page",
+        "is a web page: the download got a log-in or error page",
         "Download the file itself again.",
     ),
-    ((b"{", b"["), "is a JSON text, not a checkpoint", "Name the file with the weights."),
-    ((b"\x1f\x8b",), "is a gzip file", _UNPACK),
-    ((b"BZh",), "is a bzip2 file", _UNPACK),
-    ((b"\xfd7zXZ",), "is a xz file", _UNPACK),
-    ((b"7z\xbc\xaf",), "is a 7-Zip file", _UNPACK),
-    ((b"Rar!",), "is a RAR file", _UNPACK),
-    ((b"\x28\xb5\x2f\xfd",), "is a zstd file", _UNPACK),
+    ((b"{", b"["), "is a JSON text", "Name the file with the weights."),
+    (
+        (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!"),
+        "is compressed (gzip, bzip2, xz, zstd, 7-Zip or RAR)",
+        "Unpack it first.",
+    ),
     (
         tuple(b"\x80" + bytes([protocol]) for protocol in range(6)),
         "is a Python pickle that torch.save did not write",
         "Only files by torch.save or safetensors can be loaded.",
     ),
-    ((b"GGUF",), "is a GGUF file, as llama.cpp reads them", "Get the safetensors files that it was made from."),
     ((b"\x93NUMPY",), "is a NumPy array (.npy)", "Load it with numpy.load."),
+    ((b"GGUF",), "is a GGUF file, as llama.cpp reads them", _CONVERTED),
+    ((b"\x89HDF",), "is an HDF5 file, as Keras writes them", _CONVERTED),
     (
         tuple(b"\x08" + bytes([version, tag]) for version in range(3, 16) for tag in (0x12, 0x3A, 0x42)),
-        "is an ONNX model, a graph with its weights",
-        "Get the checkpoint that it was exported from.",
+        "is an ONNX model",
+        _CONVERTED,
     ),
     (
         tuple(bytes([0x80 + entries, 0xA0 + length]) for entries in range(1, 16) for length in range(1, 32)),
         "is a msgpack file, as Flax writes them",
-        "Get the safetensors files, or convert it with the library that wrote it.",
+        _CONVERTED,
     ),
-    ((b"\x89HDF",), "is an HDF5 file, as Keras writes them", "Load it with Keras."),
 )
-
-
-def _directory(path: str) -> Fault:
-    inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
-    if inside:
-        return Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
-    return Fault("is a folder, and none with the shards of a checkpoint", "Name a file, or the folder of all shards.")

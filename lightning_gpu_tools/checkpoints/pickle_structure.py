@@ -1,10 +1,4 @@
-"""What a pickle describes, read without running any of it.
-
-Every class and function that the pickle names is replaced by an inert stand-in, so nothing is imported and nothing is
-called. Tensors come out as :class:`TensorInfo`, everything else that is not plain data as :class:`Opaque`, which keeps
-what the object would be made of. What torch would have to trust (the place of a tensor in its storage, what an item is
-put into) is checked on the way.
-"""
+"""What a pickle describes, read without importing or calling anything. What torch would trust is checked on the way."""
 
 from __future__ import annotations
 
@@ -12,9 +6,8 @@ import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import IO, Any, ClassVar
 
 from lightning_gpu_tools.checkpoints.descriptions import (
@@ -31,14 +24,13 @@ from lightning_gpu_tools.checkpoints.formats import Fault, damaged
 from lightning_gpu_tools.units import printable
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
-# Their first arguments are a storage, an offset in it, a shape and strides. How many they take in all.
+# How many arguments they take: a storage, an offset in it, a shape, strides and more.
 _MAKERS_OF_VIEWS = {
     "_rebuild_tensor": (4,),
     "_rebuild_tensor_v2": (6, 7),
     "_rebuild_tensor_v3": (7, 8),
     "_rebuild_qtensor": (7,),
 }
-# Those that make no view, and what they make.
 _MAKERS_OF_OTHERS = {
     "_rebuild_meta_tensor_no_storage": "meta",
     "_rebuild_sparse_tensor": "sparse",
@@ -47,42 +39,32 @@ _MAKERS_OF_OTHERS = {
     "_rebuild_device_tensor_from_numpy": "NumPy",
     "_rebuild_device_tensor_from_cpu_tensor": "",
 }
-# What torch and its modules make of a view without changing a number.
 _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
-# A key of a dictionary is a text, a number or a few of them. A tuple in a tuple in a tuple ... is hashed by recursion
-# without a limit, and one that holds another twice, which holds another twice ..., never comes to an end.
+# Python hashes nested tuples by recursion without a limit, and each again wherever it stands.
 _MAX_KEY_PARTS = 256
-# More of either would only take time. torch's operations take tensors of up to 64 dimensions.
-_MAX_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64  # of torch's operations
 _MAX_ARGUMENTS = 10
 
 
 class _Set(tuple[Any, ...]):
-    """The elements of a set, or the sizes of a shape: not hashed, and no tuple in the file."""
+    """The elements of a set or a shape, which are not hashed."""
 
     __slots__ = ()
 
 
 class _GrowingSet(list[Any]):
-    """The elements of a set that are still to come."""
+    """A set that is still being filled: as a list it is smaller, and hashes nothing."""
 
     __slots__ = ()
 
 
 class StructureReader(pickle._Unpickler):
-    """Reads one pickle into plain data, :class:`TensorInfo` and :class:`Opaque`.
+    """Reads a pickle into plain data, :class:`TensorInfo` and :class:`Opaque`, in memory in proportion to its size.
 
-    It is the unpickler in Python, not the faster one in C: there a single opcode of a hostile file can reserve 64 GiB
-    for its memo. What it builds is in proportion to the pickle.
-
-    Attributes:
-        globals: Every class and function that was named, ``module.name``; as ``module.name(...)`` what
-            ``weights_only=True`` would call, but plain data never needs.
-        filled: The classes of objects into which elements are put, as into a list or dictionary.
-        storages: Every storage that was referred to, by its key.
+    Not in C: there one opcode of a hostile file reserves 64 GiB for the memo.
     """
 
-    # What the type stubs leave out.
+    # Missing in the type stubs.
     stack: list[Any]
     append: Callable[[Any], None]
     read: Callable[[int], bytes]
@@ -92,8 +74,9 @@ class StructureReader(pickle._Unpickler):
     def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self._file = file
+        # "module.name"; "module.name(...)" if weights_only=True would allow that call, which plain data never needs.
         self.globals: set[str] = set()
-        self.filled: set[str] = set()
+        self.filled: set[str] = set()  # classes of objects into which elements are put
         self.storages: dict[str, StorageInfo] = {}
         self._stand_ins: dict[tuple[str, str], StandIn] = {}
         self._is_legacy = legacy
@@ -101,7 +84,7 @@ class StructureReader(pickle._Unpickler):
 
     def load(self) -> Any:
         """Return what the pickle describes."""
-        # As in pickle, whose own read() asks for every byte whether it is in a frame. A frame is only an announcement.
+        # As in pickle, but without frames.
         self.read, self.readline = self._file.read, self._file.readline
         self.metastack: list[list[Any]] = []
         self.stack = []
@@ -112,16 +95,14 @@ class StructureReader(pickle._Unpickler):
                 dispatch[read(1)[0]](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             content = stop.value
-        if _is_too_deep(content):
-            raise Fault(
-                f"nests its contents more than {MAX_DEPTH} levels deep, or without end",
-                "No training needs that, and Python can neither copy nor save it.",
-            )
+        if _depth([content], {}) > MAX_DEPTH + 1:
+            what = f"nests its contents more than {MAX_DEPTH} levels deep, or without end"
+            raise Fault(what, "Python can neither copy nor save that.")
         return content
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an inert stand-in; never import anything."""
-        # torch.save writes the names of Python 2, and every reader translates them.
+        """Return a stand-in instead of importing anything."""
+        # torch.save writes the names of Python 2.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._stand_ins:
             self.globals.add(f"{module}.{name}")
@@ -129,22 +110,17 @@ class StructureReader(pickle._Unpickler):
         return self._stand_ins[module, name]
 
     def get_extension(self, code: int) -> None:
-        """Push a stand-in for what ``copyreg`` has under a number, instead of the thing itself."""
+        """Push a stand-in for what ``copyreg`` has under a number."""
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the description of a storage, ``("storage", class, key, location, numel)``."""
+        """Return a described storage: ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
-            return pid[1]  # the class of a module, which comes with its source
-        if kind_of_pid not in ("storage", b"storage") or len(pid) != (6 if self._is_legacy else 5):
-            raise damaged("it describes a storage in a way that no version of torch does")
-        _, kind, key, location, numel, *part = pid
-        if part and part[0] is not None:
-            raise Fault(
-                "has tensors that share a storage as in files of torch before 0.4, which are not supported",
-                "Load it with torch.load and save it again with torch.save.",
-            )
+            return pid[1]  # a module's class, before its source
+        _, kind, key, location, numel, *view = pid
+        if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
+            raise damaged("it describes a storage in a way that no version of torch since 0.4 does")
         dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
             raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")
@@ -157,7 +133,7 @@ class StructureReader(pickle._Unpickler):
             raise damaged(f"it describes the storage {printable(key)} in two ways")
         return storage
 
-    # -- opcodes: as in pickle, but for what would run, copy or trust something ------------------------------------
+    # -- opcodes that in pickle run, copy or trust something ---------------------------------------------------------
 
     def _reduce(self) -> None:
         arguments = self.stack.pop()
@@ -180,7 +156,7 @@ class StructureReader(pickle._Unpickler):
                 _check_key(key)
             vars(target).update(state)
         elif isinstance(target, TensorInfo) or (isinstance(target, Opaque) and target.is_plain):
-            self.globals.add("torch.Tensor.__setstate__(...)")  # a tensor would grow beyond its storage
+            self.globals.add("torch.Tensor.__setstate__(...)")  # it could reach beyond the storage
             if isinstance(target, TensorInfo):
                 target.kind = "changed"
         elif isinstance(target, Opaque):
@@ -230,10 +206,10 @@ class StructureReader(pickle._Unpickler):
             target.extend(items)
 
     def _empty_set(self) -> None:
-        self.append(_GrowingSet())  # it takes less memory, and what is in it need not be hashed
+        self.append(_GrowingSet())
 
     def _frozenset(self) -> None:
-        items = self.pop_mark()  # first: it puts another stack in place
+        items = self.pop_mark()  # this replaces self.append
         self.append(_Set(items))
 
     def _frame(self) -> None:
@@ -241,7 +217,7 @@ class StructureReader(pickle._Unpickler):
 
     def _bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(length)))  # pickle's own reserves whatever it is told to
+        self.append(bytearray(self.read(length)))  # pickle reserves whatever it is told to
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
@@ -261,17 +237,16 @@ class StructureReader(pickle._Unpickler):
         pickle.FRAME[0]: _frame,
     }
 
-    # -- calls -----------------------------------------------------------------------------------------------------
-
     def _call(self, function: Any, arguments: Any) -> Any:
-        """Describe a call."""
         if not isinstance(arguments, tuple) or not isinstance(function, (StandIn, Opaque)):
             raise damaged("it calls what is not a function")
         if isinstance(function, Opaque):
             return Opaque()
         if function.module == "torch._utils":
-            if function.name in _MAKERS_OF_VIEWS or function.name in _MAKERS_OF_OTHERS:
-                return self._describe_tensor(function, arguments)
+            if function.name in _MAKERS_OF_VIEWS:
+                return _view(function.name, *arguments)
+            if function.name in _MAKERS_OF_OTHERS:
+                return self._other_tensor(function, arguments)
             if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
                 return _changed(arguments[0], attributes=arguments[3:], is_parameter=True)
         name = str(function)
@@ -282,63 +257,44 @@ class StructureReader(pickle._Unpickler):
         if name == "torch.nn.parameter.Parameter" and arguments:
             return _changed(arguments[0], is_parameter=True)
         if name in ("collections.OrderedDict", "collections.Counter"):
-            return self._mapping(OrderedDict() if function.name == "OrderedDict" else Counter(), arguments)
-        if name in ("torch.Size", "builtins.set", "builtins.frozenset") and len(arguments) == 1:
-            elements = arguments[0]
-            if isinstance(elements, (tuple, list)):
-                self._copy(elements)
-                for element in elements:
-                    _check_key(element)
-                return _Set(elements)
+            mapping: dict[Any, Any] = OrderedDict() if function.name == "OrderedDict" else Counter()
+            for argument in arguments[:1]:
+                self._copy(argument)
+                for key, value in argument.items() if isinstance(argument, dict) else argument:
+                    _check_key(key)
+                    mapping[key] = value
+            return mapping
+        is_set = name in ("torch.Size", "builtins.set", "builtins.frozenset")
+        if is_set and len(arguments) == 1 and isinstance(arguments[0], (tuple, list)):
+            self._copy(arguments[0])
+            for element in arguments[0]:
+                _check_key(element)
+            return _Set(arguments[0])
         if function.is_plain and not _needs_no_more_memory(name, arguments):
             self.globals.add(f"{name}(...)")
         return Opaque(function.is_plain, name, arguments)
 
-    def _mapping(self, mapping: dict[Any, Any], arguments: tuple[Any, ...]) -> dict[Any, Any]:
-        if arguments:
-            self._copy(arguments[0])
-            pairs = arguments[0].items() if isinstance(arguments[0], dict) else arguments[0]
-            for key, value in pairs:
-                _check_key(key)
-                mapping[key] = value
-        return mapping
-
     def _copy(self, elements: Any) -> None:
-        """Count what is copied: each element that is written in the pickle for this takes a byte there at least."""
+        """Raise if more elements are copied than the pickle has bytes."""
         self._left_to_copy -= len(elements)
         if self._left_to_copy < 0:
             raise damaged("it copies the same values again and again")
 
-    def _describe_tensor(self, maker: StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
+    def _other_tensor(self, maker: StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
         first = arguments[0] if arguments else None
-        is_view = maker.name in _MAKERS_OF_VIEWS
-        counts = _MAKERS_OF_VIEWS[maker.name] if is_view else range(_MAX_ARGUMENTS)
-        if len(arguments) not in counts or isinstance(first, StorageInfo) is not is_view:
-            raise damaged("it describes a tensor in a way that no version of torch does")
-        if isinstance(first, StorageInfo):
-            _, offset, shape, strides, *rest = arguments
-            # Tensors of an untyped storage bring their own dtype.
-            dtype = (_dtypes(rest) or [first.dtype])[0] if maker.name == "_rebuild_tensor_v3" else first.dtype
-            _check_view(first, offset, shape, strides, dtype)
-            kind = ""
-            if maker.name == "_rebuild_qtensor":
-                _check_channels(shape, rest[0])
-                kind = "quantized"
-            elif len(arguments) == max(counts) > 4 and rest[-1]:
-                kind = "conjugated"
-            has_more = any(rest[:2])  # requires gradients, has hooks
-            return TensorInfo(dtype, tuple(shape), first, None, offset, tuple(strides), kind, has_more)
+        if len(arguments) >= _MAX_ARGUMENTS or isinstance(first, StorageInfo):
+            raise _no_such_tensor()
         dtypes = _dtypes(arguments)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes == [first.dtype]:
                 return first
-            self.globals.add(f"{maker}(...)")  # a copy, which is large where many elements share one place
+            self.globals.add(f"{maker}(...)")  # a copy, much larger if its elements share one place
             return replace(first, kind="changed")
         if maker.name == "_rebuild_sparse_tensor":
-            parts = arguments[1] if len(arguments) == 2 else None
-            if not isinstance(parts, tuple) or len(parts) not in (3, 4):
-                raise damaged("it describes a tensor in a way that no version of torch does")
-            arguments, dtypes = parts, [part.dtype for part in parts if isinstance(part, TensorInfo)][-1:]
+            arguments = arguments[1] if len(arguments) == 2 else ()
+            if not isinstance(arguments, tuple) or len(arguments) not in (3, 4):
+                raise _no_such_tensor()
+            dtypes = [part.dtype for part in arguments if isinstance(part, TensorInfo)][-1:]
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
             raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
@@ -346,6 +302,28 @@ class StructureReader(pickle._Unpickler):
         if kind == "subclassed" and isinstance(first, StandIn):
             kind = str(first)
         return TensorInfo(dtypes[0] if dtypes else "?", tuple(sizes[0]) if sizes else None, None, kind=kind)
+
+
+def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorInfo:
+    counts = _MAKERS_OF_VIEWS[maker]
+    if 4 + len(rest) not in counts or not isinstance(storage, StorageInfo):
+        raise _no_such_tensor()
+    dtype = storage.dtype
+    if maker == "_rebuild_tensor_v3" and (own := _dtypes(rest)):  # of an untyped storage
+        dtype = own[0]
+    _check_view(storage, offset, shape, strides, dtype)
+    kind = ""
+    if maker == "_rebuild_qtensor":
+        _check_channels(shape, rest[0])
+        kind = "quantized"
+    elif 4 + len(rest) == max(counts) > 4 and rest[-1]:
+        kind = "conjugated"
+    has_more = any(rest[:2])  # requires gradients, has hooks
+    return TensorInfo(dtype, tuple(shape), storage, None, offset, tuple(strides), kind, has_more)
+
+
+def _no_such_tensor() -> Fault:
+    return damaged("it describes a tensor in a way that no version of torch does")
 
 
 def _dtypes(arguments: Sequence[Any]) -> list[str]:
@@ -357,23 +335,20 @@ def _is_short(value: Any) -> bool:
 
 
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dtype: str) -> None:
-    """Raise unless every element of a tensor is inside its storage."""
+    """Raise unless all elements of a tensor are inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
         described = f"{printable(dtype)}, shape {printable(shape)}, strides {printable(strides)}"
         raise damaged(f"it describes an impossible tensor: {described}")
     elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
-    if 0 in shape:
-        return
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if last >= elements or math.prod(shape) >= 2**63:
-        raise damaged(
-            f"a tensor of the shape {printable(shape)} does not fit into its storage {printable(storage.key)}"
-        )
+    if 0 not in shape and (last >= elements or math.prod(shape) >= 2**63):
+        what = f"a tensor of the shape {printable(shape)}"
+        raise damaged(f"{what} does not fit into its storage {printable(storage.key)}")
 
 
 def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
-    """Raise unless a tensor that is quantized by channel has as many scales as channels; old torch does not check."""
+    """Raise unless a tensor quantized by channel has a scale for each; old torch does not check."""
     if not isinstance(quantizer, tuple) or len(quantizer) == 3:  # one scale for all
         return
     _, scales, zero_points, axis = quantizer
@@ -385,7 +360,7 @@ def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
 
 
 def _check_key(key: Any) -> None:
-    """Raise if hashing would not come to an end, or end the process."""
+    """Raise if hashing would never end, or end the process."""
     parts = [key]
     for _ in range(_MAX_KEY_PARTS):
         if not parts:
@@ -397,51 +372,36 @@ def _check_key(key: Any) -> None:
 
 
 def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call that ``weights_only=True`` allows takes no more memory than its arguments do."""
-    if name == "_codecs.encode":  # bytes are written so; other codecs can be applied to their own results
+    """Whether the result of a call that ``weights_only=True`` allows is no larger than its arguments."""
+    if name == "_codecs.encode":  # of bytes; other codecs can be applied again and again
         return len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] in ("latin1", "latin-1")
     if name == "builtins.bytearray":
         return not arguments or not isinstance(arguments[0], int)
     if name.startswith(("torch.sparse.", "torch.cuda.sparse.")) or name.endswith("Storage"):
-        return False  # what torch does not check, or not in every version
-    return not name.endswith("Tensor") or not arguments  # a legacy constructor; a number is a size there
+        return False  # not every version of torch checks these
+    return not name.endswith("Tensor") or not arguments  # a legacy constructor, to which a number is a size
 
 
 def _changed(described: Any, **changes: Any) -> Any:
     return replace(described, **changes) if isinstance(described, TensorInfo) else described
 
 
-def _is_too_deep(content: Any) -> bool:
-    """Whether containers are nested deeper than ``MAX_DEPTH``, counted along the longest way to each of them."""
-    limit = MAX_DEPTH + 1  # with the list around all
-    heights: dict[int, int] = {}
-    path: list[tuple[Any, Iterator[Any]]] = [(None, iter([content]))]
-    tallest = [1]  # height of each container on the path, as far as it has been walked
-    while path:
-        container, rest = path[-1]
-        for part in rest:
-            if not (part.attributes if isinstance(part, TensorInfo) else isinstance(part, (dict, list, tuple))):
-                continue
-            if id(part) not in heights:
-                heights[id(part)] = limit  # until it is known: a container that is met within itself has no end
-                path.append((part, _parts(part)))
-                tallest.append(1)
-                break
-            tallest[-1] = max(tallest[-1], heights[id(part)] + 1)
-        else:
-            path.pop()
-            heights[id(container)] = height = tallest.pop()
-            if path:
-                tallest[-1] = max(tallest[-1], height + 1)
-        if len(path) > limit or (path and tallest[-1] > limit):
-            return True
-    return False
+def _depth(container: Any, known: dict[int, int], level: int = 0) -> int:
+    """Return how deep containers are nested; above ``MAX_DEPTH``, only that it is too deep or without end."""
+    known[id(container)] = MAX_DEPTH + 1  # until it is known
+    if level > MAX_DEPTH:
+        return MAX_DEPTH + 1
+    deepest = 0
+    for part in _parts(container):
+        if part.attributes if isinstance(part, TensorInfo) else isinstance(part, (dict, list, tuple)):
+            deepest = max(deepest, known.get(id(part)) or _depth(part, known, level + 1))
+    known[id(container)] = deepest + 1
+    return deepest + 1
 
 
-def _parts(container: Any) -> Iterator[Any]:
+def _parts(container: Any) -> Iterable[Any]:
     if isinstance(container, TensorInfo):
-        return iter([container.attributes])
+        return [container.attributes]
     if isinstance(container, dict):
-        attributes: dict[str, Any] = getattr(container, "__dict__", {})
-        return chain(container, container.values(), attributes.values())
-    return iter(container)
+        return [*container, *container.values(), *getattr(container, "__dict__", {}).values()]
+    return container  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Checkpoints of several files: the parts of a tensor, the index that lists the shards, and what a shard is alone."""
+"""Checkpoints of several files: their folder, parts of a tensor, the index of the shards, and a shard alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,136 +14,110 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, damaged, opened
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged, opened
 from lightning_gpu_tools.checkpoints.key_groups import list_groups, listed
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
-from lightning_gpu_tools.checkpoints.zip_records import read_chunks
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
-# As Hugging Face's tools name an index: model.safetensors.index.json, and model.safetensors.index.fp16.json.
-_INDEX = re.compile(r".+\.index(\.\w+)?\.json")
-# And the shards that it lists: huggingface_hub.split_torch_state_dict_into_shards.
+# Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
+INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
-# And what torch.distributed.checkpoint's HuggingFaceStorageWriter(save_distributed=True) writes.
+# torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
 PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
-# A million weights with the names of their files.
-_MAX_INDEX_BYTES = 128 << 20
-_INTERRUPTED = "Most likely a save, a copy or a download was interrupted. Copy the whole folder again."
+_MAX_INDEX_BYTES = 128 << 20  # a million weights
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a tensor, in one of the files.
-
-    Attributes:
-        file: The name of the file.
-        start: Offset of its first number in the file, in bytes.
-        offsets: Where the block is in the tensor.
-        shape: Its size.
-        strides: How far apart its numbers are in the file, in elements.
-    """
+    """A block of a tensor, in one of the files."""
 
     file: str
-    start: int
-    offsets: tuple[int, ...]
+    start: int  # of its first number in the file, in bytes
+    offsets: tuple[int, ...]  # in the tensor
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in the file, in elements
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class SplitTensorInfo(TensorInfo):
-    """A tensor whose numbers are in several places.
+    """A tensor whose numbers are in several places."""
 
-    Attributes:
-        laid_out: The shape in which the parts have their places: its own, or that of its numbers in a row.
-        parts: They cover it exactly. Empty before they are looked up.
-    """
-
-    laid_out: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
+    laid_out: tuple[int, ...] = ()  # the shape that the parts make up: its own, or all its numbers in a row
+    parts: tuple[Part, ...] = ()  # empty until they are looked up
 
 
 class Folder:
-    """The files of a folder, each of them opened once for all that is to be done with it."""
+    """A folder with the files of a checkpoint."""
 
     def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
         self.path = path
-        self.files: dict[str, BinaryIO] = {}
         self._stack = stack
 
     def check_names(self, names: Iterable[Any]) -> list[str]:
-        """Return the names, each of them once, if they are those of files in this folder.
-
-        A link in the folder counts as the file that it names: the cache of Hugging Face Hub is made of links.
-        """
+        """Return each name once; raise unless there is a file, or a link, of this name in the folder."""
         unique = list(dict.fromkeys(names))
         for name in unique:
-            if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+            if not is_plain_name(name):
                 raise Fault(f"names a file outside of its own folder: {printable(name)}", "Nothing of it was opened.")
         missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
         if missing:
             gone = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
-            raise Fault(f"is not complete: {gone}", _INTERRUPTED)
+            raise Fault(
+                f"is not complete: {gone}", "Most likely a save or a copy was interrupted. Copy all files again."
+            )
         return unique
 
     def open(self, name: str) -> BinaryIO:
-        """Return a file of the folder, open until the folder is closed."""
-        if name not in self.files:
-            self.files[name] = self._stack.enter_context(opened(os.path.join(self.path, name)))
-        return self.files[name]
+        """Open a file until the stack is closed."""
+        return self._stack.enter_context(opened(os.path.join(self.path, name)))
 
     def describe(self, name: str) -> Structure:
-        """Read the description of a file that is a checkpoint of its own."""
+        """Describe a file that is a checkpoint of its own."""
         return describe(self.open(name), os.path.join(self.path, name))
 
 
-def is_index(name: str) -> bool:
-    """Whether a file of this name is the index of a sharded checkpoint."""
-    return _INDEX.fullmatch(name) is not None
+def is_plain_name(name: Any) -> bool:
+    """Whether this names nothing outside of its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
 def is_one_of_several(name: str) -> bool:
-    """Whether a file of this name is one of the shards that an index lists."""
+    """Whether this is the name of one of several shards."""
     numbers = _SHARD.fullmatch(name)
     return numbers is not None and int(numbers[2]) > 1
 
 
 def describe_index(folder: Folder, name: str) -> Assembly:
-    """Read an index and the shards that it lists."""
+    """Describe the shards that an index lists."""
     file_of = _read_index(folder.open(name))
     names = folder.check_names(file_of.values())
-    del folder.files[name]  # it holds no numbers
     numbered = [match for match in map(_SHARD.fullmatch, names) if match]
     if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
         raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
     shards = {shard: folder.describe(shard) for shard in names}
-
-    def assemble(contents: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        return _merged(file_of, contents)
-
-    return Assembly(shards, tuple(names), assemble)
+    return Assembly(shards, tuple(names), lambda contents: _merged(file_of, contents))
 
 
 def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
-    """Return what a single file is if it is one shard of a checkpoint, and what to open instead; ``None`` if not."""
+    """Return the fault of one of several shards; ``None`` for any other file."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
-    numbers = _SHARD.fullmatch(name) if is_one_of_several(name) else None
-    what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers else ""
+    is_shard = is_one_of_several(name)
     for index, names in _indexes_in(folder):
         if name in names:
-            if len(names) > 1:
-                what = what or f"one of the {len(names)} shards of a checkpoint"
-            return Fault(f"is {what}", f"Name its index instead: {printable_path(index)}") if what else None
+            what = f"is one of the {len(names)} shards of a checkpoint"
+            advice = f"Name its index instead: {printable_path(index)}"
+            return Fault(what, advice) if is_shard or len(names) > 1 else None
     if "DCP_SHARDING_INFO" in structure.metadata:
         return parts_by_dcp("is one rank's part", str(folder))
-    if what:
-        return Fault(f"is {what} by its name, and the index of that checkpoint is not beside it", "Get all its files.")
+    if is_shard:
+        what = "is one of several shards of a checkpoint by its name, and their index is not beside it"
+        return Fault(what, "Get all its files.")
     return None
 
 
 def parts_by_dcp(what: str, folder: str) -> Fault:
-    """Return the fault of parts that do not say how large the whole is: the last rank's may be missing."""
+    """Return the fault of parts that do not tell whether one is missing."""
     return Fault(
         f"{what} of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
         "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
@@ -153,10 +126,10 @@ def parts_by_dcp(what: str, folder: str) -> Fault:
 
 
 def part_of_dtensor(described: Any) -> Fault | None:
-    """Return what a DTensor is that one rank has saved; ``None`` for all that is whole."""
+    """Return the fault of a DTensor that one rank has saved; ``None`` for anything whole."""
     if not isinstance(described, TensorInfo) or not described.kind.endswith(".DTensor"):
         return None
-    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of a version with other attributes
+    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of another version
         state = described.attributes[0]
         spec = (state[1] if isinstance(state, tuple) else state)["_spec"].state
         mesh = spec["mesh"].state
@@ -175,29 +148,8 @@ def part_of_dtensor(described: Any) -> Fault | None:
     return None
 
 
-@contextlib.contextmanager
-def describing(what: str) -> Iterator[None]:
-    """Turn whatever damaged or hostile contents raise into a fault; nothing of theirs runs meanwhile."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
-            raise
-        raise damaged(what) from None
-
-
-def check_byte_order(file: BinaryIO, structure: Structure) -> None:
-    """Check that numbers can be taken from a file as they are."""
-    record = structure.records.get("byteorder")
-    if record is not None and b"".join(read_chunks(file, record)) != sys.byteorder.encode():
-        raise Fault(
-            "was written on a machine with another byte order",
-            "Load it with the tool that wrote it, and save it as safetensors.",
-        )
-
-
 def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Check that blocks, each given by offsets and sizes, fill a shape without gaps and overlaps."""
+    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps and overlaps."""
     if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
         raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
 
@@ -217,29 +169,23 @@ def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]
 
 
 def _read_index(file: BinaryIO) -> dict[str, str]:
-    """Return the names of weights, and of the file that each is in."""
-    size_bytes = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    with describing("it is no index of shards"):
+    """Return the file that each weight is in."""
+    with any_error_is(damaged("it is no index of shards")):  # which a longer text, cut here, is not either
         weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
-        if size_bytes <= _MAX_INDEX_BYTES and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+        if weight_map and all(isinstance(name, str) for name in weight_map.values()):
             return dict(weight_map)
-    raise damaged("it is no index of shards")
+        raise ValueError("no names of files")
 
 
 def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return the weights of all shards, in the order of the index."""
+    """Return the weights of all shards in the order of the index, if it agrees with them."""
     for name, content in contents.items():
         held = content.keys() if isinstance(content, Mapping) else set()
         wanted = {key for key, file in file_of.items() if file == name}
         for keys, what in ((wanted - held, "does not hold"), (held - wanted, "also holds")):
             if keys:
-                twice = sorted({file_of[key] for key in keys & file_of.keys()} - {name})
-                where = f", which {listed(twice, 3)} holds, too" if twice else ""
-                raise Fault(
-                    f"disagrees with its shards: {printable(name)} {what} {list_groups(sorted(map(str, keys)))}{where}",
-                    RESTORE,
-                )
+                shown = list_groups(sorted(map(str, keys)))
+                raise Fault(f"disagrees with its shards: {printable(name)} {what} {shown}", RESTORE)
     whole = OrderedDict((key, contents[file][key]) for key, file in file_of.items())
     versions = [getattr(content, "_metadata", None) for content in contents.values()]
     if all(isinstance(version, Mapping) for version in versions):
@@ -248,8 +194,8 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
 
 
 def _indexes_in(folder: Path) -> Iterator[tuple[str, set[str]]]:
-    """Yield every index in a folder, and the names of the shards that it lists."""
-    with contextlib.suppress(OSError):  # of a folder that cannot be listed, or is none: a URL
-        for entry in sorted(entry for entry in folder.iterdir() if is_index(entry.name)):
+    """Yield each index in a folder, and the names of its shards."""
+    with contextlib.suppress(OSError):  # it cannot be listed, or is a URL
+        for entry in sorted(entry for entry in folder.iterdir() if INDEX.fullmatch(entry.name)):
             with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
                 yield str(entry), set(_read_index(file).values())

@@ -1,4 +1,4 @@
-"""A checkpoint at a path, one file or a folder of shards, opened once for all that is to be done with it."""
+"""A checkpoint at a path: one file or a folder of shards."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
 from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
-from lightning_gpu_tools.checkpoints.distributed_folder import describe_distributed, is_piece
+from lightning_gpu_tools.checkpoints.distributed_folder import PIECE, describe_distributed
 from lightning_gpu_tools.checkpoints.envelope import check_contents
-from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, broken, opened
+from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, any_error_is, damaged, faults_of, opened
+from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import (
+    INDEX,
     PART_BY_DCP,
     Folder,
     describe_index,
-    describing,
-    is_index,
     is_one_of_several,
     part_of_a_whole,
     parts_by_dcp,
@@ -39,93 +39,73 @@ from lightning_gpu_tools.checkpoints.structure import (
     no_progress,
 )
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable_path
 
-Files = Mapping[str, BinaryIO]
-# Each is a part of a checkpoint, by the names that DeepSpeed, Hugging Face and torch.distributed.checkpoint give.
+# Parts of checkpoints by Hugging Face, DeepSpeed and torch.distributed.checkpoint.
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\..*|.*(zero_pp|mp)_rank_.*|.*_(optim|model)_states\..*|.*\.distcp")
-# As much as describes 10,000 tensors.
-_MAX_HEAD_BYTES = 4 << 20
-_MAX_NEIGHBORS = 8  # our default: whoever waits for an error message wants it soon
+_MAX_HEAD_BYTES = 4 << 20  # describe 10,000 tensors
+_MAX_NEIGHBORS = 8  # our default: an error message should not take long
 Shapes = frozenset[tuple[str, tuple[int, ...] | None]]
 
 
 def read_structure(path: str | os.PathLike[str]) -> Structure:
-    """Read the description of a checkpoint's contents and check it against what is there.
+    """Describe a file, a folder of shards, or a file at a URL that fsspec knows.
 
-    Args:
-        path: A local path, of a folder as well if it holds shards, or any URL of a file that fsspec knows.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        BrokenCheckpointError: It is damaged, not complete or no checkpoint. The message names another one that can take
-            its place.
-        OSError: It cannot be read.
+    An error about a broken or missing one names, if it can, a checkpoint in its folder that can replace it.
     """
-    with opened_source(path, to_load=False) as (structure, _):
+    with opened_source(path, to_load=False) as structure:
         return structure
 
 
 def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
-    """Do the same, then read the whole of each file and compare it with the checksums in it."""
-    with opened_source(path) as (structure, files):
+    """Do the same, then compare all of each file with its checksums."""
+    with opened_source(path) as structure:
         check_contents(structure.content, path)
         advance = progress(structure.size_bytes)
-        for name, file in files.items():
-            compare_with_checksums(file, structure.shard(name), advance)
+        for file in structure.files:
+            compare_with_checksums(file, advance)
         return structure
 
 
 @contextlib.contextmanager
-def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[tuple[Structure, Files]]:
-    """Open a file or the files of a folder, and give what they hold and themselves, by the names of the shards.
+def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[Structure]:
+    """Give what :func:`read_structure` returns while its files are open.
 
-    Where all numbers are is looked up only ``to_load`` them. Raises what :func:`read_structure` raises.
+    Places of blocks in the files are looked up only ``to_load`` them.
     """
     text = os.fspath(path)
     with _naming_another(text), contextlib.ExitStack() as stack:
-        try:
-            with collector_paused():
-                structure, files = _described_folder(text, stack, to_load) or (None, {})
-        except Fault as fault:
-            raise broken(text, fault) from None
+        with faults_of(text), collector_paused():
+            structure = _described_folder(text, stack, to_load)
         if structure is None:
-            files = {"": stack.enter_context(opened(path))}
-            structure = describe(files[""], text)
+            structure = describe(stack.enter_context(opened(path)), text)
             structure = replace(structure, part=_part(text, structure))
-        yield structure, files
+        yield structure
 
 
-def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> tuple[Structure, Files] | None:
-    """Open and describe what has shards; ``None`` for a single file and for any other folder."""
+def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
+    """Open and describe a checkpoint of several files; ``None`` for anything else."""
     if "://" in path:
-        if is_index(os.path.basename(path)):
+        if INDEX.fullmatch(os.path.basename(path)):
             raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
         return None
     local = os.path.expanduser(path)
     if not os.path.isdir(local):
         folder, name = os.path.split(local)
-        if is_piece(name):
-            rank = re.match(r"__(\d+)", name)
-            what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
+        if PIECE.fullmatch(name):
             advice = f"Name the folder instead: {printable_path(folder or '.')}"
-            raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
-        if not is_index(name) or not os.path.isfile(local):
+            raise Fault("is one part of a checkpoint by torch.distributed.checkpoint", advice)
+        if not INDEX.fullmatch(name) or not os.path.isfile(local):
             return None
-        opened_folder = Folder(folder, stack)
-        assembly = describe_index(opened_folder, name)
+        assembly = describe_index(Folder(folder, stack), name)
         format_: Format = next(iter(assembly.shards.values())).format
-    elif any(map(is_piece, names := set(os.listdir(local)))):
-        opened_folder, format_ = Folder(local, stack), "dcp"
-        assembly = describe_distributed(opened_folder, names, to_load=to_load)
+    elif any(map(PIECE.fullmatch, names := set(os.listdir(local)))):
+        assembly, format_ = describe_distributed(Folder(local, stack), names, to_load=to_load), "dcp"
     elif inner := find_deepspeed(local, names):
-        opened_folder, format_ = Folder(inner, stack), "deepspeed"
-        assembly = describe_deepspeed(opened_folder, set(os.listdir(inner)))
-    elif indexes := sorted(filter(is_index, names)):
+        assembly, format_ = describe_deepspeed(Folder(inner, stack), set(os.listdir(inner))), "deepspeed"
+    elif indexes := sorted(filter(INDEX.fullmatch, names)):
         if len(indexes) > 1:
-            raise Fault(
-                "is a folder", f"It holds {len(indexes)} checkpoints; name one: {', '.join(map(printable, indexes))}"
-            )
+            raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
         return _described_folder(os.path.join(path, indexes[0]), stack, to_load)
     elif any(map(PART_BY_DCP.fullmatch, names)):
         raise parts_by_dcp("holds the parts of all ranks", local)
@@ -134,18 +114,18 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     else:
         return None
     shards = assembly.shards
-    with describing("its files do not fit together"):
+    with any_error_is(damaged("its files do not fit together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
-    structure = Structure(
+    return Structure(
+        None,
         path,
         sum(shard.size_bytes for shard in shards.values()),
         format_,
         content,
-        frozenset().union(*(shards[name].globals for name in assembly.loaded)),
-        frozenset().union(*(shard.devices for shard in shards.values())),
+        set().union(*(shards[name].globals for name in assembly.loaded)),
+        set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
     )
-    return structure, opened_folder.files
 
 
 def _part(path: str, structure: Structure) -> Fault | None:
@@ -154,7 +134,6 @@ def _part(path: str, structure: Structure) -> Fault | None:
 
 @contextlib.contextmanager
 def _naming_another(path: str) -> Iterator[None]:
-    """Add to the error about a broken or missing file which other one in its folder can be loaded instead."""
     try:
         yield
     except (BrokenCheckpointError, CheckpointNotFoundError) as error:
@@ -164,42 +143,36 @@ def _naming_another(path: str) -> Iterator[None]:
         shapes = _shapes_at_beginning(place)
         other = _newest_complete_beside(place, shapes)
         if other is not None:
-            of_model = " of the same model" * (shapes is not None)
-            error.args = (
-                f"{error.args[0]} The newest complete checkpoint{of_model} in that folder: {printable_path(other)}",
-            )
+            what = "The newest complete checkpoint" + " of the same model" * (shapes is not None)
+            error.args = (f"{error.args[0]} {what} in that folder: {printable_path(other)}",)
         raise
 
 
 def _newest_complete_beside(path: Path, shapes: Shapes | None) -> Path | None:
-    """Return the newest other whole checkpoint in a folder, of these names and shapes if they are known."""
-    try:
-        kinds = (path.suffix,) if path.exists() else SUFFIXES  # beside a broken .json nobody looks for a .ckpt
+    with contextlib.suppress(OSError):  # the error about the file itself must come out
+        kinds = (path.suffix,) if path.exists() else SUFFIXES  # no .ckpt instead of a .json
         others = [entry for entry in path.parent.iterdir() if entry.suffix in kinds and entry.name != path.name]
-        newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
-        whole = [entry for entry in newest_first if not _SHARD.fullmatch(entry.name)]
-        for other in whole[:_MAX_NEIGHBORS]:
+        whole = [entry for entry in others if not _SHARD.fullmatch(entry.name)]
+        newest_first = sorted(whole, key=lambda entry: entry.stat().st_mtime, reverse=True)
+        for other in newest_first[:_MAX_NEIGHBORS]:
             with contextlib.suppress(CheckpointError, Fault), opened(other) as file:
                 structure = describe(file, str(other))
-                is_part = _part(str(other), structure)
-                found = None if is_part else _shapes_of(structure.content)
+                found = None if _part(str(other), structure) else _shapes_of(structure.content)
                 if found is not None and shapes in (None, found):
                     return other
-    except OSError:  # listing neighbors is a courtesy; the error about the file itself must come out
-        pass
     return None
 
 
 def _shapes_of(content: Any) -> Shapes | None:
-    """Return names and shapes of the weights that are meant if nobody names any; ``None`` if there are none."""
+    """Return names and shapes of the default weights; ``None`` if this is no model."""
     sets = likely(all_state_dicts(content))
     tensors = [(key, value) for weights in sets.values() for key, value in weights.items() if type(value) is TensorInfo]
-    is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # a generator's state is none
+    is_model = any("float" in value.dtype and not value.kind for _, value in tensors)  # and no generator's state
     return frozenset((key, value.shape) for key, value in tensors) if is_model else None
 
 
 def _shapes_at_beginning(path: Path) -> Shapes | None:
-    """Return what can still be read of the weights in a damaged file: torch and safetensors describe them first."""
+    """Return what a damaged file still says of its weights."""
     try:
         with opened(path) as file:
             head = file.read(_MAX_HEAD_BYTES)
@@ -213,5 +186,5 @@ def _shapes_at_beginning(path: Path) -> Shapes | None:
             return None
         with collector_paused():
             return _shapes_of(StructureReader(BytesIO(head[start:]), len(head)).load())
-    except Exception:  # noqa: BLE001 - damaged bytes raise anything, and then nothing is known
+    except Exception:  # noqa: BLE001 - damaged bytes raise anything
         return None

@@ -1,4 +1,4 @@
-"""Tensors whose numbers are in several places of files, mapped there and put together one at a time."""
+"""Tensors whose numbers are in several places of files."""
 
 from __future__ import annotations
 
@@ -19,31 +19,26 @@ from lightning_gpu_tools.units import printable
 class LazyTensor(torch.Tensor):
     """A tensor that is made anew for each operation, so that it takes no memory in between.
 
-    The results of operations are ordinary tensors, and so are its copies and what is saved of it.
+    Results of operations, copies and what is saved are ordinary tensors.
     """
 
     _make: Callable[[], torch.Tensor]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> LazyTensor:
-        """Take the shape and the type of what ``make`` returns."""
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> LazyTensor:  # noqa: D102
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         lazy._make = make
         return lazy
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operation on what the tensor is put together to."""
         args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy._make(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def data_ptr(self) -> int:
-        """Return a number that no other tensor has: this one is nowhere in memory."""
+        """Return a unique number: this tensor is nowhere in memory."""
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -55,7 +50,7 @@ class LazyTensor(torch.Tensor):
 
 
 def put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any] | None = None) -> Any:
-    """Return content with what ``made`` returns for each leaf of its dictionaries and lists; these are copied."""
+    """Copy dictionaries and lists with what ``made`` returns for each leaf."""
     copies = {} if copies is None else copies
     if id(content) not in copies:
         if type(content) in (dict, OrderedDict, list):
@@ -68,11 +63,7 @@ def put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the type of numbers that has this name.
-
-    Raises:
-        Fault: A newer torch has it.
-    """
+    """Return the dtype of this name; raise a :class:`Fault` if only a newer torch has it."""
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
         raise needs_newer_torch(f"torch.{name}")
@@ -80,16 +71,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def needs_newer_torch(name: str) -> Fault:
-    """Return the fault of a file that names something of a newer torch."""
+    """Return the fault of a file that needs a newer torch."""
     return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
 
 
 def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
-    """Return a tensor that is mapped to where its numbers are, or made of these whenever it is needed.
-
-    Raises:
-        Fault: This torch does not know its type.
-    """
+    """Return a mapped tensor if its numbers are in one place, else one that is made for each use."""
     dtype, shape = dtype_of(info.dtype), info.shape or ()
     if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
         return _block(info.parts[0], dtype, numbers).reshape(shape)
@@ -100,7 +87,7 @@ def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch
     whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
     for part in info.parts:
         place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
-        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # without a copy in between
+        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # with one copy less
             block = numbers[part.file][part.start : part.start + place.nbytes]
             place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(block))
         else:
@@ -113,6 +100,6 @@ def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedSt
         return torch.empty(part.shape, dtype=dtype, device="cpu")
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
     block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
-    if part.start % dtype.itemsize:  # torch reads no number across the boundaries of its size
+    if part.start % dtype.itemsize:  # torch reads aligned numbers only
         block = block.clone()
     return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoint files with torch: safely, to the CPU, and with errors that say what is the matter."""
+"""Reading and writing checkpoint files with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shlex
 import sys
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -24,10 +24,11 @@ from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import put_weights
 from lightning_gpu_tools.checkpoints.descriptions import Opaque, StorageInfo, TensorInfo
 from lightning_gpu_tools.checkpoints.distributed_folder import Place
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, broken, comes_from_contents
+from lightning_gpu_tools.checkpoints.envelope import are_versions
+from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_groups import list_groups
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
-from lightning_gpu_tools.checkpoints.sources import Files, opened_source
+from lightning_gpu_tools.checkpoints.sources import opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
@@ -37,7 +38,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     describe,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
-from lightning_gpu_tools.checkpoints.zip_records import read_chunks
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -47,27 +47,19 @@ def read_checkpoint(
 ) -> Any:
     """Return what a checkpoint file, or a folder with the shards of one, holds.
 
-    The tensors of a local file are mapped, not read: they cost no memory until they are used, and the pages belong to
-    the file. Copy what is to outlive a change of that file. A file that an archive tool has compressed is unpacked into
-    memory and always compared with its checksums. A tensor that lies in several parts is put together anew for each
-    operation on it, and takes memory only meanwhile.
+    Tensors are mapped, unless they are compressed: they take no memory until they are used, and change with the file.
+    A tensor of several parts is put together for each operation, and takes memory only meanwhile.
 
-    What the file declares is checked against what it holds. Plain data and plain tensors are put together from that
-    checked description; for anything else torch gets the same open file.
-
-    Args:
-        path: As for ``read_structure``, which says what is raised for files that cannot be read.
-        map_location: As for ``torch.load``.
-        weights_only: Whether to refuse everything that is not plain data, by an ``UnsafeCheckpointError``.
-        verify: Whether to read the whole file first and compare it with its checksums.
+    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first,
+    as is always done with compressed files. Other errors are those of ``read_structure``.
     """
 
-    def load(file: BinaryIO, structure: Structure) -> Any:
+    def load(structure: Structure) -> Any:
         try:
-            return _load(file, structure, map_location, weights_only)
+            return _load(structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
             values = [value for weights in structure.entries.values() for value in weights.values()]
-            is_shard = structure.path != os.fspath(path)  # then the weights are elsewhere
+            is_shard = structure.path != os.fspath(path)  # and the weights are elsewhere
             if is_shard or (values and all(_is_plain(value) or not _holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (
@@ -81,24 +73,21 @@ def read_checkpoint(
 
 
 def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, tuple[str, ...]]:
-    """Return what a file or a folder with shards holds, as far as it is weights, and what was left unread.
+    """Return the weights of a file or a folder of shards among descriptions of the rest, and the classes left unread.
 
-    Of the rest only descriptions are returned. The second value are the classes and functions that it names; nothing of
-    the file is called. If not ``weights_only``, everything is opened instead, and may run code.
-
-    Raises:
-        UnsafeCheckpointError: A weight among other things than plain data is not a block of plain numbers.
+    A weight that is no block of plain numbers is an ``UnsafeCheckpointError``. If not ``weights_only``, everything is
+    opened instead, and may run code.
     """
     unread: set[str] = set()
 
-    def load(file: BinaryIO, structure: Structure) -> Any:
+    def load(structure: Structure) -> Any:
         if not weights_only or structure.format == "safetensors":
-            return _load(file, structure, "cpu", weights_only)
-        content, left_out = _described_weights(file, structure)
+            return _load(structure, "cpu", weights_only)
+        content, left_out = _described_weights(structure)
         refusal = _refusal(structure)
         if left_out and refusal is None:
             try:
-                return _load(file, structure, "cpu", weights_only)
+                return _load(structure, "cpu", weights_only)
             except UnsafeCheckpointError as error:
                 refusal = error
         weights = {key: kind for key, kind in left_out.items() if kind}
@@ -115,63 +104,52 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
 
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
-    """Write a file so that at every moment ``path`` holds the old complete one or the new complete one.
-
-    Tensors are streamed one by one, so that saving needs no second copy of them.
-    """
+    """Replace a file in one step, without a second copy of the weights in memory."""
     with writing(path) as file, watched(file) as watched_file:
         torch.save(content, watched_file)
 
 
 def _read(
-    path: str | os.PathLike[str],
-    load: Callable[[BinaryIO, Structure], Any],
-    verify: bool = False,
-    map_location: Any = "cpu",
+    path: str | os.PathLike[str], load: Callable[[Structure], Any], verify: bool = False, map_location: Any = "cpu"
 ) -> Any:
-    with opened_source(path) as (structure, files):
+    with opened_source(path) as structure, faults_of(path):
         if structure.part is not None:
-            raise broken(os.fspath(path), structure.part)
-        for name, file in files.items():
-            shard = structure.shard(name)
-            if verify or shard.is_packed:  # torch unpacks damaged records, too, and leaves memory as it was
-                compare_with_checksums(file, shard)
-        try:
-            if structure.assembly is None:
-                return load(files[""], structure)
-            return _load_shards(files, structure, structure.assembly, load, map_location)
-        except Fault as fault:
-            raise broken(structure.path, fault) from None
+            raise structure.part
+        for file in structure.files:
+            if verify or file.is_packed:  # torch ignores damaged compressed records
+                compare_with_checksums(file)
+        if structure.assembly is None:
+            return load(structure)
+        return _load_shards(structure.assembly, load, map_location)
 
 
-def _load_shards(
-    files: Files,
-    structure: Structure,
-    assembly: Assembly,
-    load: Callable[[BinaryIO, Structure], Any],
-    map_location: Any,
-) -> Any:
-    contents = {name: load(files[name], assembly.shards[name]) for name in assembly.loaded}
-    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+def _load_shards(assembly: Assembly, load: Callable[[Structure], Any], map_location: Any) -> Any:
+    shards = assembly.shards
+    contents = {name: load(shards[name]) for name in assembly.loaded}
     numbers: dict[str, torch.UntypedStorage] = {}
 
     def made(leaf: Any) -> Any:
         if isinstance(leaf, SplitTensorInfo):
             for part in leaf.parts:
                 if part.file not in numbers and 0 not in part.shape:
-                    numbers[part.file] = _numbers(files[part.file]).untyped_storage()
-            return joined(leaf, numbers) if str(device) == "cpu" else joined(leaf, numbers).to(device)
+                    numbers[part.file] = _mapped_bytes(shards[part.file].file).untyped_storage()
+            return _moved(joined(leaf, numbers), map_location)
         if isinstance(leaf, Place):
-            file = io.BytesIO(leaf.read_from(files[leaf.file]))
-            return load(file, describe(file, os.path.join(structure.path, leaf.file)))
+            shard = shards[leaf.file]
+            return load(describe(io.BytesIO(leaf.read_from(shard.file)), shard.path))
         return leaf
 
     return put_in_place(assembly.assemble(contents), made)
 
 
-def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only: bool) -> Any:
+def _moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+    is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
+    return tensor.to(map_location) if is_device else tensor
+
+
+def _load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
     if structure.format == "safetensors":
-        return _load_safetensors(file, structure, map_location)
+        return _load_safetensors(structure, map_location)
     refusal = _refusal(structure) if weights_only else None
     if refusal is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
         raise refusal
@@ -179,24 +157,25 @@ def _load(file: BinaryIO, structure: Structure, map_location: Any, weights_only:
         _warn_of_old_torch()
         if refusal is None and map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return _Builder(file, structure).build(structure.content)
+                return _Builder(structure).build(structure.content)
     can_be_mapped = structure.format == "zip" and not structure.is_packed
+    file = structure.file
     name = _name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
     except Exception as error:  # damaged or hostile bytes make torch raise anything
-        if refusal is not None:
-            raise refusal from None
-        _explain(structure, error, weights_only, map_location)
-        raise
+        explained = refusal or _explained(structure, error, weights_only, map_location)
+        if explained is None:
+            raise
+        with faults_of(structure.path):
+            raise explained from None
 
 
 @functools.cache
 def _warn_of_old_torch() -> None:
-    """Warn, once, where ``weights_only=True`` alone would not be safe."""
-    if torch.__version__ < "2.10":  # which compares versions, not text
+    if torch.__version__ < "2.10":  # this compares versions, not text
         warnings.warn(
             f"torch {torch.__version__} has known holes in weights_only=True (CVE-2026-24747). Each file is checked "
             "before torch opens it, but update to torch 2.10 or later.",
@@ -204,12 +183,9 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[str, str]]:
-    """Return the described content with tensors in its sets of weights, and the keys that had to be left out of these.
-
-    With each key is its kind if it has numbers, and ``""`` if it is no weight, as an extra state of some class.
-    """
-    build = _Builder(file, structure, weights_alone=True).build
+def _described_weights(structure: Structure) -> tuple[Any, dict[str, str]]:
+    """Return the content with tensors for weights, and the kind of each key left out; ``""`` of an extra state."""
+    build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: dict[str, str] = {}
     for entry, weights in structure.entries.items():
@@ -226,16 +202,15 @@ def _described_weights(file: BinaryIO, structure: Structure) -> tuple[Any, dict[
 
 
 class _Builder:
-    """Makes of a description what torch would load, with each tensor at its place in the mapped file.
+    """Makes of a description what torch would load, in half the time, with tensors mapped to the file.
 
-    It takes half the time of torch, and raises :class:`NotPlainError` for all but plain data and plain tensors. With
-    ``weights_alone`` parameters are taken as the tensors that they are, without what a program has hung on them.
+    Raises :class:`NotPlainError` for all but plain data and tensors. ``weights_alone`` takes parameters as tensors.
     """
 
-    def __init__(self, file: BinaryIO, structure: Structure, *, weights_alone: bool = False) -> None:
-        self._storage = _storages(file, structure)
+    def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
+        self._storage = _storages(structure)
         self._weights_alone = weights_alone
-        self._made: dict[int, Any] = {}  # one that stands in many places is one
+        self._made: dict[int, Any] = {}  # what was one object stays one
 
     def build(self, value: Any) -> Any:
         kind = type(value)
@@ -267,11 +242,10 @@ _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
 
 
 class NotPlainError(Exception):
-    """What is named is more than plain data and tensors that are numbers in a row."""
+    """What is named is more than plain data and plain tensors."""
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether a description has a tensor or its numbers in it, however deep."""
     stack, seen = [value], set[int]()
     while stack:
         part = stack.pop()
@@ -287,90 +261,80 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether this is a tensor that is numbers at a place in the file, and nothing else."""
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
 
 
-def _storages(file: BinaryIO, structure: Structure) -> Callable[[Any], Any]:
-    """Return what gives the numbers of each storage: a part of the mapped file, unless they are compressed."""
-    whole = _numbers(file).untyped_storage()
-    order = structure.records.get("byteorder")
-    is_swapped = order is not None and b"".join(read_chunks(file, order)).decode() != sys.byteorder
+def _storages(structure: Structure) -> Callable[[Any], Any]:
+    """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
+    whole: Any = _mapped_bytes(structure.file).untyped_storage()
 
     @functools.cache
     def numbers(storage: StorageInfo) -> Any:
         start = structure.places.get(storage.key)
-        if start is None:
-            data = bytearray(b"".join(read_chunks(file, structure.records[f"data/{storage.key}"])))
-            in_memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
-            block: Any = in_memory.untyped_storage()
-        else:
-            block = whole[start : start + storage.size_bytes]
-        if is_swapped:
-            block = block.clone()
-            block.byteswap(getattr(torch, storage.dtype))
-        return block
+        if start is not None:
+            return whole[start : start + storage.size_bytes]
+        data = bytearray(structure.records[f"data/{storage.key}"].read())
+        return _bytes_of(data).untyped_storage()
 
     return numbers
 
 
-# torch takes these for plain data only once a module is imported, which registers them.
+def _bytes_of(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+# torch takes these for plain data only after this module is imported.
 _REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
 
 
 def _name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path by which an open file can be opened again, whatever is at its old path now; ``None`` if none is.
-
-    Without one a file is read instead of mapped. An open file cannot be replaced on Windows.
-    """
+    """Return a path by which to map an open file, even if another is at its old path now."""
     if isinstance(file, io.BytesIO):
         return None
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # where an open file cannot be replaced
         return file.name
     name = f"/proc/self/fd/{file.fileno()}"
     return name if os.path.exists(name) else None
 
 
-def _numbers(file: BinaryIO) -> torch.Tensor:
-    """Return the bytes of an open file, mapped where that is possible."""
+def _mapped_bytes(file: BinaryIO) -> torch.Tensor:
     size_bytes = file.seek(0, os.SEEK_END)
     source = _name_of_open_file(file)
     if source is not None:
         return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
     file.seek(0)
-    return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    return _bytes_of(bytearray(file.read()))
 
 
-def _explain(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> None:
-    """Raise the error that says what is the matter with the file; return where torch's own says it best."""
+def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
+    """Return why torch could not load a file; ``None`` if its own error says it best."""
     if weights_only:
         foreign = beyond_plain_data(structure.globals)
-        if foreign and isinstance(error, pickle.UnpicklingError):  # each name is allowed, what is done with it is not
+        if foreign and isinstance(error, pickle.UnpicklingError):  # all names are allowed, but not what is done
             reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
             why = reason[1] if reason else ""
-            raise UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why)) from None
+            return UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why))
         unknown = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
         if unknown and not foreign:
             module, _, name = unknown[1].rpartition(".")
-            if hasattr(sys.modules.get(module), name):  # as torch 2.15 has nested tensors, and takes them no more
-                raise UnsafeCheckpointError(explain_blocked(structure.path, [unknown[1]])) from None
-            raise broken(structure.path, needs_newer_torch(unknown[1])) from None
+            if hasattr(sys.modules.get(module), name):  # torch 2.15 has nested tensors, but does not load them
+                return UnsafeCheckpointError(explain_blocked(structure.path, [unknown[1]]))
+            return needs_newer_torch(unknown[1])
         if "Unsupported operand" in str(error):
-            raise UnsafeCheckpointError(
+            return UnsafeCheckpointError(
                 f"{printable_path(structure.path)} is written in a pickle protocol that can do more than plain data "
                 "needs, so it was not opened. Who wrote it can save it again with torch.save's default pickle_protocol."
-            ) from None
-    asked_for = not weights_only or map_location != "cpu"  # then it may be the caller's class or device that fails
+            )
+    asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be what fails
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
-        return
-    fault = Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
-    raise broken(structure.path, fault) from None
+        return None
+    return Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
 
 
 def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
-    """Return why ``weights_only=True`` refuses a file, as far as that shows before torch opens it; ``None`` if not."""
+    """Return why ``weights_only=True`` refuses a file, as far as its description shows it."""
     for prefix, module in _REGISTERED_BY.items():
         if any(name.startswith(prefix) for name in structure.globals):
             importlib.import_module(module)
@@ -382,40 +346,34 @@ def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
     return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
 
 
-def _load_safetensors(file: BinaryIO, structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
-    """Map the tensors to where their description, which has been checked, says that they are."""
-    device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-    numbers = _numbers(file)
-    weights: OrderedDict[str, Any] = OrderedDict.fromkeys(structure.content)
+def _load_safetensors(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
+    numbers = _mapped_bytes(structure.file)
+    weights: OrderedDict[str, Any] = OrderedDict()
     with collector_paused():
-        in_order = sorted(structure.content.items(), key=lambda item: structure.places[item[0]])
-        for dtype_name, run in itertools.groupby(in_order, key=lambda item: item[1].dtype):
+        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
             dtype, named = dtype_of(dtype_name), list(run)
             start = structure.places[named[0][0]]
             sizes = [info.storage.numel for _, info in named]
             part = numbers[start : start + sum(sizes) * dtype.itemsize]
-            if start % dtype.itemsize:  # torch reads no number across the boundaries of its size
+            if start % dtype.itemsize:  # torch reads aligned numbers only
                 part = part.clone()
             parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
             for (name, info), value in zip(named, parts, strict=True):
                 weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
-        if str(device) != "cpu":
-            weights.update((name, value.to(device)) for name, value in weights.items())
+        if map_location != "cpu":
+            weights.update((name, _moved(value, map_location)) for name, value in weights.items())
     restore_metadata(weights, structure.metadata)
     return weights
 
 
 def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
-    """Put back the module versions and the second names of tied weights that ``convert`` wrote as text.
-
-    Texts of these names that are something else are another program's.
-    """
+    """Put back the module versions and the second names of tied weights, where ``convert`` wrote these texts."""
     versions = _json_object(texts.get("module_versions", ""))
-    if versions and all(isinstance(entry, dict) and _are_plain(entry.values()) for entry in versions.values()):
+    if versions and are_versions(versions):
         weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    tied = _json_object(texts.get("tied", ""))
-    if _are_plain(tied.values()):
-        weights.update((key, weights[other]) for key, other in tied.items() if key not in weights and other in weights)
+    for key, other in _json_object(texts.get("tied", "")).items():
+        if isinstance(other, str) and other in weights:
+            weights.setdefault(key, weights[other])
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -426,25 +384,21 @@ def _json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _are_plain(values: Iterable[Any]) -> bool:
-    return all(value is None or isinstance(value, (str, int, float)) for value in values)
-
-
 @contextlib.contextmanager
 def watched(file: BinaryIO) -> Iterator[Any]:
-    """Give a file for torch to write to. What makes that fail comes out; torch itself says only that it failed."""
+    """Give a file for torch to write to, and raise what made that fail; torch only says that it failed."""
     watched_file = _WatchedFile(file)
     try:
         buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
         yield buffered
         buffered.flush()
-    except Exception:  # nothing is swallowed here
+    except Exception:
         if watched_file.error is not None:
             raise watched_file.error from None
         raise
 
 
-_BUFFER_BYTES = 1 << 20  # torch writes five times for each tensor, a few bytes where the tensor is small
+_BUFFER_BYTES = 1 << 20  # torch writes a few bytes at a time
 
 
 class _WatchedFile(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""Classes and functions that a pickle may name: plain data, those known to be harmless, those that run code."""
+"""Classes and functions that a pickle may name: plain data, harmless ones, and those that run code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_gpu_tools.checkpoints.key_groups import listed
 from lightning_gpu_tools.units import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
-# What torch.load(weights_only=True) accepts since 2.6 (torch/_weights_only_unpickler.py); a test compares the two.
+# What torch.load(weights_only=True) accepts since 2.6: torch/_weights_only_unpickler.py. A test compares them.
 _PLAIN = re.compile(
     r"collections\.(OrderedDict|Counter)"
     r"|torch\.nn\.parameter\.Parameter"
@@ -26,8 +26,7 @@ _PLAIN = re.compile(
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )
-# Building one of these stores values and does nothing else. Not collections.deque, which torch refuses to fill even
-# where it is allowed.
+# These only store values. Not collections.deque, which torch refuses to fill even if it is allowed.
 _HARMLESS = re.compile(
     r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
@@ -37,12 +36,12 @@ _HARMLESS = re.compile(
     r"|torch\.nn\.modules\.\w+\.\w+"
     r"|torch\.optim\.(\w+\.)?\w+"
     r"|torch\.torch_version\.TorchVersion|_io\.BytesIO"
-    r"|lightning\.fabric\.utilities\.data\.AttributeDict|lightning_fabric\.utilities\.data\.AttributeDict"
-    r"|lightning(\.pytorch)?\.utilities\.parsing\.AttributeDict|pytorch_lightning\.utilities\.parsing\.AttributeDict"
+    r"|(lightning\.|lightning_)fabric\.utilities\.data\.AttributeDict"
+    r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
-# Where this Python finds what a file names: torch.optim deletes the modules that its classes come from, Python 3.13 and
-# NumPy 2 have moved some, and a path of another system can only be held, not followed.
+# Where this Python finds what a file names: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some, and other
+# systems have other paths.
 _FOUND_AT = (
     (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
     (re.compile(r"^pathlib\._local\."), "pathlib."),
@@ -58,18 +57,14 @@ _RUNS_CODE = re.compile(
 
 
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
-    """Return the names that ``weights_only=True`` refuses unless they were allowed, sorted.
-
-    With them are calls, ``module.name(...)``, that it lets pass and that plain data never needs.
-    """
+    """Return the names that ``weights_only=True`` refuses by default, and the calls ``module.name(...)``."""
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
     """Say which names block a file, what each of them is, and which line would allow the harmless ones.
 
-    ``filled`` are classes of what is filled like a list or dictionary, and ``reason`` is why torch refuses the file
-    although all names were allowed.
+    ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses the file if all are allowed.
     """
     calls = sorted(name for name in names if name.endswith("(...)"))
     blocked = sorted({*names} - {*calls})
@@ -77,23 +72,19 @@ def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (),
     others = [name for name in blocked if name not in harmless]
     dangerous = [name for name in others if name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name)]
     unknown = [name for name in others if name not in dangerous]
-    reason = printable(reason, 300)
     lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
-        lines.append(f"torch refuses it although it was allowed: {reason}.")
+        lines.append(f"torch refuses it although it was allowed: {printable(reason, 300)}.")
         lines.append("Plain lists, dictionaries and numbers load.")
-    if filled:
-        lines.append(
-            f"allowing is not enough: torch fills plain lists and dictionaries only, not {listed(sorted(filled))}."
-        )
-    if calls:
-        lines.append(f"calls what plain data never needs: {listed(calls)}. Only its author can vouch for it.")
-    if dangerous:
-        lines.append(f"can run code when opened: {listed(dangerous)}. Only its author can vouch for it.")
-    if unknown:
-        lines.append(f"unknown: {listed(unknown)}. Look at their source before you allow them.")
-    if harmless:
-        lines.append(f"only hold values: {listed(harmless)}.")
+    for some, what, advice in (
+        (sorted(filled), "allowing is not enough: torch fills plain lists and dictionaries only, not", ""),
+        (calls, "calls what plain data never needs:", " Only its author can vouch for it."),
+        (dangerous, "can run code when opened:", " Only its author can vouch for it."),
+        (unknown, "unknown:", " Look at their source before you allow them."),
+        (harmless, "only hold values:", ""),
+    ):
+        if some:
+            lines.append(f"{what} {listed(some)}.{advice}")
     can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
     if can_be_typed and not (dangerous or calls or filled) and (not reason or "numpy.dtype" in harmless):
         lines.append(f"To allow {'what you trust' if unknown else 'what only holds values'}: {_allowing(blocked)}")
@@ -101,7 +92,6 @@ def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (),
 
 
 def _allowing(names: Iterable[str]) -> str:
-    """Return the line of Python that lets ``weights_only=True`` pass these."""
     modules, items = {"torch"}, []
     for name in names:
         place = name
@@ -109,7 +99,7 @@ def _allowing(names: Iterable[str]) -> str:
             place = moved.sub(where, place)
         modules.update(filter(None, [place.rpartition(".")[0]]))
         items.append(place if place == name else f'({place}, "{name}")')
-    if "numpy.dtype" in items:  # an array names only this, but torch wants to know the class of its dtype too
+    if "numpy.dtype" in items:  # torch also wants the class of an array's dtype, which the file does not name
         items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
     return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(items)}])"
 
