@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.data_loading import data_loading
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
+    MIN_CEILING,
+    MIN_CEILING_LOWER,
+    MIN_COST_S_PER_STEP,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
+    Evidence,
     Finding,
     Verdict,
     ceiling,
-    is_worth_reporting,
+    counted,
 )
 from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
 from lightning_gpu_tools.advice.growth import growing_memory
@@ -58,12 +62,12 @@ def diagnose(
 
     Args:
         run: The measurements.
-        searched: What a search for the loader's settings has found in this run.
+        searched: What a search for the loader's settings found in this run.
         growth: Memory that has grown steadily.
-        out_of_memory: The out-of-memory error that has ended the run.
-        failure: What has ended the run, where more is known than its error.
-        min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
-        min_steps: Steady steps needed to judge; 50 by default.
+        out_of_memory: The out-of-memory error that ended the run.
+        failure: What ended the run, where more is known than its error.
+        min_utilization_percent: Utilization below which a GPU counts as underused.
+        min_steps: Steady steps needed to judge.
     """
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
@@ -105,7 +109,7 @@ def diagnose(
 
 
 def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
-    """Return what is known where epochs are so short that hardly any step is steady."""
+    # Where epochs are so short that hardly any step is steady.
     if run.epochs < _MIN_EPOCHS:
         return ()
     return _worth_reporting(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
@@ -122,9 +126,7 @@ def _judge(
         return ("low" if found else "healthy"), found[:_MAX_FINDINGS]
     if run.utilization_percent is None:
         return ("low" if found else "unknown"), found[:_MAX_FINDINGS]
-    remarks = _worth_reporting(
-        run, [finding for finding in (low_precision(run), *held_down(run)) if finding is not None]
-    )
+    remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
     is_busy = run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run)
     if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):
         return "healthy", remarks
@@ -155,62 +157,57 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Findin
     return _ordered([*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)])
 
 
-def _worth_reporting(run: RunMeasurements, found: list[Finding]) -> tuple[Finding, ...]:
+def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> tuple[Finding, ...]:
+    """Return the findings of which the gain and the cost stand out."""
     # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
-    if doubt > 0:
-        found = [
-            replace(finding, ceiling_lower=min(finding.ceiling_lower, ceiling(finding.share - doubt)))
-            for finding in found
-        ]
-    return _ordered([finding for finding in found if is_worth_reporting(finding, run.step_s)])
+    surer = [
+        replace(finding, ceiling_lower=min(finding.ceiling_lower, ceiling(finding.share - doubt)))
+        for finding in found
+        if finding is not None
+    ]
+    return _ordered(
+        finding
+        for finding in surer
+        if finding.ceiling >= MIN_CEILING
+        and finding.ceiling_lower > MIN_CEILING_LOWER
+        and finding.share * run.step_s >= MIN_COST_S_PER_STEP
+    )
 
 
-def _ordered(found: list[Finding]) -> tuple[Finding, ...]:
+def _ordered(found: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: (-finding.ceiling, finding.cause)))
 
 
 def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
     """Return the one cause to report of a model that is too small for a GPU: one on the host if that dominates."""
-    outside = [finding for finding in found if finding.cause != "unexplained"]
-    first = outside[0] if outside else found[0]
+    first = next((finding for finding in found if finding.cause != "unexplained"), found[0])
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
     return first if first.share >= idle / 2 else launch
 
 
 def _unexplained(run: RunMeasurements, idle: float) -> Finding:
-    if run.profile is None and run.on_gpu:
-        how = (
-            "GPUUtilizationAdvisor(profile=True) profiles three steps"
-            if run.has_trainer
-            else "Profile three steps with torch.profiler"
-        )
-        advice = f"{how}, which separates syncs, small kernels and copies."
+    if run.profile is None:
+        how = "GPUUtilizationAdvisor(profile=True) profiles" if run.has_trainer else "Profile"
+        torchs = "" if run.has_trainer else " with torch.profiler"
+        advice = f"{how} three steps{torchs}, which separates syncs, small kernels and copies."
     elif run.has_trainer:
         advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     else:
         advice = "Profile some steps with torch.profiler."
-    evidence: dict[str, float | str] = {"phase": TRAINING_STEP, "idle_percent": 100 * idle}
-    if run.left_on_cpu:
-        evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
-        advice += f" Start with what is left on the CPU: {evidence['left_on_cpu']}."
-    return Finding(
-        cause="unexplained",
-        share=idle,
-        ceiling=ceiling(idle),
-        ceiling_lower=1.0,
-        evidence=evidence,
-        advice=advice,
-    )
+    left_on_cpu = ", ".join(run.left_on_cpu) or None
+    if left_on_cpu:
+        advice += f" Start with what is left on the CPU: {left_on_cpu}."
+    evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle, "left_on_cpu": left_on_cpu}
+    return replace(counted("unexplained", idle, evidence, advice), ceiling_lower=1.0)
 
 
 def _idle_percent(run: RunMeasurements) -> dict[str, float]:
-    """Return the GPU's idle time by phase; nothing where its own times were not measured."""
     if run.gpu_idle is None:
         return {}
     percent = {phase: 100 * share for phase, share in run.idle_by_phase().items()}
     in_step = run.idle_in_step_share
-    return percent if in_step is None else {**percent, "training_step": 100 * in_step}
+    return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}
 
 
 _COSTS = {

@@ -1,8 +1,8 @@
-"""Memory that grows steadily: what it means, and where to look. Pure."""
+"""Memory that grows steadily: what it means, and where to look."""
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import Finding, of_memory
+from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.units import format_bytes, format_duration
 
@@ -47,5 +47,4 @@ def growing_memory(growth: MemoryGrowth) -> Finding:
         "phase": growth.phase,
     }
     what = "validation batch" if growth.phase == "validation" else "step"
-    known = {name: value for name, value in evidence.items() if value is not None}
-    return of_memory("memory_growth", known, f"{pace(growth)} {_ADVICE[growth.whose].format(what=what)}")
+    return counted("memory_growth", 0.0, evidence, f"{pace(growth)} {_ADVICE[growth.whose].format(what=what)}")
