@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Finding, counted
+from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Evidence, Finding, counted
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
@@ -17,26 +17,24 @@ from lightning_gpu_tools.units import format_duration, number_ranges, printable
 # for 80 % of that excess.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
-# Of normal noise, a standard deviation is so many times the median absolute deviation (Hampel's identifier).
-_SIGMA_PER_MAD = 1.4826
-# Our default: no rank is blamed unless the others wait longer than it does, by half of its excess. It is not more
-# because they also wait for each other, now and then.
+_SIGMA_PER_MAD = 1.4826  # standard deviation of normal noise by its median absolute deviation (Hampel's identifier)
+# Our default: no rank is blamed unless the others wait longer than it does, by half of its excess. They also wait for
+# each other, now and then.
 _MIN_WAITED = 0.50
-# Our defaults: a rank that is late in nine parts of ten is always late. What happens in one part or two is an accident,
-# unless there are not many more.
+# Our defaults: late in nine parts of the run in ten is always. One part or two are an accident, unless there are few.
 _ALWAYS = 0.90
 _MIN_LATE_PARTS = 3
-# Our defaults: from here on slow storage, or clocks that are held down, explain why a rank is slow, if the median rank
-# has half of that at most.
+# Our defaults: from here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
 _MIN_STORAGE_PERCENT = 30.0
 _MIN_THROTTLED_PERCENT = 20.0
 
+_GPU_ADVICE = "compare its clocks, its temperature and other jobs on that machine with those of the other ranks"
 _ADVICE = {
     "data_loading": "compare its storage, its cores and its loader's settings with those of the other ranks",
     "host_to_device_copy": "compare the size of its batches and its PCIe link with those of the other ranks",
     "forward": "compare the size of its batches, its clocks and temperature, and other jobs on that machine",
-    "backward": "compare its clocks, its temperature and other jobs on that machine with those of the other ranks",
-    "optimizer": "compare its clocks, its temperature and other jobs on that machine with those of the other ranks",
+    "backward": _GPU_ADVICE,
+    "optimizer": _GPU_ADVICE,
     "callback": "make it cheaper there, or call it less often",
     "logging": "log less often: Trainer(log_every_n_steps=...)",
     "checkpoint": "save less often, or in the background with AsyncCheckpointIO(PortableCheckpointIO())",
@@ -52,24 +50,17 @@ _IN_STEP = {"forward": "its forward pass", "backward": "its backward pass", "opt
 
 
 class _Lateness(NamedTuple):
-    """When a rank took longer than the median rank.
+    """When a rank took longer than the median rank."""
 
-    Attributes:
-        share: In how many of the parts of the run that are known.
-        when: The same in words; empty if it is not known.
-        is_certain: Whether it is more than an accident, or noise.
-    """
-
-    share: float
-    when: str
-    is_certain: bool
+    share: float  # of the parts of the run that are known
+    when: str  # in words; empty if unknown
+    is_certain: bool  # more than an accident, or noise
 
 
 def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
     """Return the rank that works longest on a step, and how many seconds longer than the median rank.
 
-    With an even number of ranks the faster of the two in the middle counts as the median. A part of the step that one
-    of them does not know of itself does not count. ``None`` with one rank.
+    With an even number of ranks that is the faster of the two in the middle. ``None`` with one rank.
     """
     if len(ranks) < 2:
         return None
@@ -84,15 +75,15 @@ def _own_s(ranks: Sequence[RankStep]) -> list[float]:
 
 
 def _unknown(ranks: Sequence[RankStep]) -> list[str]:
-    """Return the parts of the step that some ranks know of themselves, and others do not."""
+    """Return the parts of the step that only some ranks know of themselves, so that they do not count."""
     knowing = {part: sum(part in rank.phase_s for rank in ranks) for part in _IN_STEP}
     return [part for part, count in knowing.items() if 0 < count < len(ranks)]
 
 
 def straggler(run: RunMeasurements) -> Finding | None:
-    """Return the rank or the node that all others wait for, with the phase in which it loses its time if there is one.
+    """Return the rank or the node that all others wait for, if possible with the phase in which it loses its time.
 
-    Its share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
+    The share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
     """
     ranks, found = run.ranks, slowest_rank(run.ranks)
     if found is None:
@@ -109,7 +100,7 @@ def straggler(run: RunMeasurements) -> Finding | None:
     if not late.is_certain:
         return None
     who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
-    evidence: dict[str, float | str] = {
+    evidence: Evidence = {
         "who": who,
         "rank": slow.rank,
         "node": slow.node,
@@ -118,11 +109,11 @@ def straggler(run: RunMeasurements) -> Finding | None:
         "median_ms_per_step": (slow.own_step_s - excess_s) * 1e3,
         "late_percent": 100 * late.share,
         "ranks": len(ranks),
+        "phase": phase,
     }
     if phase is None:
         where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
     else:
-        evidence["phase"] = phase
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[base_phase(phase)]
         where = f"It loses the time in {_in_words(phase)}: {advice}."
     sentences = (
@@ -133,15 +124,14 @@ def straggler(run: RunMeasurements) -> Finding | None:
         where,
         _hardware_behind(ranks, slow, phase, evidence),
     )
-    return counted("straggler", share, evidence=evidence, advice=" ".join(filter(None, sentences)))
+    return counted("straggler", share, evidence, " ".join(filter(None, sentences)))
 
 
 def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
-    """Return the places of the values that are larger than the noise of all explains."""
+    """Return the places of the values that the noise of all does not explain."""
     typical_s = median_low(values_s)
     sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
-    # Of n values with normal noise, the highest is about sqrt(2 ln n) standard deviations above the mean. One more
-    # stands out.
+    # Of n values with normal noise, the highest is some sqrt(2 ln n) standard deviations above the mean.
     least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
     return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
@@ -149,18 +139,18 @@ def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
 def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
     """Return what to call the slowest rank, in short and at length, and a sentence about others that are slow, too.
 
-    It is its node if all ranks of that are slow, and there are other nodes.
+    It is called by its node if all ranks of that are slow, and there are other nodes.
     """
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
         members[rank.node].add(rank.rank)
     nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= behind}
     if slow.node in nodes and len(members) > 1:
-        who, named = f"node {slow.node}", f"node {slow.node} (ranks {number_ranges(members[slow.node])})"
-        return who, named, _slow_too("Node", nodes - {slow.node})
+        who, others = f"node {slow.node}", _slow_too("Node", nodes - {slow.node})
+        return who, f"{who} (ranks {number_ranges(members[slow.node])})", others
+    who, others = f"rank {slow.rank}", _slow_too("Rank", behind - {slow.rank})
     gpu = "" if slow.gpu is None else f", GPU {slow.gpu}"
-    who = f"rank {slow.rank}"
-    return who, f"{who} (node {slow.node}{gpu})", _slow_too("Rank", behind - {slow.rank})
+    return who, f"{who} (node {slow.node}{gpu})", others
 
 
 def _slow_too(kind: str, numbers: set[int]) -> str:
@@ -171,14 +161,7 @@ def _slow_too(kind: str, numbers: set[int]) -> str:
 
 
 def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> _Lateness:
-    """Return when a rank was slower than the median rank, by the parts of the run that all of them know.
-
-    Args:
-        ranks: All of them.
-        slow: The one.
-        excess_s: By how much it is slower, on average.
-        step_s: How long a step takes.
-    """
+    """Return when a rank was slower than the median rank, by the parts of the run that all of them know."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
@@ -203,7 +186,7 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
 
 
 def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
-    """Return a rank's own work over time in parts of so many steps, a power of two times as many as it has."""
+    """Return a rank's own work over time in parts of so many steps: a power of two times as many as it has."""
     parts, length = list(rank.own_s_over_time), rank.steps_over_time
     while 0 < length < steps:
         parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
@@ -211,10 +194,8 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
     return parts
 
 
-def _hardware_behind(
-    ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: dict[str, float | str]
-) -> str:
-    """Return in words, and add to the evidence, what is wrong with the slow rank's hardware and not with others'."""
+def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
+    """Return in words, and add to the evidence, what is wrong with this rank's hardware and not with the others'."""
     if phase in (DATA_LOADING, EPOCH_START):
         name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
     elif phase is None or phase in _IN_STEP:
@@ -230,7 +211,7 @@ def _hardware_behind(
 
 
 def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
-    """Return that ranks wait for one another where no rank can be blamed for it."""
+    """Return that ranks wait for one another where none can be blamed for it."""
     waits = mean_wait_s(run.ranks)
     if waits is None or waits < MIN_COMMUNICATION * run.step_s or straggler(run) is not None:
         return None
@@ -243,21 +224,19 @@ def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
         why = (
             "Which rank is slow cannot be told. With this strategy ranks also wait in forward, backward and optimizer."
         )
-    change = (
-        "Set Trainer(accumulate_grad_batches=...)"
-        if run.has_trainer
-        else "Accumulate gradients over several batches (no_sync)"
-    )
+    change = "Set Trainer(accumulate_grad_batches=...)"
+    if not run.has_trainer:
+        change = "Accumulate gradients over several batches (no_sync)"
     return counted(
         "communication",
         min(waits / run.step_s, 1.0),
-        evidence={"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
-        advice=f"{why} {change} so that they meet less often, or use fewer ranks.",
+        {"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
+        f"{why} {change} so that they meet less often, or use fewer ranks.",
     )
 
 
 def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
-    """Return for how long a rank waits for others on a step, the mean over the ranks; ``None`` if that is unknown."""
+    """Return for how long the mean rank waits for others on a step; ``None`` if that is unknown."""
     waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
     return fmean(waits) if waits and len(waits) == len(ranks) else None
 
@@ -269,7 +248,7 @@ def _in_words(phase: str) -> str:
 
 
 def _is_waited_for(slow: RankStep, excess_s: float, ranks: Sequence[RankStep]) -> bool:
-    """Return whether the others wait for it, as far as that is known: what a phase holds may be a wait as well."""
+    # As far as that is known: what a phase holds may be a wait as well.
     waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
     return slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
 

@@ -25,47 +25,32 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps
 from lightning_gpu_tools.units import printable
 
-# From this share of the wall time on, slow steps and a slow beginning are reported.
-MIN_UNEVEN = 0.10
+MIN_UNEVEN = 0.10  # of the wall time
 # Of what adds up to that, the largest part is named, and each other one whose end would be a gain worth reporting.
 _MIN_SHARE = 1 - 1 / MIN_CEILING
-# A beginning is slow if a step takes twice as long as later, as a slow step takes twice the median.
-_TIMES = 2.0
-# Our default: one slow step or two are accidents, which no change would prevent.
-_MIN_SLOW_STEPS = 3
-# Our defaults: three intervals in four are the period, or a multiple of it where a step was not slow; at least two, and
-# half of all, are the period itself.
+_TIMES = 2.0  # a slow step takes twice the median, and a step of a slow beginning twice as long as later
+# Our defaults from here on.
+_MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
+# Three intervals in four are the period, or a multiple of it where a step was not slow; two, and half of all, are it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
-# Our default: the batches of slow steps are longer if they have half as many numbers again as other batches.
-_LONGER = 1.5
-# Our default: "nearly all" of the waiting.
-_NEARLY_ALL = 0.90
-# Four workers that are too few make every fourth step wait for as long as four take. Our default: what waits for twice
-# that has another reason, and replaces the steady one if it is half of all waiting.
+_LONGER = 1.5  # times as many numbers as in other batches
+_NEARLY_ALL = 0.90  # of the waiting
+# Four workers that are too few make every fourth step wait for as long as four take. What waits twice as long has
+# another reason, and replaces the steady one if it is half of all waiting.
 _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
 # Slow steps in these have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
-# By whether a Trainer drives the training.
-_ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}
-_OF_RANKS = ("straggler", "communication")
+_ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 
 
 class Uneven(NamedTuple):
-    """Something that makes steps unlike.
+    """Something that makes steps unlike."""
 
-    Attributes:
-        phase: Where these steps lose their time.
-        share: Fraction of the wall time that as many other steps would not have taken; of it, on a GPU, that for which
-            the GPU was idle.
-        lasting: Whether it is more than the start of the program, or an accident.
-        evidence: Numbers, and text.
-    """
-
-    phase: str
-    share: float
-    lasting: bool
+    phase: str  # where these steps lose their time
+    share: float  # of the wall time, that other steps would not have taken; on a GPU, while it was idle
+    lasting: bool  # more than the start of the program, or an accident
     evidence: Mapping[str, float | str]
 
 
@@ -73,18 +58,21 @@ def details(evidence: Mapping[str, float | str]) -> str:
     """Return in words which steps are slow, and in which phase if that is given; empty without such evidence."""
     where = _quoted(str(evidence.get("phase", "")))
     if "first_steps" in evidence:
-        count = "" if evidence["first_steps"] == 1 else " {first_steps:,}".format_map(evidence)
+        count = "" if evidence["first_steps"] == 1 else f" {evidence['first_steps']:,}"
         first = f"the first{count} of {evidence['of_steps']:,} steps"
         if where:
             return f"in {first} {where} took {_rounded(evidence['times_later'])} times as long"
         return f"{evidence['first_percent']:.0f} % of it in {first}"
     if "slow_steps" not in evidence:
         return ""
-    text = "{slow_steps:,} of {of_steps:,} steps took ".format_map(evidence)
-    text += f"{_rounded(evidence['times_median'])} times the median"
-    text += ", every {every_steps} steps".format_map(evidence) if "every_steps" in evidence else ""
-    text += ", the period of {period}".format_map(evidence) if "period" in evidence else ""
-    return text + (f", in {where}" if where else "")
+    times = _rounded(evidence["times_median"])
+    parts = [
+        f"{evidence['slow_steps']:,} of {evidence['of_steps']:,} steps took {times} times the median",
+        f"every {evidence['every_steps']} steps" if "every_steps" in evidence else "",
+        f"the period of {evidence['period']}" if "period" in evidence else "",
+        where and f"in {where}",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _rounded(times: float | str) -> str:
@@ -114,7 +102,7 @@ def uneven(run: RunMeasurements) -> list[Uneven]:
 
 
 def _lost(run: RunMeasurements, phase: str, share: float) -> float:
-    """Return for which part of this share the GPU was idle, as far as it is known."""
+    """Return for which part of this share the GPU was idle, as far as is known."""
     if base_phase(phase) != TRAINING_STEP:
         return min(1.0, share * run.exposed(phase), run.idle_share)
     # While the GPU is busy, the host may only be waiting for it.
@@ -144,11 +132,7 @@ def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
 
 
 def period(steps: Sequence[int]) -> int | None:
-    """Return every how many steps one of these comes, if they come regularly.
-
-    Args:
-        steps: Their numbers, in order. Neighbors count as one.
-    """
+    """Return every how many steps one of these comes, if regularly. Neighbors count as one."""
     firsts = [step for before, step in pairwise((0, *steps)) if step - before > 1]
     apart = Counter(after - before for before, after in pairwise(firsts))
     if not apart:
@@ -160,11 +144,10 @@ def period(steps: Sequence[int]) -> int | None:
 
 
 def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    """Return what the training does as often as that; ``None`` if it is not known."""
+    """Return what the training does as often as that, if it is known."""
     pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
     known = {
         _ACCUMULATION[run.has_trainer]: run.accumulate_grad_batches,
-        # A loop logs when it likes.
         "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches if run.has_trainer else None,
         "validation": period(pauses.get(VALIDATION, ())),
         "checkpoints": period(pauses.get(CHECKPOINT, ())),
@@ -174,7 +157,7 @@ def _name_of_period(run: RunMeasurements, every: int) -> str | None:
 
 
 def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowSteps]) -> Uneven | None:
-    """Return the beginning in which a phase, and with it the step, took at least twice as long as later."""
+    """Return the beginning in which a phase, and with it the step, took twice as long as later."""
     if not run.spans or group in (MONITORING, *PAUSES):
         return None
     done_steps = list(accumulate(span.steps for span in run.spans))
@@ -207,7 +190,7 @@ def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowS
 
 
 def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with what is uneven: added to the finding of its cause, or as one of its own."""
+    """Return the findings with what is uneven: in the finding of its cause, or in one of its own."""
     findings = list(found)
     for one in uneven(run):
         if not one.lasting or one.evidence.get("period") in _ACCUMULATION.values():
@@ -227,21 +210,17 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
 
 def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
     """Return in words what is the most uneven beside the findings; empty if there is nothing."""
-    rest = (
-        one for one in uneven(run) if one.phase not in PAUSES and not any(_is_about(each, one) for each in findings)
-    )
-    first = next(rest, None)
-    if first is None:
-        return ""
-    return f"{details({**first.evidence, 'phase': first.phase})}: {100 * first.share:.0f} % of the wall time"
+    for one in uneven(run):
+        if one.phase not in PAUSES and not any(_is_about(finding, one) for finding in findings):
+            return f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time"
+    return ""
 
 
 def _is_about(finding: Finding, one: Uneven) -> bool:
-    """Return whether a finding is about the phase that is uneven."""
     if finding.cause == "slow_steps":
         return finding.evidence["phase"] == one.phase
     group, _, name = one.phase.partition("/")
-    if finding.cause in _OF_RANKS:
+    if finding.cause in ("straggler", "communication"):
         return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
     if group == TRAINING_STEP:
         return finding.cause == name  # backward, optimizer
@@ -250,14 +229,17 @@ def _is_about(finding: Finding, one: Uneven) -> bool:
 
 def _slow_work(one: Uneven) -> Finding:
     evidence, where = one.evidence, _quoted(one.phase)
+    basis: Basis = "measured"
     if "first_steps" in evidence:
         kind = "beginning"
+        basis = "heuristic"
         advice = (
             "A longer training loses less. If the lengths of batches vary, pad them to few sizes: torch.compile and "
             "cuDNN start anew for each size."
         )
     elif "batch_items_times" in evidence:
         kind = "longer_batches"
+        basis = "heuristic"
         advice = (
             f"The batches of slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers as the "
             "others. Put samples of similar length into one batch, or limit the tokens of a batch."
@@ -270,10 +252,9 @@ def _slow_work(one: Uneven) -> Finding:
     else:
         kind = "irregular"
         advice = (
-            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. Rare "
-            "samples, a full disk, other programs or, with several ranks, a slow rank can be behind it."
+            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. It can be "
+            "rare samples, a full disk, other programs or a slow rank."
         )
-    basis: Basis = "heuristic" if kind in ("beginning", "longer_batches") else "measured"
     return counted("slow_steps", one.share, {"kind": kind, "phase": one.phase, **evidence}, advice, basis)
 
 
