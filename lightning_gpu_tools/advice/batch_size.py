@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.training.memory_readings import RankMemory
 
-# loadtune fills 80 % of the memory. Blocks are larger than their tensors, fragments remain, cuDNN's workspaces vary,
-# and a batch size that fails costs more than one that is a little too small.
+# loadtune's: blocks are larger than their tensors, fragments remain, cuDNN's workspaces vary, and a batch size that
+# fails costs more than one that is a little too small.
 MARGIN = 0.20
-# Our default for what backward needs for a moment where the peak was in forward, which hides it: three times what
-# forward needed so. Its products have two results, each as large as their input.
+# Our default where a peak in forward hides what backward needs for a moment: so many times what forward needed so. Its
+# products have two results, each as large as their input.
 _IN_BACKWARD = 3
 # Phases of ``RankMemory.peaks_bytes`` that belong to a step.
 _IN_STEPS = ("forward", "backward", "optimizer", "training")
@@ -71,9 +71,8 @@ def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = Fals
 def largest_batch(peaks: Iterable[StepPeak], room_bytes: float, total_bytes: int) -> LargestBatch:
     """Return the largest batch size whose step fits.
 
-    The step with the largest batch decides, not a line through two: with small batches the peak is in the optimizer, or
-    in forward with the old gradients, and with large ones in backward. What forward and backward add grows with the
-    batch. ``room_bytes`` is what other processes, CUDA and its libraries leave of ``total_bytes``.
+    The step with the largest batch decides, not a line through two: with small batches the peak is in the optimizer or
+    in forward, with large ones in backward. ``room_bytes`` is what other processes and CUDA leave of ``total_bytes``.
     """
     known = [peak for peak in peaks if peak.peak_bytes > peak.begin_bytes and peak.batch_size > 0]
     if not known:
@@ -85,7 +84,6 @@ def largest_batch(peaks: Iterable[StepPeak], room_bytes: float, total_bytes: int
     backward = step.peak_bytes - left if step.backward_bytes is None else step.backward_bytes
     parts = [(step.begin_bytes, step.peak_bytes - step.begin_bytes), (left, backward)]
     fit = [step.batch_size * (room_bytes - fixed) / for_batch for fixed, for_batch in parts if for_batch > 0]
-    # What failed is proof that it does not fit.
     failed = [peak.batch_size - 1 for peak in known if not peak.is_complete]
     size = min([max(0, math.floor(min(fit))), *failed])
     return LargestBatch(size=size, is_bound=not step.is_complete)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -14,28 +14,27 @@ from lightning_gpu_tools.training.phases import DATA_LOADING, PAUSES
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoadingFacts, RunMeasurements, settled
 from lightning_gpu_tools.units import format_bytes, format_duration
 
-# Our defaults: storage is the limit if the workers wait for it in more than 30 % of the polls and compute less than
-# half of the time. SageMaker's IOBottleneck rule asks for an I/O wait of 50 %, of a single process.
+# Our defaults, unless a source is named.
+# Storage is the limit if the workers wait for it in so many polls and compute for less than so much of the time.
+# SageMaker's IOBottleneck rule asks for an I/O wait of 50 %, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
-# Our defaults: cores are the limit if the workers are runnable for 80 % of the time, and find no free core in 20 % of
-# it. loadtune calls a CPU saturated at 85 %.
+# Cores are the limit if the workers are runnable for so much of the time, and find no free core in so much of it.
+# loadtune calls a CPU saturated at 85 %.
 _RUNNABLE = 0.80
 _DELAYED = 0.20
-_READY = 0.90  # our default: nothing waits for the workers if a batch is ready before so many steps
-# Our defaults: one worker lags if, when its batch arrives at last, half of all prefetched batches are ready.
+_READY = 0.90  # nothing waits for the workers if a batch is ready before so many steps
+# One worker lags if, when its batch arrives at last, half of all prefetched batches are ready.
 _READY_OUT_OF_ORDER = 0.5
 _MIN_LONG_WAITS = 5
-# gpuprof's rule for a cold page cache: the first third of a run reads three times as much from storage as the last
-# third, and the steps speed up. Our defaults: the wait falls to half, and less than 64 KiB per batch is not data.
+# A cold page cache: the first third of a run reads three times as much from storage as the last (gpuprof's rule), and
+# waits twice as long.
 _COLD_READS = 3.0
 _COLD_WAIT = 0.5
 _MIN_COLD_BLOCKS = 6
-_MIN_STORAGE_BYTES = 64 * 2**10
-# Our default: a training process that computes for half of its wait is unpacking batches; otherwise it would sleep.
-_UNPACKING = 0.5
-# Receiving a batch of one tensor took 2.3 ms on a slow machine, and no setting changes that. Our default: twice that.
-_MIN_UNPACKING_S = 0.005
+_MIN_STORAGE_BYTES = 64 * 2**10  # per batch
+_UNPACKING = 0.5  # of its wait: a training process that computes in it is unpacking batches
+_MIN_UNPACKING_S = 0.005  # twice what receiving a batch of one tensor took on a slow machine, which no setting changes
 # Receiving a worker's batch of one or two small tensors took 0.5 to 2 ms, on two cores. A step that no longer follows a
 # sleep, in which caches go cold, wins as much.
 _RECEIVE_S = 0.001
@@ -81,8 +80,7 @@ def _measure(run: RunMeasurements) -> _Wait:
     wait_s = median(block.data_loading_s / block.steps for block in blocks)
     step_s = median(block.step_s for block in blocks)
     paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
-    # A wait that overlaps GPU work costs nothing. So what the GPU's own times show counts, and never more than the
-    # GPU's idle time.
+    # A wait that overlaps GPU work costs nothing.
     scale = max(0.0, 1 - paused_s / run.wall_s) * run.exposed(DATA_LOADING)
     share = min(wait_s / step_s * scale, run.idle_share) if step_s > 0 else 0.0
     shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
@@ -117,21 +115,13 @@ def _torch_loader(
         "step_cpu_ms": step_cpu_s * 1e3,
         "load_cpu_ms_per_batch": None if cpu_s is None else cpu_s * 1e3,
         "advised_num_workers": plan.settings.num_workers if more_workers else None,
-        "ready_percent": _percent(seen.ready_share),
-        "workers_runnable_percent": _percent(seen.runnable_share),
-        "workers_delayed_percent": _percent(seen.delayed_share),
-        "storage_wait_percent": _percent(seen.storage_wait_share),
-        "ready_out_of_order_percent": _percent(seen.ready_out_of_order_share),
-        "early_storage_bytes_per_batch": seen.early_storage_bytes_per_batch,
-        "late_storage_bytes_per_batch": seen.late_storage_bytes_per_batch,
     }
+    for name, value in asdict(seen).items():
+        is_share = value is not None and name.endswith("_share")
+        evidence[name.replace("_share", "_percent")] = 100 * value if is_share else value
     # Other advice may end the wait altogether.
     bound = speedup if more_workers and plan.limited_by != "shm" else ceiling(wait.share)
     return evidence, advice, bound
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
 
 
 def _shortage(
@@ -143,7 +133,6 @@ def _shortage(
     speedup: float,
     cpu_times: str,
 ) -> tuple[str, str]:
-    """Return the kind of shortage, and what to do."""
     waiting_s = sum(block.data_loading_s for block in run.blocks)
     computing_s = sum(block.data_loading_cpu_s for block in run.blocks)
     is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
@@ -154,31 +143,30 @@ def _shortage(
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
         kind = "slow_worker"
         advice = (
-            f"More workers will not help. When a late batch arrives, {100 * out_of_order:.0f} % of the batches "
-            "prefetched by the other workers are ready. Some samples, or one worker, take much longer than the rest: "
-            f"find them. To bridge the gaps, set prefetch_factor={2 * (now.prefetch_factor or 2)} (now "
-            f"{now.prefetch_factor}), or in_order=False, which changes the order of batches."
+            f"More workers will not help: when a late batch arrives, {100 * out_of_order:.0f} % of those that other "
+            "workers prefetched are ready. Find the samples, or the worker, that take so long. To bridge the gaps, set "
+            f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
+            "changes the order of batches."
         )
     elif _is_cold_cache(run, seen):
         kind = "cold_cache"
         advice = (
-            f"Early batches read {format_bytes(seen.early_storage_bytes_per_batch or 0.0)} each from storage; later "
-            "ones come from the page cache. Later epochs need no change. To speed up the first epoch, copy the data "
-            "to a local disk beforehand."
+            f"Early batches read {format_bytes(seen.early_storage_bytes_per_batch or 0.0)} each from storage, later "
+            "ones from the page cache. Later epochs need no change. For the first one, copy the data to a local disk."
         )
     elif not computes and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         kind = "io_bound"
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls. "
-            "Copy the data to a local disk, pack many small files into a few large ones, or keep decoded samples in "
-            f"memory. More workers than cores ({run.host.cores:g}) can help if the storage serves them in parallel: "
-            f"{settings}. {search} measures it."
+            "Copy the data to a local disk, pack small files into large ones, or keep decoded samples in memory. More "
+            f"workers than cores ({run.host.cores:g}) help if the storage serves them in parallel: {settings}. "
+            f"{search} measures it."
         )
     elif not is_unpacking and (has_no_free_core or (plan.limited_by == "cores" and speedup < MIN_CEILING)):
         kind = "cpu_bound"
         advice = (
-            f"More workers will not help: {cpu_times}. Do less work per sample: cache what is "
-            "computed each time (decoded, tokenized or featurized samples), store smaller samples, or get more cores."
+            f"More workers will not help: {cpu_times}. Do less work per sample: cache what is computed each time "
+            "(decoding, tokenizing), store smaller samples, or get more cores."
         )
     elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by == "shm"):
         kind = "too_few_workers"
@@ -193,8 +181,8 @@ def _shortage(
     else:
         kind = "main_process"
         advice = (
-            f"More workers will not help. The limit is unpacking what the {now.num_workers} workers send. Return a few "
-            "large tensors instead of many small ones or Python objects, and collate in the workers."
+            f"More workers will not help: the limit is unpacking what the {now.num_workers} workers send. Return few "
+            "large tensors, not many small ones or Python objects, and collate in the workers."
         )
     return kind, advice
 
@@ -209,7 +197,6 @@ def _is_cold_cache(run: RunMeasurements, seen: LoadingFacts) -> bool:
 
 
 def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> str:
-    """Return what a batch and a step take of which cores, in words."""
     host = run.host
     cores = f"{host.cores:g} core{'s' if host.cores > 1 else ''}"
     if host.cores_in_reach is not None and host.cores_in_reach < 0.9 * host.cores:

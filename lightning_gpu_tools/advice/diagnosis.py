@@ -37,15 +37,14 @@ from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
-# Our default: anyone with more to change starts with the first ones.
-_MAX_FINDINGS = 4
-# Our default: from five epochs on, the time to start them is not just that of the first one.
-_MIN_EPOCHS = 5
-# Our default: idle time without a cause is reported from this share of the wall time on.
-_MIN_UNEXPLAINED = 0.15
+# Our defaults.
+_MAX_FINDINGS = 4  # anyone with more to change starts with these
+_MIN_EPOCHS = 5  # from here on, the time to start them is not just that of the first one
+_MIN_UNEXPLAINED = 0.15  # idle time without a cause, of the wall time
 
 
 def diagnose(
@@ -58,16 +57,9 @@ def diagnose(
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
 ) -> Diagnosis:
-    """Return the verdict and the findings.
+    """Return the verdict and the findings, by the measurements and what else is known of the run.
 
-    Args:
-        run: The measurements.
-        searched: What a search for the loader's settings found in this run.
-        growth: Memory that has grown steadily.
-        out_of_memory: The out-of-memory error that ended the run.
-        failure: What ended the run, where more is known than its error.
-        min_utilization_percent: Utilization below which a GPU counts as underused.
-        min_steps: Steady steps needed to judge.
+    ``failure`` is what ended it, where more is known than its error; steps count for ``min_steps`` if they are steady.
     """
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
@@ -140,7 +132,6 @@ def _judge(
 
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
-    """Return what leaves the GPU, or without one the training step, idle."""
     steady = [
         data_loading(run),
         straggler(run),
@@ -158,7 +149,6 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Findin
 
 
 def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> tuple[Finding, ...]:
-    """Return the findings of which the gain and the cost stand out."""
     # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
     surer = [
@@ -180,7 +170,7 @@ def _ordered(found: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
-    """Return the one cause to report of a model that is too small for a GPU: one on the host if that dominates."""
+    # Of a model that is too small for a GPU, one cause is reported: one on the host if that dominates.
     first = next((finding for finding in found if finding.cause != "unexplained"), found[0])
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
     return first if first.share >= idle / 2 else launch
@@ -211,7 +201,6 @@ def _idle_percent(run: RunMeasurements) -> dict[str, float]:
 
 
 _COSTS = {
-    "data_loading": "Waiting for data takes",
     "host_to_device_copy": "Moving batches to the device takes",
     "device_sync": "Waiting for GPU results inside the training step takes",
     "launch_bound": "Launching many small kernels takes",
@@ -221,10 +210,6 @@ _COSTS = {
     "optimizer": "The optimizer {name} takes",
     "callback": "The callback {name} takes",
     "logging": "The logger {name} takes",
-    "checkpoint": "Writing checkpoints takes",
-    "validation": "Validation takes",
-    "epoch_start": "Starting epochs takes",
-    "garbage_collection": "Python's garbage collector takes",
     "slow_steps": "Slow steps take",
     "communication": "Waiting for other ranks takes",
     "straggler": "Waiting for {who} takes",
@@ -251,15 +236,15 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
-    if first.cause == "callback" and not run.has_trainer:
-        costs = f'The phase "{name or first.cause}" takes'
-    elif first.cause == "logging" and not name:  # run.phase("logging")
-        costs = "Logging takes"
-    elif first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
-        costs = f"{name} takes"
-    elif first.cause == "unexplained":
+    if first.cause == "unexplained":
         idle = "idle_percent" in first.evidence
         costs = _IDLE_IN_STEP if idle else _COSTS_OF_UNNAMED[str(first.evidence["phase"])]
+    elif first.cause == "callback" and not run.has_trainer:
+        costs = f'The phase "{name or first.cause}" takes'
+    elif first.cause not in _COSTS or (first.cause == "logging" and not name):  # run.phase("logging")
+        costs = f"{PHASES[first.cause].label.capitalize()} takes"
+    elif first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
+        costs = f"{name} takes"
     else:
         costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
     numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
@@ -281,13 +266,13 @@ def _others(shared: Finding) -> str:
 def _numbers(evidence: Mapping[str, float | str]) -> str:
     ms = {name: format_duration(float(value) / 1e3) for name, value in evidence.items() if "ms" in name.split("_")}
     if "wait_ms_per_step" in ms:
-        return "{wait_ms_per_step} of {step_ms} per steady step".format_map(ms)
+        return f"{ms['wait_ms_per_step']} of {ms['step_ms']} per steady step"
     if "behind_ms_per_step" in ms:
-        return "{own_ms_per_step} per step; {median_ms_per_step} on the median rank".format_map(ms)
+        return f"{ms['own_ms_per_step']} per step; {ms['median_ms_per_step']} on the median rank"
     if "ms_per_step" in ms:
-        return "{ms_per_step} per step".format_map(ms)
+        return f"{ms['ms_per_step']} per step"
     if "sm_active_percent" in evidence:
-        return "{sm_active_percent:.0f} % of the multiprocessors are active".format_map(evidence)
+        return f"{evidence['sm_active_percent']:.0f} % of the multiprocessors are active"
     return ""
 
 

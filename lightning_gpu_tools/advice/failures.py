@@ -35,16 +35,16 @@ _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
 _NO_SPACE = re.compile(r"unable to (?:allocate|open|write) (?:to )?shared memory|No space left on device")
 
 _MEMORY = (
-    "Use fewer workers (num_workers), a smaller prefetch_factor, or samples that take less memory. Keep lists of file "
-    "names in arrays: each worker copies the Python objects that it reads."
+    "Use fewer workers (num_workers), a smaller prefetch_factor, or smaller samples. Keep file names in arrays: each "
+    "worker copies the Python objects that it reads."
 )
-_SHARED_MEMORY = (
+SHARED_MEMORY = (
     "Start the container with --ipc=host or --shm-size=8g, use fewer workers (num_workers), or a smaller "
     "prefetch_factor."
 )
 _CRASH = (
-    "Its last words on the terminal may name the library. num_workers=0 shows the crash in the training process; with "
-    "PYTHONFAULTHANDLER=1 it prints its stack."
+    "Its last words on the terminal may name the library. PYTHONFAULTHANDLER=1 prints its stack, and num_workers=0 "
+    "shows the crash in the training process."
 )
 
 
@@ -67,11 +67,11 @@ def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None
             return Failure("was killed by the kernel, because memory ran out", _MEMORY)
         return Failure(
             "was killed by SIGKILL from outside (the kernel counts no lack of memory)",
-            "Ask who may kill processes here: a scheduler with a limit of its own, or a person.",
+            "Ask who may kill processes here: a scheduler with its own limit, or a person.",
         )
     if name == "SIGBUS":
         size = "" if shm_bytes is None else f" (it has {format_bytes(shm_bytes)})"
-        return Failure(f"was killed by SIGBUS: most likely /dev/shm is full{size}", _SHARED_MEMORY)
+        return Failure(f"was killed by SIGBUS: most likely /dev/shm is full{size}", SHARED_MEMORY)
     if name == "SIGTERM":
         return Failure("was ended by SIGTERM", "A scheduler, a launcher or a person has sent it.")
     return Failure(f"crashed ({name}) in native code", _CRASH)
@@ -95,7 +95,7 @@ def explain_error(text: str, index: str | None, shm_bytes: int | None) -> Failur
     caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
     if caught is not None and _NO_SPACE.search(text):
         size = "" if shm_bytes is None else f" of {format_bytes(shm_bytes)}"
-        return Failure(f"worker {caught[2]} of the DataLoader found /dev/shm{size} full", _SHARED_MEMORY)
+        return Failure(f"worker {caught[2]} of the DataLoader found /dev/shm{size} full", SHARED_MEMORY)
     index = noted[1] if noted is not None else index
     if caught is None and index is None:
         return None
@@ -110,6 +110,6 @@ def not_picklable(text: str) -> Failure:
     """Return that workers could not be started, because what they are given cannot be pickled."""
     return Failure(
         f"the DataLoader's workers could not be started: {printable(text, 200)}",
-        "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker. Or fork "
-        'the workers: multiprocessing_context="fork".',
+        "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker; or set "
+        'multiprocessing_context="fork".',
     )

@@ -26,16 +26,16 @@ def held_down(run: RunMeasurements) -> list[Finding]:
     hot_percent, capped_percent = gpu.thermal_throttled_percent or 0.0, gpu.power_capped_percent or 0.0
     if hot_percent > _MIN_THERMAL_PERCENT:
         advice = (
-            f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Clear the air flow, or have the fans and "
-            "the neighboring GPU checked. A lower power limit (nvidia-smi -pl) steadies the clocks."
+            f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Have the air flow, the fans and the "
+            "neighboring GPU checked. A lower power limit (nvidia-smi -pl) steadies the clocks."
         )
         evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}
         found.append(counted("thermal_throttling", hot_percent / 100 * slowed, evidence, advice, basis))
     is_slow = clock_percent is not None and clock_percent < _MAX_CLOCK_PERCENT
     if capped_percent > _MIN_POWER_PERCENT and is_slow and busy_percent >= BUSY_PERCENT:
         advice = (
-            f"The power limit throttled the clocks for {capped_percent:.0f} % of the time. Compare power.limit with "
-            "power.max_limit (nvidia-smi -q -d POWER) and ask the administrator to raise it."
+            f"The power limit throttled the clocks for {capped_percent:.0f} % of the time. Ask the administrator to "
+            "raise power.limit, at most to power.max_limit (nvidia-smi -q -d POWER)."
         )
         evidence = {"power_capped_percent": capped_percent, "held_clock_percent": clock_percent}
         found.append(counted("power_cap", capped_percent / 100 * slowed, evidence, advice, basis))

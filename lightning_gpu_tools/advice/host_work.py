@@ -28,18 +28,23 @@ _ADVICE: dict[Cause, str] = {
     "logging": "Log less often: Trainer(log_every_n_steps={rarely}). Training waits while {name} writes.",
     "checkpoint": "Save {times} times less often (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...)), or "
     "save in the background with AsyncCheckpointIO(PortableCheckpointIO()).",
-    "garbage_collection": "Call gc.collect() and gc.freeze() once before training, so that later collections skip "
-    "what exists by then. Where the program calls gc.collect() itself, call it {times} times less often.",
+    "garbage_collection": "Call gc.collect() and gc.freeze() once before training: later collections then skip what "
+    "exists. Where the program calls gc.collect() itself, call it {times} times less often.",
     "epoch_start": "Make epochs longer{keep_workers}.",
+    # Without a GPU nothing is copied.
+    "host_to_device_copy": "Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do "
+    "their work in the dataset, where workers run it in parallel.",
 }
 _ADVICE_IN_OWN_LOOP: dict[Cause, str] = {
     **_ADVICE,
     "logging": "Log {times} times less often. Training waits meanwhile.",
     "checkpoint": "Save {times} times less often, or save in the background.",
+    "host_to_device_copy": "Make moving the batch cheaper, or do that work in the dataset, where workers run it in "
+    "parallel.",
 }
 # A Trainer calls these by name.
 _ADVICE_ON_METHOD = {
-    "log": "Pass fewer metrics to self.log, without prog_bar=True, which reads each from the device in every step.",
+    "log": "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step.",
     "step": 'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
     "make it cheaper.",
     **dict.fromkeys(
@@ -60,7 +65,7 @@ def host_work(run: RunMeasurements) -> list[Finding]:
     ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
     for phase, seconds in run.phase_s.items():
         group, _, name = phase.partition("/")
-        if group not in by_cause:
+        if group not in by_cause or (group == COPY and run.on_gpu):  # see inside_step
             continue
         share = min(run.lost_share(phase), run.idle_share)
         times = _times_less(share)
@@ -71,15 +76,14 @@ def host_work(run: RunMeasurements) -> list[Finding]:
             keep_workers=_KEEP_WORKERS if ends_workers else "",
         )
         found.append(counted(group, share, {**_seconds(run, seconds), "name": name or None}, advice))
-    return [*found, *_validation(run), *_copy_on_the_host(run)]
+    return [*found, *_validation(run)]
 
 
 def unnamed(run: RunMeasurements) -> list[Finding]:
     """Return a finding for each long line of the time tree that says nothing of what runs there."""
     trainers = _USUAL_TRAINER_S / run.step_s
     usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
-    # Where its parts are unknown, as in a plain loop, the step is named as a whole. What a GPU loses in it has findings
-    # of its own.
+    # The rest of the step, where its parts are known. What a GPU loses in it has findings of its own.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
         usual[TRAINING_STEP] = trainers
     shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
@@ -124,17 +128,3 @@ def _validation(run: RunMeasurements) -> list[Finding]:
     evidence = {**_seconds(run, seconds), "wall_percent": 100 * taken, "gpu_busy_percent": busy}
     advice = f"{change} Give the validation DataLoader workers, too."
     return [counted("validation", taken * (1 - (busy or 0.0) / 100), evidence, advice)]
-
-
-def _copy_on_the_host(run: RunMeasurements) -> list[Finding]:
-    """Without a GPU nothing is copied: the time goes to the model's transfer hooks, or to what a loop does."""
-    seconds = run.phase_s.get(COPY, 0.0)
-    if run.on_gpu or seconds <= 0:
-        return []
-    change = (
-        "Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their work"
-        if run.has_trainer
-        else "Make moving the batch cheaper, or do that work"
-    )
-    advice = f"{change} in the dataset, where workers run it in parallel."
-    return [counted("host_to_device_copy", min(seconds / run.wall_s, 1.0), _seconds(run, seconds), advice)]

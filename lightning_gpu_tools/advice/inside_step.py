@@ -55,9 +55,9 @@ def out_of_proportion(run: RunMeasurements) -> list[Finding]:
     )
     if 0 < forward_s * _MAX_BACKWARD < backward_s:
         advice = (
-            f"Backward usually takes 1 to {_USUAL_BACKWARD:.0f} times as long as forward, here "
-            f"{backward_s / forward_s:.0f} times. Look at gradient hooks, at autograd functions of your own, and at "
-            "large embeddings (sparse=True)."
+            f"Backward takes {backward_s / forward_s:.0f} times as long as forward, usual is 1 to "
+            f"{_USUAL_BACKWARD:.0f}. Look at gradient hooks, your own autograd functions, and large embeddings "
+            "(sparse=True)."
         )
         avoidable = (backward_s - forward_s * _USUAL_BACKWARD) / step_s
         return [
@@ -128,21 +128,21 @@ def _copy(run: RunMeasurements) -> Finding | None:
             ("Lightning", "transfer_batch_to_device") if run.has_trainer else ("Fabric", "batch.to(device)")
         )
         advice = (
-            "In the DataLoader set pin_memory=True (now False). The GPU copies page-locked memory in the background; "
-            f"{by_itself} already passes non_blocking=True. Your own {by_hand} must pass it, too."
+            "In the DataLoader set pin_memory=True (now False): the GPU copies page-locked memory in the background. "
+            f"{by_itself} passes non_blocking=True; your own {by_hand} must, too."
         )
     else:
         hook = " in on_after_batch_transfer" if run.has_trainer else ""
         advice = f"Copy less: send images as uint8 and convert them on the GPU{hook}."
     if len(run.ranks) > 1 and run.has_trainer:
         advice += (
-            " With several ranks Lightning waits for the GPU at the start of each step (Lightning issue 21487), so no "
-            "copy overlaps the previous step."
+            " With several ranks no copy overlaps the previous step, because Lightning waits for the GPU before each "
+            "(Lightning issue 21487)."
         )
     if left_on_cpu:
         advice += (
-            f" Still on the CPU and copied on every use: {left_on_cpu}. Lightning moves only parameters, "
-            "buffers and submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
+            f" Still on the CPU and copied on every use: {left_on_cpu}. Lightning moves parameters, buffers and "
+            "submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
         )
     return counted("host_to_device_copy", share, evidence, advice)
 
@@ -230,8 +230,8 @@ def low_precision(run: RunMeasurements) -> Finding | None:
         advice += ", and compare the validation metric."
     else:
         advice = (
-            f"Set {driver}(precision='16-mixed'); this GPU has no bf16. Numbers beyond 65504 overflow in fp16, so "
-            "watch for a loss of inf or nan."
+            f"Set {driver}(precision='16-mixed'); this GPU has no bf16. Watch for a loss of inf or nan: fp16 overflows "
+            "beyond 65504."
         )
     return counted(
         "low_precision",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Workers must be this much faster than the step, or the fluctuation of load times empties the queue: with exactly load
-# time / step time workers, 6 to 9 % of the wait remained (measured with 1 to 8).
+# Fluctuating load times empty the queue: with exactly load time / step time workers, 6 to 9 % of the wait remained.
 _HEADROOM = 1.15
 # Our defaults from here on.
 TOLERANCE = 0.03  # what differs by less in predicted speed counts as equal
@@ -27,6 +26,7 @@ _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 _LOST_BESIDE_ONE = 0.35, 0.35
 _LOST_BESIDE_MANY = 0.9, 1.15
 _LEAST_LOST_BESIDE_MANY_S = 0.018
+Limit = Literal["cores", "shm", "memory"]
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
@@ -46,7 +46,7 @@ class LoaderPlan:
     """Settings for a DataLoader, and what they can bring."""
 
     settings: LoaderSettings
-    limited_by: Literal["cores", "shm", "memory"] | None  # what keeps training from running as fast as its step
+    limited_by: Limit | None  # what keeps training from running as fast as its step
     workers_needed: int  # to feed the step without a wait
     step_s: float  # predicted time from step to step
     most_workers: int | None = None  # that fit into memory and /dev/shm; None if that was not measured
@@ -73,18 +73,18 @@ def plan_loader(
     workers = _workers_for(best_s, cost)
     while workers < cores and beside_s(workers) > (1 + TOLERANCE) * best_s:
         workers += 1
-    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
+    limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     deeper = (factor for spread, factor in _PREFETCH_FROM_SPREAD if (cost.spread or 0.0) > spread)
     prefetch_factor = max(least_prefetch, next(deeper, 0))
     while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
         prefetch_factor = max(least_prefetch, prefetch_factor // 2)
-    limits = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}
+    limits: dict[Limit, float] = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}
     if cost.worker_bytes:
         limits["memory"] = _MEMORY_SHARE * host.memory_available_bytes / host.local_ranks // cost.worker_bytes
     for resource, most in limits.items():
         if most < workers:
-            workers, limited_by = int(most), cast("Literal['shm', 'memory']", resource)
+            workers, limited_by = int(most), resource
     most_workers = min(limits.values())
     alone_s = cost.wall_s + step_s
     predicted_s = max(beside_s(workers), cost.wall_s / workers) if workers else alone_s
@@ -111,9 +111,9 @@ def _step_beside_workers(
 ) -> float:
     """Return how long a step takes while workers load on the same cores.
 
-    Loading and training must be paid for in CPU time, whoever does it. What the workers take beyond the cores that the
-    step leaves free delays it: by all of that time if one worker does, because the step's threads wait for each other
-    after every operation; workers on every core share the delay. Threads in lockstep lose more.
+    What these take beyond the cores that the step leaves free delays it: one worker by all of that time, because the
+    step's threads wait for each other after every operation, and workers on every core together. Threads in lockstep
+    lose more.
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
     if current.num_workers:  # then the step was measured beside workers and has their delay already

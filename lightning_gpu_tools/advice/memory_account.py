@@ -177,7 +177,6 @@ def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
 
 
 def _torch_parts(rank: RankMemory) -> dict[str, int]:
-    """Return what one rank's allocator has reserved, by part."""
     latest = rank.latest
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
     readings = [latest, *(reading for step in (rank.first_step, rank.last_step) if step for reading in step.readings)]

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, counted
-from lightning_gpu_tools.advice.growth import growing_memory
+from lightning_gpu_tools.advice.growth import KEPT, growing_memory
 from lightning_gpu_tools.advice.memory_remedies import (
     another_gpu,
     in_validation,
@@ -58,7 +58,6 @@ def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], 
 
 
 def _what(oom: OutOfMemory) -> str:
-    """Return what was asked for and what there was, as a sentence."""
     message, parts = oom.message, []
     if message.requested_bytes:
         parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}")
@@ -71,7 +70,7 @@ def _what(oom: OutOfMemory) -> str:
 
 def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: float | str | None) -> Ruling:
     """Return a ruling with what is known of every error beside its own evidence; ``advice`` is sentences, or empty."""
-    reserved, allocated = oom.reserved_bytes, oom.allocated_bytes
+    reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
     common: Evidence = {
         "phase": oom.phase,
         "step": oom.step,
@@ -82,6 +81,10 @@ def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: 
         "allocated_bytes": allocated,
         "cached_bytes": None if reserved is None or allocated is None else reserved - allocated,
         "others_bytes": oom.others_bytes or None,
+        "begin_bytes": oom.begin_bytes,
+        "parameters_bytes": model.parameters_bytes or None,
+        "gradients_bytes": model.gradients_bytes or None,
+        "optimizer_bytes": model.optimizer_bytes or None,
     }
     return Ruling(counted(cause, 0.0, {**common, **evidence}, " ".join(filter(None, advice))), why)
 
@@ -100,9 +103,8 @@ def _loading_checkpoint(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None
         oom,
         "loading_checkpoint",
         f"The checkpoint was loaded onto the GPU, where {held}.",
-        f"Load it into the memory of the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
+        f"Load it to the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
         another_gpu(oom),
-        parameters_bytes=model or None,
     )
 
 
@@ -137,7 +139,7 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     if oom.has_completed_steps and oom.memory is not None:
         # This job has had more of the GPU than it could have now, and now needs no more than then.
         before = oom.memory.latest
-        needs_more = (oom.allocated_bytes or 0) + oom.requested_bytes > before.peak_allocated_bytes
+        needs_more = oom.wanted_bytes > before.peak_allocated_bytes
         is_cause = room + missing <= before.peak_reserved_bytes and not needs_more
     else:
         is_cause = size >= _MIN_SHARE * total and needed_bytes(oom) <= total
@@ -153,7 +155,6 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
             f"Left over by a program that has ended: {_named(orphans)} on this GPU.",
             f"End it if it is not needed: kill {pids}.",
             pids=pids,
-            user=orphans[0].user and printable(orphans[0].user, 40),
             leftover_bytes=left,
         )
     pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
@@ -215,8 +216,8 @@ def _memory_growth(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         "memory_growth",
         f"What is kept from step to step has grown by {format_bytes(per_step)} a step since step {since:.0f}, "
         f"{format_bytes(total)} in all.",
-        "Find what is kept: losses and outputs in lists (append loss.item() or loss.detach()), caches, metrics that "
-        f"are never reset. {record(run)}",
+        KEPT["gpu"].format(what="step"),
+        record(run),
         bytes_per_step=per_step,
         since_step=since,
         grown_bytes=total,
@@ -260,8 +261,8 @@ def _fragmentation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         "fragmentation",
         f"torch holds {format_bytes(unused)} that no tensor uses, in pieces below {format_bytes(oom.requested_bytes)}"
         f"{again}.",
-        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment before training starts. Batches of "
-        "few different sizes help, too.",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment before training. Batches of few "
+        "different sizes help, too.",
         fragmented_bytes=unused,
         retries=retries,
     )
@@ -282,8 +283,6 @@ def _optimizer_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | Non
         "An optimizer with 8-bit states, or without momentum, needs less.",
         sharded(oom),
         another_gpu(oom),
-        parameters_bytes=model.parameters_bytes or None,
-        optimizer_bytes=model.optimizer_bytes or None,
     )
 
 
@@ -312,21 +311,17 @@ def _model_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         "Adapters or frozen layers need fewer gradients and states.",
         another_gpu(oom),
         fixed_bytes=fixed,
-        parameters_bytes=model.parameters_bytes or None,
-        gradients_bytes=model.gradients_bytes or None,
-        optimizer_bytes=model.optimizer_bytes or None,
         largest_batch_size=0,
     )
 
 
 def _batch_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
-    allocated, begin = oom.allocated_bytes, oom.begin_bytes
     if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY):
         return None
-    size = samples(run, oom)
+    size, begin = samples(run, oom), oom.begin_bytes
     if size is None and not in_validation(oom) and run.loader is not None:
         size = run.loader.batch_size
-    taken = None if allocated is None or begin is None else allocated + oom.requested_bytes - begin
+    taken = None if oom.allocated_bytes is None or begin is None else oom.wanted_bytes - begin
     is_small = taken is not None and taken < max(_MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes)
     if is_small or _has_fitted(oom):
         return None
@@ -344,9 +339,7 @@ def _batch_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         another_gpu(oom),
         batch_size=size,
         batch_bytes=taken,
-        begin_bytes=begin,
         largest_batch_size=fits.size,
-        why_no_largest_batch_size=fits.why_not or None,
     )
 
 
@@ -355,13 +348,13 @@ def _has_fitted(oom: OutOfMemory) -> bool:
     if not oom.has_completed_steps or oom.memory is None or not oom.batch_shape or in_validation(oom):
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
-    return is_usual and (oom.allocated_bytes or 0) + oom.requested_bytes > _NEARLY * oom.memory.peak_bytes
+    return is_usual and oom.wanted_bytes > _NEARLY * oom.memory.peak_bytes
 
 
 def _unexplained(run: RunMeasurements, oom: OutOfMemory) -> Ruling:
     free, requested = oom.free_bytes, oom.requested_bytes
     if free is not None and requested and free > requested and oom.message.allowed_bytes is None:
-        why = "More was free than was asked for. Another process may have held it a moment before, or a limit applies."
+        why = "More was free than was asked for: another process held it a moment before, or a limit applies."
     elif _has_fitted(oom) and oom.memory is not None:
         why = f"Batches of this size fitted before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
     elif kept := oom.kept_bytes:

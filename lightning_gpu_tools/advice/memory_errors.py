@@ -73,11 +73,6 @@ class OutOfMemoryMessage:
     cached_bytes: int | None = None  # what torch keeps beside it
     workers: tuple[int, ...] = ()  # PIDs of the loader's workers that were killed
 
-    @property
-    def reserved_bytes(self) -> int | None:
-        """What torch has of the GPU."""
-        return None if self.allocated_bytes is None else self.allocated_bytes + (self.cached_bytes or 0)
-
 
 def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
     """Return what an error, or one behind it, says of memory that ran out; ``None`` if nothing."""
@@ -97,7 +92,6 @@ def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from, or while handling."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:

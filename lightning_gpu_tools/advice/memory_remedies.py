@@ -29,7 +29,7 @@ def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool 
         complete = step_peak(oom.memory, run.batch_bytes or 0, by_items=by_items)
         peaks = [] if complete is None else [complete]
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
-        taken = oom.allocated_bytes + oom.requested_bytes - oom.begin_bytes
+        taken = oom.wanted_bytes - oom.begin_bytes
         # What comes with the first step of the optimizer takes room, too.
         fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
@@ -104,7 +104,7 @@ def sharded(oom: OutOfMemory) -> str:
 
 def needed_bytes(oom: OutOfMemory) -> float:
     """Return what this job would have needed of the GPU at least."""
-    tensors = (oom.allocated_bytes or 0) + oom.requested_bytes
+    tensors = oom.wanted_bytes
     to_come = max(0, oom.model.total_bytes - (oom.begin_bytes or oom.allocated_bytes or 0))
     if oom.has_completed_steps and oom.memory is not None:
         tensors, to_come = max(tensors, oom.memory.peak_bytes), 0

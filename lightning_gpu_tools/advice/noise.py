@@ -11,8 +11,7 @@ from statistics import fmean
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the median with at least 95 % confidence; ``None`` for fewer than six values.
 
-    Distribution-free: from the k-th smallest to the k-th largest value, where as many tosses of a coin as there are
-    values show fewer than k heads in at most 2.5 % of cases.
+    From the k-th smallest to the k-th largest, where so many tosses of a coin rarely (2.5 %) show fewer than k heads.
     """
     count = len(values)
     rank, ways_below = 0, 1
@@ -28,8 +27,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the mean with some 95 % confidence; ``None`` for fewer than six values.
 
-    By the bootstrap: the 25th and the 975th of 1,000 means of values drawn at random. A single value is missing from
-    every third draw, so one accident does not move the lower end.
+    By the bootstrap. A single value is missing from every third draw, so one accident does not move the lower end.
     """
     if len(values) < 6:
         return None

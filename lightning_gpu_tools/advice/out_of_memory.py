@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from lightning_gpu_tools.advice.memory_errors import OutOfMemoryMessage
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.memory_readings import MemoryReading, RankMemory
-from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.units import printable
 
-# Phases before training.
 LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
-# Our default: a message with two meanings counts as an error of memory if less than this share of it is free.
-_NEARLY_FULL = 0.05
+_NEARLY_FULL = 0.05  # our default for the share of free memory below which a message with two meanings counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +32,7 @@ class ModelSize:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
     """An out-of-memory error that ended a run, and what was known when it came; ``None`` = unknown."""
 
@@ -63,50 +59,57 @@ class OutOfMemory:
     @property
     def place(self) -> str:
         """The phase, in words."""
-        names = {SETUP: "the setup", LOADING_CHECKPOINT: "loading a checkpoint", OPTIMIZER: "the optimizer"}
         group, _, part = self.phase.partition("/")
-        return names.get(self.phase) or printable(part or group.replace("_", " "))
+        return printable(part or group.replace("_", " "))
 
-    @cached_property
+    @property
     def gpu(self) -> GpuReading | None:
         """This GPU, read after the error."""
         return next((gpu for gpu in self.gpus if gpu.uuid is not None and gpu.uuid == self.uuid), None)
 
-    @cached_property
+    @property
     def total_bytes(self) -> int | None:
         """Size of the GPU's memory."""
         return self.message.total_bytes or (None if self.gpu is None else self.gpu.memory_total_bytes)
 
-    @cached_property
+    @property
     def free_bytes(self) -> int | None:
         """The part of it that was free."""
-        if self.message.free_bytes is not None:
-            return self.message.free_bytes
-        return None if self.gpu is None else self.gpu.memory_free_bytes
+        on_gpu = None if self.gpu is None else self.gpu.memory_free_bytes
+        return on_gpu if self.message.free_bytes is None else self.message.free_bytes
 
-    @cached_property
+    @property
     def allocated_bytes(self) -> int | None:
         """What was in tensors."""
         return self.message.allocated_bytes if self.reading is None else self.reading.allocated_bytes
 
-    @cached_property
+    @property
     def reserved_bytes(self) -> int | None:
         """What torch had of the GPU."""
-        return self.message.reserved_bytes if self.reading is None else self.reading.reserved_bytes
+        if self.reading is not None:
+            return self.reading.reserved_bytes
+        allocated = self.message.allocated_bytes
+        return None if allocated is None else allocated + (self.message.cached_bytes or 0)
 
     @property
     def requested_bytes(self) -> int:
         """What could not be had; 0 if the message does not say."""
         return self.message.requested_bytes or 0
 
-    @cached_property
+    @property
+    def wanted_bytes(self) -> int:
+        """What would have been in tensors."""
+        return (self.allocated_bytes or 0) + self.requested_bytes
+
+    @property
     def room_bytes(self) -> int | None:
         """What torch could have of the GPU: what others and CUDA itself left, or what it was allowed."""
         if self.reserved_bytes is None or self.free_bytes is None:
             return self.message.allowed_bytes
-        return min(self.reserved_bytes + self.free_bytes, self.message.allowed_bytes or math.inf)  # type: ignore[return-value]
+        left = self.reserved_bytes + self.free_bytes
+        return min(left, self.message.allowed_bytes or left)
 
-    @cached_property
+    @property
     def others(self) -> tuple[GpuProcess, ...]:
         """Other jobs' processes on the GPU, the largest first."""
         if self.gpu is not None and self.gpu.processes and self.own_pids is not None:
@@ -125,7 +128,7 @@ class OutOfMemory:
         """Whether the optimizer has made a step before."""
         return self.memory is not None and self.memory.first_step is not None
 
-    @cached_property
+    @property
     def begin_bytes(self) -> int | None:
         """What was in tensors when this step, or batch of validation, began."""
         begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins

@@ -71,11 +71,11 @@ def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
 
 def _own_s(ranks: Sequence[RankStep]) -> list[float]:
     unknown = _unknown(ranks)
+    # Without what only some ranks know of themselves.
     return [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
 
 
 def _unknown(ranks: Sequence[RankStep]) -> list[str]:
-    """Return the parts of the step that only some ranks know of themselves, so that they do not count."""
     knowing = {part: sum(part in rank.phase_s for rank in ranks) for part in _IN_STEP}
     return [part for part, count in knowing.items() if 0 < count < len(ranks)]
 
@@ -112,7 +112,7 @@ def straggler(run: RunMeasurements) -> Finding | None:
         "phase": phase,
     }
     if phase is None:
-        where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
+        where = "No single phase accounts for it: compare its cores, storage and clocks with those of the others."
     else:
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[base_phase(phase)]
         where = f"It loses the time in {_in_words(phase)}: {advice}."
@@ -137,31 +137,23 @@ def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
 
 
 def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
-    """Return what to call the slowest rank, in short and at length, and a sentence about others that are slow, too.
-
-    It is called by its node if all ranks of that are slow, and there are other nodes.
-    """
+    """Return what to call the slowest rank, or its node if all of that is slow; the same at length; and the others."""
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
         members[rank.node].add(rank.rank)
     nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= behind}
     if slow.node in nodes and len(members) > 1:
-        who, others = f"node {slow.node}", _slow_too("Node", nodes - {slow.node})
-        return who, f"{who} (ranks {number_ranges(members[slow.node])})", others
-    who, others = f"rank {slow.rank}", _slow_too("Rank", behind - {slow.rank})
-    gpu = "" if slow.gpu is None else f", GPU {slow.gpu}"
-    return who, f"{who} (node {slow.node}{gpu})", others
-
-
-def _slow_too(kind: str, numbers: set[int]) -> str:
-    if not numbers:
-        return ""
-    several = len(numbers) > 1
-    return f"{kind}{'s' * several} {number_ranges(numbers)} {'are' if several else 'is'} slow, too."
+        kind, others = "node", nodes - {slow.node}
+        who = f"node {slow.node}"
+        named = f"{who} (ranks {number_ranges(members[slow.node])})"
+    else:
+        kind, others = "rank", behind - {slow.rank}
+        who = f"rank {slow.rank}"
+        named = f"{who} (node {slow.node}{'' if slow.gpu is None else f', GPU {slow.gpu}'})"
+    return who, named, f"Also slow: {kind}{'s' * (len(others) > 1)} {number_ranges(others)}." if others else ""
 
 
 def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> _Lateness:
-    """Return when a rank was slower than the median rank, by the parts of the run that all of them know."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
@@ -195,7 +187,6 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
 
 
 def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
-    """Return in words, and add to the evidence, what is wrong with this rank's hardware and not with the others'."""
     if phase in (DATA_LOADING, EPOCH_START):
         name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
     elif phase is None or phase in _IN_STEP:
@@ -217,13 +208,11 @@ def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
         return None
     if all("backward" in rank.phase_s for rank in run.ranks):
         why = (
-            "No rank always works longer than the others: the network is slow, or there are too few cores and a "
-            "different rank is late each time."
+            "No rank always works longer than the others: the network is slow, or cores are few and another rank is "
+            "late each time."
         )
     else:
-        why = (
-            "Which rank is slow cannot be told. With this strategy ranks also wait in forward, backward and optimizer."
-        )
+        why = "Which rank is slow is unknown: with this strategy ranks also wait in forward, backward and optimizer."
     change = "Set Trainer(accumulate_grad_batches=...)"
     if not run.has_trainer:
         change = "Accumulate gradients over several batches (no_sync)"
@@ -242,7 +231,6 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
 
 
 def _in_words(phase: str) -> str:
-    """Return ``"waiting for data"``, ``"its backward pass"``, ``"SlowCallback"`` or ``"LitModel.on_train_start"``."""
     group, _, name = phase.partition("/")
     return printable(name) or _IN_STEP.get(group) or PHASES[group].label
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_gpu_tools.advice.failures import SHARED_MEMORY
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # Where a new checkpoint is complete before the one that it replaces is removed, both are there.
@@ -43,8 +44,7 @@ def shortcomings(found: Surroundings) -> Iterator[str]:
     if found.shm_bytes is not None and (found.prefetched_bytes or 0) > found.shm_bytes:
         yield (
             f"The DataLoader's workers keep up to {format_bytes(found.prefetched_bytes or 0)} of batches ready, and "
-            f"/dev/shm has {format_bytes(found.shm_bytes)}. Start the container with --ipc=host or --shm-size, or use "
-            "fewer workers (num_workers) or a smaller prefetch_factor."
+            f"/dev/shm has {format_bytes(found.shm_bytes)}. {SHARED_MEMORY}"
         )
     if found.cores is not None and found.workers > found.cores:
         yield (

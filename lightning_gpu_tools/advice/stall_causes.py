@@ -77,12 +77,11 @@ _CALL_ON_EVERY_RANK = {
     "computing a metric": "Call compute() on every rank; log its value on rank 0.",
 }
 _SAME_BATCHES = (
-    "Give every rank the same number of batches: drop_last=True, a DistributedSampler, or limit_train_batches. An "
-    "IterableDataset has to be cut by rank."
+    "Give every rank as many batches: drop_last=True, a DistributedSampler, or limit_train_batches. Cut an "
+    "IterableDataset by rank."
 )
 _CHECK_STORAGE = (
-    "Check that the storage answers: `ls`, `df` and `dmesg` show a mount that does not. "
-    "Copy the data to a local disk, or write checkpoints to one."
+    "Check the mount with `ls`, `df` and `dmesg`. Copy the data to a local disk, or write checkpoints to one."
 )
 _STATES: dict[Wait, str] = {
     "storage": "waits for storage",
@@ -127,8 +126,7 @@ def explain(facts: StallFacts) -> Explanation:
             "swap",
             f"The machine swaps: {facts.swapped_pages_per_s:.0f} pages a second, and every task waited for memory in "
             f"{facts.memory_stall_percent:.0f} % of the last ten seconds.",
-            "End what else uses memory, use fewer workers (num_workers), or smaller batches. "
-            "`ps aux --sort=-rss | head` shows who uses it.",
+            "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",
         )
     if facts.workers:
         return _of_workers(facts.workers)
@@ -144,7 +142,7 @@ def explain(facts: StallFacts) -> Explanation:
         return Explanation(
             "dataset",
             f"The training process {does} while it loads data{where}.",
-            "Look at that line of the dataset. With num_workers=1 or more, training goes on while a sample is loaded.",
+            "Look at that line of the dataset. With num_workers=1 or more, training goes on while samples load.",
         )
     if base in (CALLBACK, LOGGING) and name:
         name = printable(name)
@@ -155,7 +153,7 @@ def explain(facts: StallFacts) -> Explanation:
             "gpu",
             f"The GPU is {busy_percent:.0f} % busy, and the training process {does}{where}. "
             "A kernel does not end, or a collective waits for another rank.",
-            "Run once with CUDA_LAUNCH_BLOCKING=1: the stack then names the operation. See `dmesg` for Xid errors.",
+            "With CUDA_LAUNCH_BLOCKING=1 the stack names the operation. See `dmesg` for Xid errors.",
         )
     gpu = "" if busy_percent is None else f", and the GPU is {busy_percent:.0f} % busy"
     return Explanation("code", f"The training process {does}{where}{gpu}.", "Look at that line; the stack is below.")
@@ -202,8 +200,8 @@ def _of_workers(workers: Sequence[WorkerFacts]) -> Explanation:
             "deadlocked_workers",
             f"All {len(workers)} workers wait for a lock{_where(awaited.stack)}. "
             "A process that is forked while a thread holds a lock waits for it for good.",
-            'Start workers with multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. '
-            "Start no threads before the DataLoader does its workers.",
+            'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. Start no threads '
+            "before the DataLoader does its workers.",
         )
     others = ""
     if without_work := len([one for one in idle if one is not awaited]):
@@ -237,7 +235,7 @@ def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
             return Explanation(
                 "rank_left",
                 f"Rank {one.rank} has left the training at step {one.step} ({printable(one.ended)}); {others}.",
-                "Let the error end the process: do not catch it on one rank alone, and do not call sys.exit() there.",
+                "Let the error end the process: do not catch it, or call sys.exit(), on one rank alone.",
                 one.rank,
             )
     for one in ranks:
@@ -262,7 +260,6 @@ def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 def _of_waiting(ranks: Sequence[RankFacts]) -> Explanation:
-    """Return why ranks wait that are all in a collective."""
     counts = Counter(one.collective for one in ranks)
     # Of two ranks that differ, the one where not every rank has to come is odd.
     odd = min(ranks, key=lambda one: (one.collective in _OF_EVERY_RANK, counts[one.collective], one.rank))
@@ -280,7 +277,7 @@ def _of_waiting(ranks: Sequence[RankFacts]) -> Explanation:
     return Explanation(
         "communication",
         f"All {len(ranks):,} ranks wait in {where}.",
-        "The network between them does not answer, or shapes differ. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL, and "
+        "The network between them does not answer, or shapes differ. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
         "NCCL_DEBUG=INFO.",
     )
 

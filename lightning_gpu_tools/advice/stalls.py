@@ -89,13 +89,8 @@ class Patience:
     def poll(self, now_s: float, mark: object, phase: str, since_s: float, steps: int, taken: Collection[str]) -> bool:
         """Return whether the training has made progress since the last poll.
 
-        Args:
-            now_s: The time.
-            mark: What differs as soon as there is progress: a count of steps, hooks, batches.
-            phase: What the training thread is doing.
-            since_s: Since when, by the same clock.
-            steps: Training steps begun.
-            taken: The phases that have taken any time so far.
+        ``mark`` differs as soon as there is progress: a count of steps, hooks, batches. The training thread has been in
+        ``phase`` since ``since_s``, has begun ``steps``, and has spent time in the phases ``taken`` so far.
         """
         late_s = now_s - self._polled_s - self._interval_s
         if self._mark is not None and late_s > _MIN_GAP_S + self._interval_s:
@@ -124,7 +119,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training has stood still for too long."""
+        """Whether the training has stalled."""
         return self.stuck_s >= self.limit_s and base_phase(self._phase) != OUTSIDE_LOOP
 
     def reported(self) -> None:

@@ -144,7 +144,6 @@ def period(steps: Sequence[int]) -> int | None:
 
 
 def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    """Return what the training does as often as that, if it is known."""
     pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
     known = {
         _ACCUMULATION[run.has_trainer]: run.accumulate_grad_batches,
@@ -157,7 +156,7 @@ def _name_of_period(run: RunMeasurements, every: int) -> str | None:
 
 
 def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowSteps]) -> Uneven | None:
-    """Return the beginning in which a phase, and with it the step, took twice as long as later."""
+    # In it a phase, and with it the step, took twice as long as later.
     if not run.spans or group in (MONITORING, *PAUSES):
         return None
     done_steps = list(accumulate(span.steps for span in run.spans))
@@ -234,15 +233,14 @@ def _slow_work(one: Uneven) -> Finding:
         kind = "beginning"
         basis = "heuristic"
         advice = (
-            "A longer training loses less. If the lengths of batches vary, pad them to few sizes: torch.compile and "
-            "cuDNN start anew for each size."
+            "A longer training loses less. Pad batches to few lengths: torch.compile and cuDNN start anew for each."
         )
     elif "batch_items_times" in evidence:
         kind = "longer_batches"
         basis = "heuristic"
         advice = (
-            f"The batches of slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers as the "
-            "others. Put samples of similar length into one batch, or limit the tokens of a batch."
+            f"Slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers in a batch. Put samples "
+            "of similar length into one batch, or limit its tokens."
         )
     elif "every_steps" in evidence:
         kind = "periodic"
@@ -275,15 +273,15 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
     if begins:
         kind = "cold_cache"
         advice = (
-            "Later steps need no change: by then the data is cached, so a longer run loses less. To speed up the "
-            "beginning, copy the data to a local disk beforehand."
+            "Later steps need no change: by then the data is cached. To speed up the beginning, copy it to a local "
+            "disk beforehand."
         )
     else:
         kind = "slow_batches"
         advice = (
             f"Some batches take as long to load as {_rounded(evidence['times_median'])} steps, the latest at steps "
-            f"{evidence['latest_steps']}. Find what the dataset does for them. To bridge the gaps, prefetch more "
-            "batches than that (num_workers times prefetch_factor)."
+            f"{evidence['latest_steps']}. Find what the dataset does for them, or prefetch more batches than that "
+            "(num_workers times prefetch_factor)."
         )
     shown = {"kind": kind, "num_workers": workers, **evidence}
     return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")
