@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.training.memory_readings import RankMemory
 
-# loadtune's: blocks are larger than their tensors, fragments remain, cuDNN's workspaces vary, and a batch size that
-# fails costs more than one that is a little too small.
-MARGIN = 0.20
-# Our default where a peak in forward hides what backward needs for a moment: so many times what forward needed so. Its
-# products have two results, each as large as their input.
+MARGIN = 0.20  # loadtune's, for rounding, fragments and cuDNN's workspaces
+# Our default where a peak in forward hides what backward needs for a moment, by what forward needed so: products have
+# two results in backward, each as large as their input.
 _IN_BACKWARD = 3
-# Phases of ``RankMemory.peaks_bytes`` that belong to a step.
 _IN_STEPS = ("forward", "backward", "optimizer", "training")
 
 
@@ -25,7 +22,7 @@ class StepPeak:
     batch_size: int  # in samples, or in numbers where samples differ in length
     begin_bytes: int  # in tensors when the step began, without the batch
     peak_bytes: int
-    freed_bytes: int = 0  # between forward and backward: Lightning keeps the old gradients through forward
+    freed_bytes: int = 0  # before backward: Lightning keeps the old gradients through forward
     backward_bytes: int | None = (
         None  # the most backward can have needed beside what is left then; None: up to the peak
     )
@@ -36,7 +33,7 @@ class StepPeak:
 class LargestBatch:
     """The largest batch size that fits, or why it is not known."""
 
-    size: int | None = None  # 0 if not even one sample fits
+    size: int | None = None  # 0: not even one sample fits
     is_bound: bool = False  # it is only known that larger ones do not fit
     why_not: str = ""  # why there is no size, as a sentence
 
@@ -44,8 +41,8 @@ class LargestBatch:
 def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = False) -> StepPeak | None:
     """Return the peak of a rank's steps with the size of the last batch, in samples or in numbers.
 
-    ``None`` without a step, or with the first one alone, which begins without the optimizer's states. Where batches
-    differ in size, too little is found to fit, never too much. ``batch_bytes`` are there when a step begins.
+    ``None`` without a step after the first one, which begins without the optimizer's states. Where batches differ in
+    size, too little is found to fit, never too much. ``batch_bytes`` are there when a step begins.
     """
     step, first = memory.last_step, memory.first_step
     if step is None or first is None or step.step <= first.step or not step.batch_shape or step.begin is None:
@@ -92,7 +89,7 @@ def largest_batch(peaks: Iterable[StepPeak], room_bytes: float, total_bytes: int
 def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:
     """Return a batch size of at most ``fits``, and over how many batches to accumulate gradients with it.
 
-    They keep the effective batch size, exactly if it divides into at most twice as many parts as are needed.
+    They keep the effective batch size, exactly where at most twice as many parts as needed divide it.
     """
     least = math.ceil(batch_size / fits)
     parts = next((parts for parts in range(least, 2 * least + 1) if batch_size % parts == 0), least)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from statistics import median
-from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING, Evidence, Finding, ceiling, counted
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, plan_loader
@@ -34,48 +33,14 @@ _COLD_WAIT = 0.5
 _MIN_COLD_BLOCKS = 6
 _MIN_STORAGE_BYTES = 64 * 2**10  # per batch
 _UNPACKING = 0.5  # of its wait: a training process that computes in it is unpacking batches
-_MIN_UNPACKING_S = 0.005  # twice what receiving a batch of one tensor took on a slow machine, which no setting changes
-# Receiving a worker's batch of one or two small tensors took 0.5 to 2 ms, on two cores. A step that no longer follows a
-# sleep, in which caches go cold, wins as much.
+# Receiving a batch of one tensor took 0.5 to 2.3 ms, which no setting changes. It wins as much where a step no longer
+# follows a sleep, in which caches go cold.
+_MIN_UNPACKING_S = 0.005
 _RECEIVE_S = 0.001
-
-
-class _Wait(NamedTuple):
-    """The wait in the steady steps, and its share of the wall time."""
-
-    wait_s: float
-    step_s: float
-    share: float
-    share_lower: float
 
 
 def data_loading(run: RunMeasurements) -> Finding | None:
     """Return what waiting for data costs and what to change; ``None`` if it costs nothing."""
-    wait = _measure(run)
-    if wait.share <= 0:
-        return None
-    evidence: Evidence = {
-        "wait_ms_per_step": wait.wait_s * 1e3,
-        "step_ms": wait.step_s * 1e3,
-        "cores": run.host.cores,
-        "exposed_percent": None if run.gpu_idle is None else 100 * run.exposed(DATA_LOADING),
-    }
-    bound = ceiling(wait.share)
-    advice = (
-        "The loader is not a torch DataLoader: use its own settings to load in parallel, or to cache what it "
-        "computes for each batch."
-    )
-    if run.loader is not None:
-        seen = run.loading or LoadingFacts()
-        more, advice, bound = _torch_loader(run, run.loader, seen, wait)
-        if wait.wait_s < _MIN_UNPACKING_S and ((seen.ready_share or 0.0) >= _READY or more["kind"] == "main_process"):
-            return None
-        evidence |= more
-    lower = min(ceiling(wait.share_lower), bound)
-    return replace(counted("data_loading", wait.share, evidence, advice), ceiling=bound, ceiling_lower=lower)
-
-
-def _measure(run: RunMeasurements) -> _Wait:
     blocks = settled(run.blocks)
     wait_s = median(block.data_loading_s / block.steps for block in blocks)
     step_s = median(block.step_s for block in blocks)
@@ -83,27 +48,47 @@ def _measure(run: RunMeasurements) -> _Wait:
     # A wait that overlaps GPU work costs nothing.
     scale = max(0.0, 1 - paused_s / run.wall_s) * run.exposed(DATA_LOADING)
     share = min(wait_s / step_s * scale, run.idle_share) if step_s > 0 else 0.0
+    if share <= 0:
+        return None
     shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
-    lower, _ = median_interval(shares) or (min(shares, default=0.0), 1.0)
-    return _Wait(wait_s, step_s, share, min(lower * scale, share))
+    lower, _ = median_interval(shares) or (min(shares), 1.0)
+    evidence: Evidence = {
+        "wait_ms_per_step": wait_s * 1e3,
+        "step_ms": step_s * 1e3,
+        "cores": run.host.cores,
+        "exposed_percent": None if run.gpu_idle is None else 100 * run.exposed(DATA_LOADING),
+    }
+    bound = ceiling(share)
+    advice = (
+        "The loader is not a torch DataLoader: use its own settings to load in parallel, or to cache what it "
+        "computes for each batch."
+    )
+    if run.loader is not None:
+        seen = run.loading or LoadingFacts()
+        more, advice, bound = _torch_loader(run, run.loader, seen, wait_s, step_s, share)
+        if wait_s < _MIN_UNPACKING_S and ((seen.ready_share or 0.0) >= _READY or more["kind"] == "main_process"):
+            return None
+        evidence |= more
+    bound_lower = min(ceiling(min(lower * scale, share)), bound)
+    return replace(counted("data_loading", share, evidence, advice), ceiling=bound, ceiling_lower=bound_lower)
 
 
 def _torch_loader(
-    run: RunMeasurements, loader: LoaderSettings, seen: LoadingFacts, wait: _Wait
+    run: RunMeasurements, loader: LoaderSettings, seen: LoadingFacts, wait_s: float, step_s: float, share: float
 ) -> tuple[Evidence, str, float]:
-    """Return evidence, advice, and the most that following it can speed training up."""
+    """Return evidence, advice, and the ceiling of following it."""
     # While training waits, the loader delivers all it can: its workers together one batch per step.
-    wall_s, cpu_s = loader.num_workers * wait.step_s, run.worker_cpu_s_per_batch
+    wall_s, cpu_s = loader.num_workers * step_s, run.worker_cpu_s_per_batch
     if not loader.num_workers:
-        wall_s = wait.wait_s
+        wall_s = wait_s
         cpu_s = sum(block.data_loading_cpu_s for block in run.blocks) / sum(block.steps for block in run.blocks)
     cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
     computes = cpu_s is None or cpu_s >= _COMPUTING * wall_s
-    step_s = max(wait.step_s - wait.wait_s, 1e-6)
-    step_cpu_s = min(run.busy_cores, run.host.cores) * step_s
-    plan = plan_loader(loader, cost, step_s=step_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
-    saved_s = wait.step_s - plan.step_s - (_RECEIVE_S if computes and not loader.num_workers else 0.0)
-    speedup = ceiling(wait.share * min(1.0, max(0.0, saved_s / wait.wait_s)))
+    own_s = max(step_s - wait_s, 1e-6)
+    step_cpu_s = min(run.busy_cores, run.host.cores) * own_s
+    plan = plan_loader(loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
+    saved_s = step_s - plan.step_s - (_RECEIVE_S if computes and not loader.num_workers else 0.0)
+    speedup = ceiling(share * min(1.0, max(0.0, saved_s / wait_s)))
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
     kind, advice = _shortage(run, loader, seen, plan, computes, speedup, cpu_times)
     more_workers = kind == "too_few_workers"
@@ -120,7 +105,7 @@ def _torch_loader(
         is_share = value is not None and name.endswith("_share")
         evidence[name.replace("_share", "_percent")] = 100 * value if is_share else value
     # Other advice may end the wait altogether.
-    bound = speedup if more_workers and plan.limited_by != "shm" else ceiling(wait.share)
+    bound = speedup if more_workers and plan.limited_by != "shm" else ceiling(share)
     return evidence, advice, bound
 
 

@@ -65,7 +65,9 @@ def diagnose(
     if steady >= max(1, min_steps):
         verdict, findings = _judge(run, min_utilization_percent, searched)
     else:
-        findings = _epoch_starts(run) if run.steps >= min_steps else ()
+        findings = ()
+        if run.steps >= min_steps and run.epochs >= _MIN_EPOCHS:  # which hardly have a steady step
+            findings = _worth_reporting(run, [one for one in host_work(run) if one.cause == "epoch_start"])
         verdict = "low" if findings else "too_short"
     is_judged = verdict != "too_short"
     if is_judged:
@@ -100,13 +102,6 @@ def diagnose(
     )
 
 
-def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
-    # Where epochs are so short that hardly any step is steady.
-    if run.epochs < _MIN_EPOCHS:
-        return ()
-    return _worth_reporting(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
-
-
 def _judge(
     run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
 ) -> tuple[Verdict, tuple[Finding, ...]]:
@@ -114,10 +109,8 @@ def _judge(
     if others is not None:
         return "shared_gpu", (others,)
     found = _causes(run, searched)
-    if not run.on_gpu:
-        return ("low" if found else "healthy"), found[:_MAX_FINDINGS]
-    if run.utilization_percent is None:
-        return ("low" if found else "unknown"), found[:_MAX_FINDINGS]
+    if not run.on_gpu or run.utilization_percent is None:
+        return ("low" if found else "unknown" if run.on_gpu else "healthy"), found[:_MAX_FINDINGS]
     remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
     is_busy = run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run)
     if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):

@@ -49,15 +49,12 @@ _CRASH = (
 
 
 def without_index(text: str) -> str:
-    """Return the text of an error as the dataset has raised it."""
+    """Return the text of an error as the dataset raised it."""
     return _INDEX.sub("", text)
 
 
 def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None) -> Failure:
-    """Return what ended a worker process, as the end of a sentence about it.
-
-    ``oom_kills`` counts the processes that the kernel killed meanwhile because memory ran out.
-    """
+    """Return what ended a worker process, as the end of a sentence; ``oom_kills`` are the kernel's meanwhile."""
     if exitcode >= 0:
         return Failure(f"ended with exit code {exitcode}", "Look for os._exit or sys.exit in the dataset.")
     number = -exitcode
@@ -88,10 +85,7 @@ def explain_exits(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: int | 
 
 
 def explain_error(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
-    """Return what an error says of the dataset, in a worker or in the training process; ``None`` if nothing.
-
-    ``index`` is that of the sample that the training process was loading.
-    """
+    """Return what an error says of the dataset; ``index`` is of the sample that the training process was loading."""
     caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
     if caught is not None and _NO_SPACE.search(text):
         size = "" if shm_bytes is None else f" of {format_bytes(shm_bytes)}"
@@ -107,7 +101,7 @@ def explain_error(text: str, index: str | None, shm_bytes: int | None) -> Failur
 
 
 def not_picklable(text: str) -> Failure:
-    """Return that workers could not be started, because what they are given cannot be pickled."""
+    """Return that workers could not be started."""
     return Failure(
         f"the DataLoader's workers could not be started: {printable(text, 200)}",
         "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker; or set "

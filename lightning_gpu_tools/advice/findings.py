@@ -46,22 +46,17 @@ Cause = Literal[
 Basis = Literal["measured", "heuristic"]
 Evidence = dict[str, float | str | None]  # what is None is unknown
 
-# Our defaults: a finding must promise a gain of 5 %, and with 95 % confidence more than 2 %. Less drowns in the noise
-# between two runs.
+# Our defaults: smaller gains drown in the noise between two runs, and no setting removes less time, such as that of
+# handing over a ready batch.
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
-# Our default: a cause must cost this much per step. No setting removes less, such as the hand-over of a ready batch.
 MIN_COST_S_PER_STEP = 0.001
-# torch's TensorBoard plugin: communication beyond 10 % of the step.
-MIN_COMMUNICATION = 0.10
-# SageMaker's LowGPUUtilization rule.
-MIN_UTILIZATION_PERCENT = 70.0
-# Our defaults: steady steps before a verdict, and seconds of them before a warning.
-MIN_STEPS = 50
-MIN_SECONDS = 20.0
-# Our default: a GPU that runs a kernel for this much of the time looks well used.
-BUSY_PERCENT = 80.0
-# Where no measurement tells what runs.
+MIN_COMMUNICATION = 0.10  # of the step: torch's TensorBoard plugin
+MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
+# Our defaults.
+MIN_STEPS = 50  # steady ones, before a verdict
+MIN_SECONDS = 20.0  # of them, before a warning
+BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
     "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
 )
@@ -150,10 +145,7 @@ def counted(
     *,
     avoidable: float | None = None,
 ) -> Finding:
-    """Return a finding whose share was counted and not sampled. Evidence that is ``None`` is left out.
-
-    ``avoidable`` is the part of the share that can go, as a fraction of the wall time; by default all of it.
-    """
+    """Return a finding whose share was counted and not sampled, of which ``avoidable`` can go: by default all of it."""
     bound = ceiling(share if avoidable is None else avoidable)
     known = {name: value for name, value in evidence.items() if value is not None}
     return Finding(

@@ -9,7 +9,7 @@ from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasureme
 
 # Our defaults.
 _MIN_THERMAL_PERCENT = 5.0  # of the time
-# Reaching the power limit is normal at full load; not for half of the time, with clocks below 85 % of the highest one.
+# Reaching the power limit is normal at full load, but not for so long and with clocks so far below the highest one.
 _MIN_POWER_PERCENT = 50.0
 _MAX_CLOCK_PERCENT = 85.0
 _MIN_OTHERS_PERCENT = 5.0  # utilization, or where the driver does not report that:
@@ -43,7 +43,7 @@ def held_down(run: RunMeasurements) -> list[Finding]:
 
 
 def shared_gpu(run: RunMeasurements) -> Finding | None:
-    """Return that other jobs compute on the same GPU, so that its utilization says nothing about this training."""
+    """Return that other jobs compute on the same GPU."""
     gpu = run.gpu
     if gpu is None:
         return None

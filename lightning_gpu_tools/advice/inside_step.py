@@ -10,18 +10,16 @@ from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, VALIDATION, RunMeasurements
 from lightning_gpu_tools.units import printable
 
-# Sources: torch's TensorBoard plugin (of the DataLoader; of tensor cores at 0 %, below 1 % being our default), DCGM's
-# guide (below 50 %, SM activity is "likely" ineffective), our defaults where none is named.
-_MIN_SHARE = 0.05
-_NO_TENSOR_CORES_PERCENT = 1.0
-_FEW_SMS_PERCENT = 50.0
+# Our defaults, unless a source is named.
+_MIN_SHARE = 0.05  # torch's TensorBoard plugin, of the DataLoader
+_NO_TENSOR_CORES_PERCENT = 1.0  # there 0
+_FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
 _MIN_LAUNCH_SHARE = 0.15  # a well-fed GPU has some gaps, too
-_SHORT_KERNEL_US = 20.0  # a launch takes the host 5 to 10 us, so it cannot stay ahead of shorter kernels
+_SHORT_KERNEL_US = 20.0  # twice what a launch takes the host
 _TINY_STEP_S = 0.005
 _VOLTA = (7, 0)  # has tensor cores
 _AMPERE = (8, 0)  # has bfloat16 and TF32
-# Our estimate: half the bytes take half the time where memory is the limit.
-_HALF_PRECISION_SPEEDUP = 2.0
+_HALF_PRECISION_SPEEDUP = 2.0  # as half the bytes are, where memory is the limit
 # Backward computes twice what forward does (Kaplan et al. 2020, section 2.1), and three times with activation
 # checkpointing; on busy cores it takes longer.
 _USUAL_BACKWARD = 3.0
@@ -80,7 +78,7 @@ def is_tiny(run: RunMeasurements) -> bool:
 
 
 def _active_sms(run: RunMeasurements) -> float | None:
-    """Return how many percent of the SMs work, if few do although the GPU looks busy."""
+    # Only where few work although the GPU looks busy.
     percent = None if run.gpu is None else run.gpu.sm_active_percent
     is_busy = (run.utilization_percent or 0.0) >= BUSY_PERCENT
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
@@ -104,7 +102,7 @@ def _larger_batch(run: RunMeasurements) -> str:
 
 
 def _part_of_idle(run: RunMeasurements, reason: str) -> float | None:
-    """Return for which fraction of the wall time the GPU idles inside the step for a reason; ``None``: unknown."""
+    """Return the share of the wall time that the GPU idles inside the step for a reason; ``None``: unknown."""
     in_step, idle_s = run.idle_in_step_share, run.profile.idle_s if run.profile is not None else {}
     total_s = sum(idle_s.values())
     return in_step * idle_s.get(reason, 0.0) / total_s if in_step is not None and total_s > 0 else None

@@ -16,13 +16,13 @@ _HEADROOM = 1.15
 TOLERANCE = 0.03  # what differs by less in predicted speed counts as equal
 _SHM_SHARE = 0.8  # queues and unpickling need room in /dev/shm, too
 _MEMORY_SHARE = 0.5  # the rest is for what training has yet to take, and for the page cache
-# (spread, prefetch_factor): all wait for a slow batch, because they come in order, and a longer queue bridges that. A
-# log-normal distribution whose 95th percentile is 1.5 or 3 medians has its mean 3 or 25 % above the median.
+# (spread, prefetch_factor): batches come in order, so all wait for a slow one, which a longer queue bridges. These are
+# the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
 _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
-# A step whose threads wait for each other after each operation loses time whenever a worker takes the core of one: this
-# much of the time that workers take from it, and of its own time, whichever is less. A worker keeps a core for some
-# milliseconds, so beside many a short step loses at least the time below. Fitted to five trainings of
-# benchmarks/ceilings.py on two cores; the same training gains 8 to 15 % more on one day than on another.
+# A step whose threads wait for each other loses time whenever a worker takes the core of one: this much of the time
+# that workers take from it, or of its own, whichever is less. A worker keeps a core for some milliseconds, so beside
+# many a short step loses the time below. Fitted to five trainings of benchmarks/ceilings.py on two cores; the same
+# training gains 8 to 15 % more on one day than on another.
 _LOST_BESIDE_ONE = 0.35, 0.35
 _LOST_BESIDE_MANY = 0.9, 1.15
 _LEAST_LOST_BESIDE_MANY_S = 0.018
@@ -76,7 +76,7 @@ def plan_loader(
     limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     deeper = (factor for spread, factor in _PREFETCH_FROM_SPREAD if (cost.spread or 0.0) > spread)
-    prefetch_factor = max(least_prefetch, next(deeper, 0))
+    prefetch_factor = max(least_prefetch, next(deeper, _DEFAULT_PREFETCH_FACTOR))
     while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
         prefetch_factor = max(least_prefetch, prefetch_factor // 2)
     limits: dict[Limit, float] = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# What advice says of its settings until a search has measured them.
+# Advice says so until a search has measured its settings.
 BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
 
 
@@ -18,12 +18,12 @@ class LoaderTrial:
     """Some batches loaded with one set of settings, each followed by a step."""
 
     settings: LoaderSettings
-    batch_s: float | None = None  # mean time from batch to batch, the step included; None if none was measured
+    batch_s: float | None = None  # mean time from batch to batch, the step included
     batches: int = 0  # measured, once the workers were in step
-    seconds: float = 0.0  # with the start of the workers; 0 where it was predicted
-    wait_s: float = 0.0  # mean part of batch_s that was a wait
+    seconds: float = 0.0  # of the trial, with the start of the workers
+    wait_s: float = 0.0  # mean part of batch_s
     start_s: float | None = None  # until the first batch came; None without workers
-    measured: bool = True  # without workers the sum of batch and step is known without a trial
+    measured: bool = True  # without workers batch_s is known without a trial
     failed: str | None = None  # why the settings could not be tried
 
     @property
@@ -65,9 +65,9 @@ class LoaderResult:
 
 
 def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
-    """Return one trial for each set of settings that was not tried in vain, in the order of their first trials.
+    """Return one trial for each set of settings that did not fail, in the order of their first trials.
 
-    Whether workers live on between epochs and whether memory is pinned makes no other set of settings.
+    Settings that differ in ``persistent_workers`` and ``pin_memory`` alone are the same.
     """
     by_settings: dict[LoaderSettings, list[LoaderTrial]] = {}
     for trial in trials:
@@ -94,7 +94,7 @@ def _mean(trials: list[LoaderTrial]) -> LoaderTrial:
 
 
 def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> LoaderTrial | None:
-    """Return what the trials of some settings say together; ``None`` if they were not tried or failed."""
+    """Return the trials of some settings as one; ``None`` if they were not tried or failed."""
     if settings is None:
         return None
     return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)

@@ -15,7 +15,7 @@ _TENSORS, _CACHE = "tensors at their peak", "allocator cache"
 
 
 class MemoryPart(NamedTuple):
-    """A part of a GPU's memory, by its name in ``parts_bytes``, its label in the report, and the branch it is on."""
+    """A part of a GPU's memory: its name in ``parts_bytes``, and its label and group in the report."""
 
     name: str
     label: str
@@ -123,8 +123,7 @@ class MemoryAccount:
 def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAccount:
     """Return what the memory of a GPU was used for on which these ranks of the job train.
 
-    What the driver reports is left out where it is older than what torch has counted since, so that it cannot be the
-    whole of it.
+    What the driver reports is left out where it is older, so that it cannot be the whole of it.
     """
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
@@ -181,7 +180,7 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
     readings = [latest, *(reading for step in (rank.first_step, rank.last_step) if step for reading in step.readings)]
     nearest = max(readings, key=lambda reading: reading.allocated_bytes)
-    # What was before training, by this process or an earlier fit, is not the peak of this training.
+    # What was before may be an earlier fit's.
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
     peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
     # It may have been before the allocator emptied its cache.

@@ -69,7 +69,7 @@ def _what(oom: OutOfMemory) -> str:
 
 
 def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: float | str | None) -> Ruling:
-    """Return a ruling with what is known of every error beside its own evidence; ``advice`` is sentences, or empty."""
+    """Return a ruling of which the evidence also has what is known of every error. Empty sentences are left out."""
     reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
     common: Evidence = {
         "phase": oom.phase,
@@ -87,9 +87,6 @@ def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: 
         "optimizer_bytes": model.optimizer_bytes or None,
     }
     return Ruling(counted(cause, 0.0, {**common, **evidence}, " ".join(filter(None, advice))), why)
-
-
-# The rules, in the order in which they are asked; the first one that applies is the verdict.
 
 
 def _loading_checkpoint(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
@@ -225,7 +222,7 @@ def _memory_growth(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
 
 
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
-    """Return bytes a step, since which step, and how much in all; ``None`` if it is not steady or not the cause."""
+    """Return bytes a step, since which step, and how much in all; ``None`` if that is not steady, or no cause."""
     points = [point for point in points if point[0] > 1]  # the first step makes the optimizer's states
     if len(points) < _PARTS or oom.room_bytes is None:
         return None
@@ -249,7 +246,7 @@ def _fragmentation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     allocated, reserved = oom.allocated_bytes, oom.reserved_bytes
     if allocated is None or reserved is None or not oom.requested_bytes:
         return None
-    # What other pools cannot use is no fragment: what CUDA graphs keep.
+    # What CUDA graphs keep is no fragment.
     unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
     if unused < max(oom.requested_bytes, _MIN_SHARE * reserved):
         return None
@@ -344,7 +341,7 @@ def _batch_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
 
 
 def _has_fitted(oom: OutOfMemory) -> bool:
-    """Return whether batches of this size have fitted before, in steps that were not nearly as large as this one."""
+    """Return whether batches of this size have fitted before, in much less memory."""
     if not oom.has_completed_steps or oom.memory is None or not oom.batch_shape or in_validation(oom):
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
@@ -394,6 +391,7 @@ def _host(run: RunMeasurements, oom: OutOfMemory) -> Ruling:
     )
 
 
+# The first one that applies is the verdict.
 _RULES: tuple[Callable[[RunMeasurements, OutOfMemory], Ruling | None], ...] = (
     _loading_checkpoint,
     _spike,

@@ -16,7 +16,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ROUNDING = 0.01  # sizes have two decimals
 
 # torch's c10/cuda/CUDACachingAllocator.cpp from 2.2 to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
-# numpy's _ArrayMemoryError. A message may lack fields: torch 2.3 wrote the GPU's number as a NUL, which cut it off.
+# numpy's _ArrayMemoryError. Any field may be missing: torch 2.3 wrote a NUL that cut the message off.
 _FIELDS = {
     "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
@@ -60,7 +60,7 @@ _KINDS = (
 class OutOfMemoryMessage:
     """What an out-of-memory error says; ``None`` where it says nothing."""
 
-    source: Source  # whose memory ran out: the GPU's, for torch's allocator, a library or the driver; or the host's
+    source: Source  # that ran out of the GPU's memory, or the host of its own
     name: str  # who asked for it, in words
     is_certain: bool = True  # the message has no other meaning
     requested_bytes: int | None = None  # on a GPU the segment: 2 MiB for up to 1, 20 for up to 10

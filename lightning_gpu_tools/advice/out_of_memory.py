@@ -103,7 +103,7 @@ class OutOfMemory:
 
     @property
     def room_bytes(self) -> int | None:
-        """What torch could have of the GPU: what others and CUDA itself left, or what it was allowed."""
+        """What torch could have of the GPU."""
         if self.reserved_bytes is None or self.free_bytes is None:
             return self.message.allowed_bytes
         left = self.reserved_bytes + self.free_bytes
@@ -130,7 +130,7 @@ class OutOfMemory:
 
     @property
     def begin_bytes(self) -> int | None:
-        """What was in tensors when this step, or batch of validation, began."""
+        """What was in tensors when this step or validation batch began."""
         begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins
         return int(begins[-1][1]) if begins else None
 

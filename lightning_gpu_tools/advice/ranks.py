@@ -6,25 +6,21 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, median_low
-from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Evidence, Finding, counted
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
-# TraceML's rule: report an excess over the median rank from 10 % of the step on, and blame a phase only if it accounts
-# for 80 % of that excess.
+# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase if it is 80 % of that.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation of normal noise by its median absolute deviation (Hampel's identifier)
-# Our default: no rank is blamed unless the others wait longer than it does, by half of its excess. They also wait for
-# each other, now and then.
-_MIN_WAITED = 0.50
-# Our defaults: late in nine parts of the run in ten is always. One part or two are an accident, unless there are few.
-_ALWAYS = 0.90
-_MIN_LATE_PARTS = 3
-# Our defaults: from here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
+# Our defaults from here on.
+_MIN_WAITED = 0.50  # of its excess, that the others wait longer than a rank that is blamed
+_ALWAYS = 0.90  # of the parts of a run
+_MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few
+# From here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
 _MIN_STORAGE_PERCENT = 30.0
 _MIN_THROTTLED_PERCENT = 20.0
 
@@ -47,14 +43,6 @@ _ADVICE_IN_OWN_LOOP = {
     "checkpoint": "save less often, or in the background",
 }
 _IN_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
-
-
-class _Lateness(NamedTuple):
-    """When a rank took longer than the median rank."""
-
-    share: float  # of the parts of the run that are known
-    when: str  # in words; empty if unknown
-    is_certain: bool  # more than an accident, or noise
 
 
 def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
@@ -97,8 +85,9 @@ def straggler(run: RunMeasurements) -> Finding | None:
     if share < _MIN_EXCESS or not _is_waited_for(slow, excess_s, ranks):
         return None
     late = _lateness(ranks, slow, excess_s, run.step_s)
-    if not late.is_certain:
+    if late is None:
         return None
+    late_share, when = late
     who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
     evidence: Evidence = {
         "who": who,
@@ -107,19 +96,21 @@ def straggler(run: RunMeasurements) -> Finding | None:
         "behind_ms_per_step": excess_s * 1e3,
         "own_ms_per_step": slow.own_step_s * 1e3,
         "median_ms_per_step": (slow.own_step_s - excess_s) * 1e3,
-        "late_percent": 100 * late.share,
+        "late_percent": 100 * late_share,
         "ranks": len(ranks),
         "phase": phase,
     }
     if phase is None:
         where = "No single phase accounts for it: compare its cores, storage and clocks with those of the others."
     else:
-        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[base_phase(phase)]
-        where = f"It loses the time in {_in_words(phase)}: {advice}."
+        group, _, name = phase.partition("/")
+        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
+        words = printable(name) or _IN_STEP.get(group) or PHASES[group].label
+        where = f"It loses the time in {words}: {advice}."
     sentences = (
         f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
         f"{len(ranks):,} ranks.",
-        late.when,
+        when,
         others,
         where,
         _hardware_behind(ranks, slow, phase, evidence),
@@ -131,7 +122,7 @@ def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
     """Return the places of the values that the noise of all does not explain."""
     typical_s = median_low(values_s)
     sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
-    # Of n values with normal noise, the highest is some sqrt(2 ln n) standard deviations above the mean.
+    # Of n values with normal noise, the highest is at some sqrt(2 ln n) standard deviations.
     least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
     return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
@@ -153,14 +144,15 @@ def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple
     return who, named, f"Also slow: {kind}{'s' * (len(others) > 1)} {number_ranges(others)}." if others else ""
 
 
-def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> _Lateness:
+def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
+    """Return in which share of the run a rank was late, and when in words; ``None`` for an accident, or noise."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
     typical_s = map(median_low, zip(*(one[:count] for one in parts), strict=True))
     seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
     if count < 2 or _unknown(ranks) or fmean(seen_s) < excess_s / 2:  # in what is not part of a steady step
-        return _Lateness(1.0, "", is_certain=True)
+        return 1.0, ""
     late = [one_s > fmean(seen_s) / 2 for one_s in seen_s]
     numbers = [number for number, is_late in enumerate(late) if is_late]
     lasted, whole = (format_duration(number * steps * step_s) for number in (len(numbers), count))
@@ -174,7 +166,7 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
         when = f"It is late now and then, for {lasted} of {whole}."
     # Noise goes both ways: at other times such a rank is faster than the others by as much.
     is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
-    return _Lateness(len(numbers) / count, when, is_certain)
+    return (len(numbers) / count, when) if is_certain else None
 
 
 def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
@@ -228,11 +220,6 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
     """Return for how long the mean rank waits for others on a step; ``None`` if that is unknown."""
     waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
     return fmean(waits) if waits and len(waits) == len(ranks) else None
-
-
-def _in_words(phase: str) -> str:
-    group, _, name = phase.partition("/")
-    return printable(name) or _IN_STEP.get(group) or PHASES[group].label
 
 
 def _is_waited_for(slow: RankStep, excess_s: float, ranks: Sequence[RankStep]) -> bool:

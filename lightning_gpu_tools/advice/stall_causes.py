@@ -45,12 +45,10 @@ StallCause = Literal[
     "code",
 ]
 
-# Our defaults: the machine swaps if every task waited for memory in this share of ten seconds, or from this many pages
-# a second on (40 MiB).
-_SWAP_STALL_PERCENT = 20.0
-_SWAP_PAGES_PER_S = 10_000
-# Our default: what uses less of a core waits.
-_COMPUTES = 0.2
+# Our defaults.
+_SWAP_STALL_PERCENT = 20.0  # of ten seconds, in which every task waited for memory
+_SWAP_PAGES_PER_S = 10_000  # 40 MiB
+_COMPUTES = 0.2  # of a core: what uses less waits
 _BUSY_GPU_PERCENT = 90.0
 
 # Where torch's collectives are.

@@ -89,8 +89,8 @@ class Patience:
     def poll(self, now_s: float, mark: object, phase: str, since_s: float, steps: int, taken: Collection[str]) -> bool:
         """Return whether the training has made progress since the last poll.
 
-        ``mark`` differs as soon as there is progress: a count of steps, hooks, batches. The training thread has been in
-        ``phase`` since ``since_s``, has begun ``steps``, and has spent time in the phases ``taken`` so far.
+        ``mark`` differs as soon as there is progress. The training thread has been in ``phase`` since ``since_s``, has
+        begun ``steps``, and has spent time in the phases ``taken`` so far.
         """
         late_s = now_s - self._polled_s - self._interval_s
         if self._mark is not None and late_s > _MIN_GAP_S + self._interval_s:
@@ -137,7 +137,7 @@ def _key(phase: str) -> str:
     return phase if base in (CALLBACK, LOGGING) else base
 
 
-# torch.compile at work; others of its files are on the stack while what it has compiled runs.
+# torch.compile at work; other files of it are on the stack while compiled code runs.
 _COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/graph.py",

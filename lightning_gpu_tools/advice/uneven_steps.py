@@ -36,8 +36,8 @@ _REGULAR = 0.75
 _MIN_INTERVALS = 2
 _LONGER = 1.5  # times as many numbers as in other batches
 _NEARLY_ALL = 0.90  # of the waiting
-# Four workers that are too few make every fourth step wait for as long as four take. What waits twice as long has
-# another reason, and replaces the steady one if it is half of all waiting.
+# Four workers that are too few make every fourth step wait as long as four take. Waits twice as long have another
+# reason, and replace the steady one if they are half of all.
 _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
 # Slow steps in these have no other finding.
@@ -55,7 +55,7 @@ class Uneven(NamedTuple):
 
 
 def details(evidence: Mapping[str, float | str]) -> str:
-    """Return in words which steps are slow, and in which phase if that is given; empty without such evidence."""
+    """Return in words which steps are slow; empty without such evidence."""
     where = _quoted(str(evidence.get("phase", "")))
     if "first_steps" in evidence:
         count = "" if evidence["first_steps"] == 1 else f" {evidence['first_steps']:,}"
@@ -119,14 +119,13 @@ def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
         "times_median": slow.seconds / slow.count / max(times.p50_s, 1e-9),
         "latest_steps": ", ".join(map(str, slow.steps[-5:])),
     }
-    every = period(slow.steps)
-    if every is not None:
+    if every := period(slow.steps):
         evidence["every_steps"] = every
-        name = None if slow.phase in PAUSES else _name_of_period(run, every)
-        if name is not None:
+        if slow.phase not in PAUSES and (name := _name_of_period(run, every)):
             evidence["period"] = name
-    if slow.batch_items and times.batch_items and slow.batch_items >= _LONGER * times.batch_items:
-        evidence["batch_items_times"] = slow.batch_items / times.batch_items
+    longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
+    if longer >= _LONGER:
+        evidence["batch_items_times"] = longer
     share = _lost(run, slow.phase, slow.excess_s / run.wall_s)
     return Uneven(slow.phase, share, slow.count >= _MIN_SLOW_STEPS, evidence)
 
@@ -189,7 +188,7 @@ def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowS
 
 
 def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with what is uneven: in the finding of its cause, or in one of its own."""
+    """Return the findings with what is uneven, in that of its cause or in its own."""
     findings = list(found)
     for one in uneven(run):
         if not one.lasting or one.evidence.get("period") in _ACCUMULATION.values():
@@ -257,7 +256,7 @@ def _slow_work(one: Uneven) -> Finding:
 
 
 def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
-    """Return what uneven waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
+    """Return what waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
     evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
     begins = "first_steps" in evidence
     if begins:
