@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, counted
 from lightning_gpu_tools.advice.growth import KEPT, growing_memory
@@ -38,11 +37,7 @@ _MODEL_SHARE = 0.85  # of the memory: a model is too large that takes this much 
 _PARTS = 4
 
 
-class Ruling(NamedTuple):
-    """A cause, and the sentence that says why it is one."""
-
-    finding: Finding
-    why: str
+Ruling = tuple[Finding, str]  # a cause, and the sentence that says why it is one
 
 
 def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], str, str]:
@@ -52,9 +47,9 @@ def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], 
     else:
         found = [rule(run, oom) for rule in _RULES]
         rulings = [ruling for ruling in found if ruling is not None] or [_unexplained(run, oom)]
-    first = rulings[0]
+    first, why = rulings[0]
     who = f"Rank {oom.rank}: " if len(run.ranks) > 1 or oom.rank else ""
-    return tuple(ruling.finding for ruling in rulings), f"{who}{_what(oom)} {first.why}", first.finding.advice
+    return tuple(finding for finding, _ in rulings), f"{who}{_what(oom)} {why}", first.advice
 
 
 def _what(oom: OutOfMemory) -> str:
@@ -86,7 +81,7 @@ def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: 
         "gradients_bytes": model.gradients_bytes or None,
         "optimizer_bytes": model.optimizer_bytes or None,
     }
-    return Ruling(counted(cause, 0.0, {**common, **evidence}, " ".join(filter(None, advice))), why)
+    return counted(cause, 0.0, {**common, **evidence}, " ".join(filter(None, advice))), why
 
 
 def _loading_checkpoint(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
@@ -114,13 +109,12 @@ def _spike(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         return None
     shape = " x ".join(map(str, oom.batch_shape))
     fits = largest_that_fits(run, oom, by_items=True)
-    limit = f"By measured memory, {fits.size} numbers fit in a batch." if fits.size else ""
     return _ruling(
         oom,
         "spike",
         f"This batch has {times:.3g} times as many numbers as usual ({shape}; the median is {oom.usual_items:.0f}).",
         "Bound the numbers in a batch: cut long samples, or put samples of similar length together.",
-        limit,
+        f"By measured memory, {fits.size} numbers fit in a batch." if fits.size else "",
         levers(run, oom),
         batch_items=items,
         usual_items=oom.usual_items,
@@ -270,7 +264,7 @@ def _optimizer_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | Non
         return None
     model, names = oom.model, " and ".join(map(printable, oom.model.fusible))
     states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
-    first = "the optimizer's first step, which makes its states," if not oom.has_completed_steps else "the optimizer"
+    first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which makes its states,"
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
     return _ruling(
         oom,

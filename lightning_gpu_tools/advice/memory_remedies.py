@@ -58,23 +58,22 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
 
 def samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
     """Return how many samples the batch has; ``None`` if its first tensor does not begin with them."""
-    if not oom.batch_shape:
-        return None
-    size = oom.batch_shape[0]
+    size = oom.batch_shape[0] if oom.batch_shape else None
     known = None if run.loader is None or in_validation(oom) else run.loader.batch_size
-    return size if known is None or size <= known else None
+    return None if size is None or (known is not None and size > known) else size
 
 
 def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     """Return what frees memory at the same batch size, with how much."""
     step = None if oom.memory is None else oom.memory.last_step
-    activations = 0
+    known = [0]
     if oom.begin_bytes is not None and oom.allocated_bytes is not None:
-        activations = oom.allocated_bytes - oom.begin_bytes
+        known.append(oom.allocated_bytes - oom.begin_bytes)
     if step is not None and step.begin is not None:
-        after = [reading.allocated_bytes for reading in (step.after_forward, step.before_backward) if reading]
-        activations = max([activations, *(size - step.begin.allocated_bytes for size in after)])
-    if activations <= 0 or in_validation(oom):
+        after = [reading for reading in (step.after_forward, step.before_backward) if reading is not None]
+        known += [reading.allocated_bytes - step.begin.allocated_bytes for reading in after]
+    activations = max(known)
+    if not activations or in_validation(oom):
         return ""
     left = format_bytes(_LEFT_BY_CHECKPOINTING * activations)
     found = [f"activation checkpointing (about {left} of {format_bytes(activations)} are left)"]
@@ -90,7 +89,7 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
 
 
 def is_32(run: RunMeasurements) -> bool:
-    """Return whether the model computes with 32 bits, as far as that is known."""
+    """Return whether the model is known to compute with 32 bits."""
     return (run.precision or "").startswith("32")
 
 

@@ -112,10 +112,9 @@ class OutOfMemory:
     @property
     def others(self) -> tuple[GpuProcess, ...]:
         """Other jobs' processes on the GPU, the largest first."""
+        found = [GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in self.message.others_bytes.items()]
         if self.gpu is not None and self.gpu.processes and self.own_pids is not None:
             found = [one for one in self.gpu.processes if one.pid not in self.own_pids]
-        else:
-            found = [GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in self.message.others_bytes.items()]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property

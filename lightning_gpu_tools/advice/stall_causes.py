@@ -131,8 +131,7 @@ def explain(facts: StallFacts) -> Explanation:
     where = _where(facts.stack)
     does = _does(facts.activity, facts.cpu_share)
     if _waits_for(facts.activity, "storage"):
-        why = f"The training process waits for storage{_target(facts.activity)}{where}."
-        return Explanation("storage", why, _CHECK_STORAGE)
+        return Explanation("storage", f"The training process {does}{where}.", _CHECK_STORAGE)
     base, _, name = facts.phase.partition("/")
     if base == RANK_WAIT:
         return Explanation("communication", f"This rank waits for others{where}.", "See what the other ranks print.")
@@ -157,19 +156,16 @@ def explain(facts: StallFacts) -> Explanation:
     return Explanation("code", f"The training process {does}{where}{gpu}.", "Look at that line; the stack is below.")
 
 
-def _does(activity: Activity | None, cpu_share: float) -> str:
-    if cpu_share >= _COMPUTES:
-        return f"computes ({100 * cpu_share:.0f} % of a core)"
-    waits_for = None if activity is None else activity.waits_for
-    return "makes no progress" if waits_for is None else _STATES[waits_for]
-
-
 def _waits_for(activity: Activity | None, what: Wait) -> bool:
     return activity is not None and activity.waits_for == what
 
 
-def _target(activity: Activity | None) -> str:
-    return "" if activity is None or activity.target is None else f" ({printable(activity.target)})"
+def _does(activity: Activity | None, cpu_share: float) -> str:
+    if cpu_share >= _COMPUTES and not _waits_for(activity, "storage"):
+        return f"computes ({100 * cpu_share:.0f} % of a core)"
+    if activity is None or activity.waits_for is None:
+        return "makes no progress"
+    return _STATES[activity.waits_for] + (f" ({printable(activity.target)})" if activity.target else "")
 
 
 def _where(stack: tuple[Frame, ...]) -> str:
@@ -189,8 +185,7 @@ def _of_workers(workers: Sequence[WorkerFacts]) -> Explanation:
     storage = [one for one in workers if _waits_for(one.activity, "storage")]
     if storage:
         one = awaited if awaited in storage else storage[0]
-        does = f"{_name(one)} does so{_where(one.stack)}{_target(one.activity)}"
-        why = f"{len(storage)} of {len(workers)} workers wait for storage. {does}."
+        why = f"{len(storage)} of {len(workers)} workers wait for storage. {_name(one)} {_worker_does(one)}."
         return Explanation("storage", why, _CHECK_STORAGE)
     idle = [one for one in workers if one.cpu_share < _COMPUTES]
     if len(workers) > 1 and all(one in idle and _waits_for(one.activity, "lock") for one in workers):
@@ -201,14 +196,11 @@ def _of_workers(workers: Sequence[WorkerFacts]) -> Explanation:
             'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. Start no threads '
             "before the DataLoader does its workers.",
         )
-    others = ""
-    if without_work := len([one for one in idle if one is not awaited]):
-        number = "the others" if without_work == len(workers) - 1 else f"{without_work} of the others"
-        others = f" The next batch has to come from it; {number} have nothing to do."
-    does = _does(awaited.activity, awaited.cpu_share)
+    others = len([one for one in idle if one is not awaited])
     return Explanation(
         "blocked_worker",
-        f"{_name(awaited)} of {len(workers)} {does}{_where(awaited.stack)}.{others}",
+        f"{_name(awaited)} of {len(workers)} {_worker_does(awaited)}. The next batch has to come from it. "
+        f"Other workers with nothing to do: {others}.",
         "Look at that line of the dataset, and at the sample that it loads. DataLoader(timeout=60) turns this into an "
         "error.",
     )
@@ -216,6 +208,10 @@ def _of_workers(workers: Sequence[WorkerFacts]) -> Explanation:
 
 def _name(worker: WorkerFacts) -> str:
     return f"Worker {worker.number} (PID {worker.activity.pid})"
+
+
+def _worker_does(worker: WorkerFacts) -> str:
+    return f"{_does(worker.activity, worker.cpu_share)}{_where(worker.stack)}"
 
 
 def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
