@@ -12,7 +12,7 @@ from lightning_gpu_tools.units import printable
 
 # Our defaults, unless a source is named.
 _MIN_SHARE = 0.05  # torch's TensorBoard plugin, of the DataLoader
-_NO_TENSOR_CORES_PERCENT = 1.0  # there 0
+_NO_TENSOR_CORES_PERCENT = 1.0  # that plugin: 0
 _FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
 _MIN_LAUNCH_SHARE = 0.15  # a well-fed GPU has some gaps, too
 _SHORT_KERNEL_US = 20.0  # twice what a launch takes the host

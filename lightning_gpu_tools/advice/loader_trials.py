@@ -82,7 +82,7 @@ def _key(settings: LoaderSettings) -> LoaderSettings:
 
 def _mean(trials: list[LoaderTrial]) -> LoaderTrial:
     batches = sum(trial.batches for trial in trials)
-    if not batches:
+    if len(trials) == 1 or not batches:
         return trials[0]
     return replace(
         trials[0],

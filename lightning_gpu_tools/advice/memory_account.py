@@ -121,15 +121,12 @@ class MemoryAccount:
 
 
 def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAccount:
-    """Return what the memory of a GPU was used for on which these ranks of the job train.
-
-    What the driver reports is left out where it is older, so that it cannot be the whole of it.
-    """
+    """Return what the memory of a GPU was used for on which these ranks of the job train."""
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
     used_bytes, total_bytes = driver.used_bytes, driver.total_bytes
     others: list[OtherProcess] = []
-    # Windows lets a process use more than there is, in the memory of the host.
+    # The driver's numbers are older than torch's. Or Windows lets a process use memory of the host.
     if used_bytes is not None and used_bytes < reserved_bytes:
         used_bytes = None
     if used_bytes is not None:

@@ -9,7 +9,7 @@ from lightning_gpu_tools.advice.memory_errors import OutOfMemoryMessage
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.training.memory_readings import MemoryReading, RankMemory
-from lightning_gpu_tools.training.phases import VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
 from lightning_gpu_tools.units import printable
 
 LOADING_CHECKPOINT = "loading_checkpoint"
@@ -59,8 +59,9 @@ class OutOfMemory:
     @property
     def place(self) -> str:
         """The phase, in words."""
+        names = {SETUP: "the setup", LOADING_CHECKPOINT: "loading a checkpoint", OPTIMIZER: "the optimizer"}
         group, _, part = self.phase.partition("/")
-        return printable(part or group.replace("_", " "))
+        return names.get(self.phase) or printable(part or group.replace("_", " "))
 
     @property
     def gpu(self) -> GpuReading | None:

@@ -22,7 +22,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 from lightning_gpu_tools.units import printable
 
 MIN_UNEVEN = 0.10  # of the wall time
@@ -89,12 +89,17 @@ def _quoted(phase: str) -> str:
 def uneven(run: RunMeasurements) -> list[Uneven]:
     """Return what makes steps unlike, the largest first, if it takes a tenth of the wall time."""
     times = run.step_times
+    if times is None:
+        return []
     # What was slow by the median of its time need not be by that of the run.
-    slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s] if times else []
-    beginnings = [one for group in PHASES if (one := _slow_beginning(run, group, slow_steps)) is not None]
-    ends = {one.phase: one.evidence["first_steps"] for one in beginnings}
-    later = [slow for slow in slow_steps if slow.steps[-1] > float(ends.get(base_phase(slow.phase), 0))]
-    found = [*beginnings, *(_slow_steps(run, slow) for slow in later if base_phase(slow.phase) != MONITORING)]
+    slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s]
+    groups = [group for group in PHASES if group not in (MONITORING, *PAUSES)]
+    found = [one for group in groups if (one := _slow_beginning(run, times, group, slow_steps)) is not None]
+    ends = {one.phase: float(one.evidence["first_steps"]) for one in found}
+    for slow in slow_steps:
+        group = base_phase(slow.phase)
+        if group != MONITORING and slow.steps[-1] > ends.get(group, 0.0):
+            found.append(_slow_steps(run, times, slow))
     found.sort(key=lambda one: -one.share)
     between = [one for one in found if one.phase not in PAUSES]  # users ask for the others
     named = between[:1] if sum(one.share for one in between) >= MIN_UNEVEN else []
@@ -110,9 +115,7 @@ def _lost(run: RunMeasurements, phase: str, share: float) -> float:
     return min(1.0, share if in_step is None else min(share, in_step))
 
 
-def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
-    times = run.step_times
-    assert times is not None
+def _slow_steps(run: RunMeasurements, times: StepTimes, slow: SlowSteps) -> Uneven:
     evidence: dict[str, float | str] = {
         "slow_steps": slow.count,
         "of_steps": times.count,
@@ -121,7 +124,7 @@ def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
     }
     if every := period(slow.steps):
         evidence["every_steps"] = every
-        if slow.phase not in PAUSES and (name := _name_of_period(run, every)):
+        if slow.phase not in PAUSES and (name := _name_of_period(run, times, every)):
             evidence["period"] = name
     longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
     if longer >= _LONGER:
@@ -142,8 +145,8 @@ def period(steps: Sequence[int]) -> int | None:
     return every if often >= max(_MIN_INTERVALS, intervals / 2) and regular >= _REGULAR * intervals else None
 
 
-def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
+def _name_of_period(run: RunMeasurements, times: StepTimes, every: int) -> str | None:
+    pauses = {slow.phase: slow.steps for slow in times.slow}
     known = {
         _ACCUMULATION[run.has_trainer]: run.accumulate_grad_batches,
         "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches if run.has_trainer else None,
@@ -154,9 +157,11 @@ def _name_of_period(run: RunMeasurements, every: int) -> str | None:
     return next((name for name, steps in known.items() if steps == every), None)
 
 
-def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowSteps]) -> Uneven | None:
+def _slow_beginning(
+    run: RunMeasurements, times: StepTimes, group: str, slow_steps: Sequence[SlowSteps]
+) -> Uneven | None:
     # In it a phase, and with it the step, took twice as long as later.
-    if not run.spans or group in (MONITORING, *PAUSES):
+    if not run.spans:
         return None
     done_steps = list(accumulate(span.steps for span in run.spans))
     done_s = list(accumulate(span.phase_s.get(group, 0.0) for span in run.spans))
@@ -183,7 +188,7 @@ def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowS
         "first_percent": 100 * first_s / seconds,
         "times_later": first_s / first_steps / max(later_s, 1e-9),
     }
-    warm_up = run.steps - (run.step_times.count if run.step_times else 0)
+    warm_up = run.steps - times.count
     return Uneven(group, _lost(run, group, excess_s / run.wall_s), first_steps > warm_up, evidence)
 
 
