@@ -63,12 +63,13 @@ def diagnose(
     """
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
-        verdict, findings = _judge(run, min_utilization_percent, searched)
+        verdict, found = _judge(run, min_utilization_percent, searched)
     else:
-        findings = ()
+        found = []
         if run.steps >= min_steps and run.epochs >= _MIN_EPOCHS:  # which hardly have a steady step
-            findings = _worth_reporting(run, [one for one in host_work(run) if one.cause == "epoch_start"])
-        verdict = "low" if findings else "too_short"
+            found = _worth_reporting(run, [one for one in host_work(run) if one.cause == "epoch_start"])
+        verdict = "low" if found else "too_short"
+    findings = tuple(sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"
     if is_judged:
         why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
@@ -102,15 +103,19 @@ def diagnose(
     )
 
 
+def _by_gain(finding: Finding) -> tuple[float, str]:
+    return -finding.ceiling, finding.cause
+
+
 def _judge(
     run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
-) -> tuple[Verdict, tuple[Finding, ...]]:
+) -> tuple[Verdict, list[Finding]]:
     others = shared_gpu(run)
     if others is not None:
-        return "shared_gpu", (others,)
+        return "shared_gpu", [others]
     found = _causes(run, searched)
     if not run.on_gpu or run.utilization_percent is None:
-        return ("low" if found else "unknown" if run.on_gpu else "healthy"), found[:_MAX_FINDINGS]
+        return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
     remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
     is_busy = run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run)
     if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):
@@ -118,13 +123,13 @@ def _judge(
     idle = 1.0 - run.utilization_percent / 100
     rest = unexplained_in_step(run, found)
     if not found or rest >= _MIN_UNEXPLAINED:
-        found = _ordered([*found, _unexplained(run, idle if not found else rest)])
+        found.append(_unexplained(run, rest if found else idle))
     if is_tiny(run):
-        return "low", (_cause_of_tiny(found, idle),)
-    return "low", _ordered([*found, *remarks])[:_MAX_FINDINGS]
+        return "low", [_cause_of_tiny(sorted(found, key=_by_gain), idle)]
+    return "low", [*found, *remarks]
 
 
-def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
+def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding]:
     steady = [
         data_loading(run),
         straggler(run),
@@ -138,10 +143,10 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Findin
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
-    return _ordered([*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)])
+    return [*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)]
 
 
-def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> tuple[Finding, ...]:
+def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
     # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
     surer = [
@@ -149,20 +154,16 @@ def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> t
         for finding in found
         if finding is not None
     ]
-    return _ordered(
+    return [
         finding
         for finding in surer
         if finding.ceiling >= MIN_CEILING
         and finding.ceiling_lower > MIN_CEILING_LOWER
         and finding.share * run.step_s >= MIN_COST_S_PER_STEP
-    )
+    ]
 
 
-def _ordered(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda finding: (-finding.ceiling, finding.cause)))
-
-
-def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
+def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
     # Of a model that is too small for a GPU, one cause is reported: one on the host if that dominates.
     first = next((finding for finding in found if finding.cause != "unexplained"), found[0])
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
