@@ -23,9 +23,7 @@ class StepPeak:
     begin_bytes: int  # in tensors when the step began, without the batch
     peak_bytes: int
     freed_bytes: int = 0  # before backward: Lightning keeps the old gradients through forward
-    backward_bytes: int | None = (
-        None  # the most backward can have needed beside what is left then; None: up to the peak
-    )
+    backward_bytes: int | None = None  # the most backward needed beside what is left then; None: up to the peak
     is_complete: bool = True  # otherwise it failed, and would have needed more
 
 
@@ -42,7 +40,7 @@ def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = Fals
     """Return the peak of a rank's steps with the size of the last batch, in samples or in numbers.
 
     ``None`` without a step after the first one, which begins without the optimizer's states. Where batches differ in
-    size, too little is found to fit, never too much. ``batch_bytes`` are there when a step begins.
+    size, too little is found to fit, never too much.
     """
     step, first = memory.last_step, memory.first_step
     if step is None or first is None or step.step <= first.step or not step.batch_shape or step.begin is None:

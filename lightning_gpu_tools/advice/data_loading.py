@@ -123,6 +123,7 @@ def _shortage(
     is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
     has_no_free_core = (seen.runnable_share or 0.0) >= _RUNNABLE and (seen.delayed_share or 0.0) >= _DELAYED
     out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
+    early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
     search = "NumWorkersFinder()" if run.has_trainer else "find_loader_settings(loader, step_time_s=...)"
     settings = settings_line(now, plan.settings)
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
@@ -133,10 +134,10 @@ def _shortage(
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
-    elif _is_cold_cache(run, seen):
+    elif early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and _waits_less(run):
         kind = "cold_cache"
         advice = (
-            f"Early batches read {format_bytes(seen.early_storage_bytes_per_batch or 0.0)} each from storage, later "
+            f"Early batches read {format_bytes(early_bytes)} each from storage, later "
             "ones from the page cache. Later epochs need no change. For the first one, copy the data to a local disk."
         )
     elif not computes and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
@@ -172,13 +173,9 @@ def _shortage(
     return kind, advice
 
 
-def _is_cold_cache(run: RunMeasurements, seen: LoadingFacts) -> bool:
-    early, late, third = seen.early_storage_bytes_per_batch, seen.late_storage_bytes_per_batch, len(run.blocks) // 3
-    if early is None or len(run.blocks) < _MIN_COLD_BLOCKS:
-        return False
-    waits = [block.data_loading_s / block.steps for block in run.blocks]
-    is_faster = median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
-    return is_faster and early >= max(_MIN_STORAGE_BYTES, _COLD_READS * (late or 0.0))
+def _waits_less(run: RunMeasurements) -> bool:
+    waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
+    return len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
 
 
 def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> str:

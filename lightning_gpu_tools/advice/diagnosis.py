@@ -24,7 +24,7 @@ from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
 from lightning_gpu_tools.advice.growth import growing_memory
 from lightning_gpu_tools.advice.host_work import host_work, unnamed
 from lightning_gpu_tools.advice.inside_step import (
-    has_few_active_sms,
+    few_active_sms,
     inside_step,
     is_tiny,
     low_precision,
@@ -117,7 +117,7 @@ def _judge(
     if not run.on_gpu or run.utilization_percent is None:
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
     remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
-    is_busy = run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run)
+    is_busy = run.utilization_percent >= min_utilization_percent and few_active_sms(run) is None
     if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100

@@ -46,8 +46,7 @@ Cause = Literal[
 Basis = Literal["measured", "heuristic"]
 Evidence = dict[str, float | str | None]  # what is None is unknown
 
-# Our defaults: smaller gains drown in the noise between two runs, and no setting removes less time, such as that of
-# handing over a ready batch.
+# Our defaults: smaller gains drown in noise, and no setting removes less time, as of handing over a ready batch.
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
 MIN_COST_S_PER_STEP = 0.001

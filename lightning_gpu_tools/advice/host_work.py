@@ -17,8 +17,8 @@ from lightning_gpu_tools.training.run_measurements import COPY, TRAINING_STEP, V
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
-_MAX_VALIDATION = 0.25  # of the wall time; after each epoch, on a fifth as many samples, forward alone takes some 7 %
-_MAX_UNNAMED = 0.10  # from here on, what cannot be told apart is reported, and no run is healthy
+_MAX_VALIDATION = 0.25  # of the wall time; on a fifth as many samples, forward alone takes some 7 %
+_MAX_UNNAMED = 0.10  # from here on, no run is healthy
 # Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more where cores are few. No setting changes it.
 _USUAL_TRAINER_S = 0.001
 _REST_SHARE = 0.02  # that the advised change leaves to the cause; a smaller gain is not worth reporting

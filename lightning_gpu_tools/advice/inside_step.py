@@ -20,12 +20,11 @@ _TINY_STEP_S = 0.005
 _VOLTA = (7, 0)  # has tensor cores
 _AMPERE = (8, 0)  # has bfloat16 and TF32
 _HALF_PRECISION_SPEEDUP = 2.0  # as half the bytes are, where memory is the limit
-# Backward computes twice what forward does (Kaplan et al. 2020, section 2.1), and three times with activation
-# checkpointing; on busy cores it takes longer.
+# By forward: twice (Kaplan et al. 2020, section 2.1), three times with activation checkpointing, more on busy cores.
 _USUAL_BACKWARD = 3.0
 _MAX_BACKWARD = 8.0
 # By forward and backward together. On two cores with torch 2.13, Adam took 0.1 to 1.3 times as long, but 2.4 to 3.2
-# times with batches of one sample or a large embedding; with fused=True 13 to 25 % of that.
+# with batches of one sample or a large embedding; fused=True left 13 to 25 %.
 _MAX_OPTIMIZER = 2.0
 _FUSED_SAVES = 0.7
 _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
@@ -77,16 +76,11 @@ def is_tiny(run: RunMeasurements) -> bool:
     return run.on_gpu and step_s is not None and step_s < _TINY_STEP_S
 
 
-def _active_sms(run: RunMeasurements) -> float | None:
-    # Only where few work although the GPU looks busy.
+def few_active_sms(run: RunMeasurements) -> float | None:
+    """Return how many percent of the SMs work, if few do although the GPU looks busy."""
     percent = None if run.gpu is None else run.gpu.sm_active_percent
     is_busy = (run.utilization_percent or 0.0) >= BUSY_PERCENT
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
-
-
-def has_few_active_sms(run: RunMeasurements) -> bool:
-    """Return whether the GPU looks busy while most of it has nothing to do."""
-    return _active_sms(run) is not None
 
 
 def _larger_batch(run: RunMeasurements) -> str:
@@ -196,7 +190,7 @@ def _launch(run: RunMeasurements) -> Finding | None:
 
 
 def _small_batch(run: RunMeasurements) -> Finding | None:
-    active_percent, larger = _active_sms(run), _larger_batch(run)
+    active_percent, larger = few_active_sms(run), _larger_batch(run)
     if active_percent is None or not larger or _communication(run) is not None:
         return None
     idle = ((run.utilization_percent or 0.0) - active_percent) / 100
@@ -274,4 +268,4 @@ def wants_profile(run: RunMeasurements) -> bool:
     if run.profile is not None or in_step is None or is_tiny(run):
         return False
     between = max(run.idle_by_phase().values(), default=0.0)
-    return has_few_active_sms(run) or (in_step >= _MIN_SHARE and in_step > between)
+    return few_active_sms(run) is not None or (in_step >= _MIN_SHARE and in_step > between)

@@ -63,8 +63,7 @@ def plan_loader(
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
-    ``step_s`` is the time of a step without any wait for data, and ``step_cores`` how many cores the training process
-    keeps busy in it: on a GPU about one, on the CPU as many as torch has threads.
+    ``step_s`` is without any wait for data, and ``step_cores`` how many cores the training process keeps busy then.
     """
     cores = (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
     beside_s = functools.partial(_step_beside_workers, current, cost, step_s, min(step_cores, cores), cores)
@@ -111,9 +110,8 @@ def _step_beside_workers(
 ) -> float:
     """Return how long a step takes while workers load on the same cores.
 
-    What these take beyond the cores that the step leaves free delays it: one worker by all of that time, because the
-    step's threads wait for each other after every operation, and workers on every core together. Threads in lockstep
-    lose more.
+    What they take beyond the cores that the step leaves free delays it: one worker by all of that time, because the
+    step's threads wait for each other, and more of them together. Threads in lockstep lose more.
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
     if current.num_workers:  # then the step was measured beside workers and has their delay already

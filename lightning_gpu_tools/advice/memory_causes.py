@@ -128,7 +128,7 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return None
     if oom.has_completed_steps and oom.memory is not None:
-        # This job has had more of the GPU than it could have now, and now needs no more than then.
+        # This job had more of the GPU before than it can have now, and needs no more.
         before = oom.memory.latest
         needs_more = oom.wanted_bytes > before.peak_allocated_bytes
         is_cause = room + missing <= before.peak_reserved_bytes and not needs_more

@@ -83,9 +83,9 @@ def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
             return parse(text) or OutOfMemoryMessage(source="allocator", name="torch")
         if isinstance(one, MemoryError):
             return parse(text) or OutOfMemoryMessage(source="host", name="the program")
-        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker of the loader that ended while it sent a batch
+        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker ended while it sent a batch
             return OutOfMemoryMessage(source="host", name="the program", is_certain=False)
-        # A text alone is not enough: an error of the user's program may quote one.
+        # An error of the user's program may quote such a text.
         if isinstance(one, (RuntimeError, OSError)) and (found := parse(text)) is not None:
             return found
     return None
@@ -108,7 +108,7 @@ def parse(text: str) -> OutOfMemoryMessage | None:
     sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
     others = {int(match[1]): size for match in _OTHER_PROCESS.finditer(text) if (size := _size(match)) is not None}
     if sizes.pop("process_bytes") is None and sizes["allocated_bytes"] is not None:
-        # In a container torch does not know its own number, so one of the others is this process.
+        # In a container torch does not know which process it is.
         reserved = sizes["allocated_bytes"] + (sizes["cached_bytes"] or 0)
         large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
         if large:

@@ -116,7 +116,8 @@ def needed_bytes(oom: OutOfMemory) -> float:
 def needed(oom: OutOfMemory) -> str:
     """Return the same with a margin, for a command line."""
     least = needed_bytes(oom) * (1 + MARGIN)
-    return f"{math.ceil(least / 2**30)}GiB" if least >= 2**30 else f"{math.ceil(least / 2**20)}MiB"
+    size, unit = (2**30, "GiB") if least >= 2**30 else (2**20, "MiB")
+    return f"{math.ceil(least / size)}{unit}"
 
 
 def another_gpu(oom: OutOfMemory) -> str:

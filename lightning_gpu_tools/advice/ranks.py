@@ -82,7 +82,10 @@ def straggler(run: RunMeasurements) -> Finding | None:
     behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
-    if share < _MIN_EXCESS or not _is_waited_for(slow, excess_s, ranks):
+    # Whether the others wait for it may be unknown, and what a phase holds may be a wait as well.
+    waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
+    is_waited_for = slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
+    if share < _MIN_EXCESS or not is_waited_for:
         return None
     late = _lateness(ranks, slow, excess_s, run.step_s)
     if late is None:
@@ -145,7 +148,7 @@ def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple
 
 
 def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
-    """Return in which share of the run a rank was late, and when in words; ``None`` for an accident, or noise."""
+    """Return in which share of the run a rank was late, and when; ``None`` for an accident, or noise."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
@@ -164,7 +167,7 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
         when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
     else:
         when = f"It is late now and then, for {lasted} of {whole}."
-    # Noise goes both ways: at other times such a rank is faster than the others by as much.
+    # Noise goes both ways: at other times a rank is as much faster.
     is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
     return (len(numbers) / count, when) if is_certain else None
 
@@ -220,12 +223,6 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
     """Return for how long the mean rank waits for others on a step; ``None`` if that is unknown."""
     waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
     return fmean(waits) if waits and len(waits) == len(ranks) else None
-
-
-def _is_waited_for(slow: RankStep, excess_s: float, ranks: Sequence[RankStep]) -> bool:
-    # As far as that is known: what a phase holds may be a wait as well.
-    waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
-    return slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
 
 
 def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> str | None:

@@ -21,7 +21,7 @@ SETUP = "setup"  # before the clock of a session runs
 TEARDOWN = "teardown"  # after it has stopped
 # Horovod's HOROVOD_STALL_CHECK_TIME_SECONDS: https://horovod.readthedocs.io/en/stable/stall_inspector_include.html
 MIN_S = 60.0
-# nvidia-resiliency-ext: its example's timeout for checkpoints, and its safety factor for timeouts that it learns.
+# nvidia-resiliency-ext: its example's timeout for checkpoints, and its factor for timeouts that it learns.
 UNKNOWN_S = 600.0
 FACTOR = 5.0
 # Our defaults from here on.

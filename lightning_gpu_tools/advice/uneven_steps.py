@@ -26,12 +26,12 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowS
 from lightning_gpu_tools.units import printable
 
 MIN_UNEVEN = 0.10  # of the wall time
-# Of what adds up to that, the largest part is named, and each other one whose end would be a gain worth reporting.
+# Of what adds up to that, the largest part is named, and each other one that is worth reporting.
 _MIN_SHARE = 1 - 1 / MIN_CEILING
 _TIMES = 2.0  # a slow step takes twice the median, and a step of a slow beginning twice as long as later
 # Our defaults from here on.
 _MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
-# Three intervals in four are the period, or a multiple of it where a step was not slow; two, and half of all, are it.
+# Three intervals in four are multiples of the period; two, and half of all, are it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
 _LONGER = 1.5  # times as many numbers as in other batches
