@@ -1,4 +1,4 @@
-"""The largest batch size that fits a GPU's memory, by what was measured at a smaller one. Pure; bytes throughout."""
+"""The largest batch size that fits a GPU's memory, by what was measured at a smaller one. Bytes throughout."""
 
 from __future__ import annotations
 
@@ -8,62 +8,39 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.training.memory_readings import RankMemory
 
-# loadtune's target: fill 80 % of the memory. Blocks are larger than the tensors in them, fragments remain between them,
-# cuDNN's workspaces vary, and a batch size that fails costs more than one that is a little too small.
-MARGIN = 0.20
-# Our default, where the peak was in forward, so that no counter tells what backward needs for a moment beside what
-# forward has left: three times what forward needed so. Its products have two results, each as large as their input.
+MARGIN = 0.20  # loadtune's, for rounding, fragments and cuDNN's workspaces
+# Our default where a peak in forward hides what backward needs for a moment, by what forward needed so: products have
+# two results in backward, each as large as their input.
 _IN_BACKWARD = 3
-# Phases in which a peak belongs to a step, as in ``RankMemory.peaks_bytes``.
 _IN_STEPS = ("forward", "backward", "optimizer", "training")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPeak:
-    """The memory of a step with a batch of one size.
+    """The memory of a step with a batch of one size."""
 
-    Attributes:
-        batch_size: Samples in the batch; where they differ in length, numbers in it.
-        begin_bytes: In tensors when the step began, without the batch: what does not depend on it.
-        peak_bytes: The most in tensors during the step.
-        freed_bytes: What is freed between forward and backward: Lightning keeps the old gradients through forward.
-        backward_bytes: The most that backward can have needed beside what is left then; ``None``: up to the peak.
-        is_complete: Whether the step came to its end; otherwise it would have needed more.
-    """
-
-    batch_size: int
-    begin_bytes: int
+    batch_size: int  # in samples, or in numbers where samples differ in length
+    begin_bytes: int  # in tensors when the step began, without the batch
     peak_bytes: int
-    freed_bytes: int = 0
-    backward_bytes: int | None = None
-    is_complete: bool = True
+    freed_bytes: int = 0  # before backward: Lightning keeps the old gradients through forward
+    backward_bytes: int | None = None  # the most backward needed beside what is left then; None: up to the peak
+    is_complete: bool = True  # otherwise it failed, and would have needed more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestBatch:
-    """The largest batch size that fits, or why it is not known.
+    """The largest batch size that fits, or why it is not known."""
 
-    Attributes:
-        size: In samples; 0 if not even one fits; ``None`` if it cannot be told.
-        is_bound: Whether it is only known that larger ones do not fit.
-        why_not: Why it cannot be told, as a sentence; empty if it can.
-    """
-
-    size: int | None = None
-    is_bound: bool = False
-    why_not: str = ""
+    size: int | None = None  # 0: not even one sample fits
+    is_bound: bool = False  # it is only known that larger ones do not fit
+    why_not: str = ""  # why there is no size, as a sentence
 
 
 def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = False) -> StepPeak | None:
-    """Return the peak of a rank's steps with the size of the last batch; ``None`` where no step tells.
+    """Return the peak of a rank's steps with the size of the last batch, in samples or in numbers.
 
-    The optimizer's first step does not: it begins without the states that it makes. Of batches that differ in size, the
-    last one may be smaller than the one of the peak, so that too little is found to fit, never too much.
-
-    Args:
-        memory: What the rank has counted.
-        batch_bytes: Size of the batch, which is there when the step begins.
-        by_items: Whether to count numbers in a batch, and not samples.
+    ``None`` without a step after the first one, which begins without the optimizer's states. Where batches differ in
+    size, too little is found to fit, never too much.
     """
     step, first = memory.last_step, memory.first_step
     if step is None or first is None or step.step <= first.step or not step.batch_shape or step.begin is None:
@@ -72,10 +49,11 @@ def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = Fals
     begin = max(0, step.begin.allocated_bytes - batch_bytes)
     peak = max([*in_steps.values(), *(one.allocated_bytes for one in step.readings)])
     freed = min(begin, memory.holdings.gradients_kept_bytes) if memory.holdings is not None else 0
-    backward = peak - (begin - freed)
+    left = begin - freed
+    backward = peak - left
     if in_steps.get("forward") == peak and step.after_forward is not None and step.before_backward is not None:
-        held = step.before_backward.allocated_bytes - (begin - freed)
-        backward = min(backward, held + _IN_BACKWARD * (peak - step.after_forward.allocated_bytes))
+        for_a_moment = _IN_BACKWARD * (peak - step.after_forward.allocated_bytes)
+        backward = min(backward, step.before_backward.allocated_bytes - left + for_a_moment)
     return StepPeak(
         batch_size=math.prod(step.batch_shape) if by_items else step.batch_shape[0],
         begin_bytes=begin,
@@ -88,37 +66,28 @@ def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = Fals
 def largest_batch(peaks: Iterable[StepPeak], room_bytes: float, total_bytes: int) -> LargestBatch:
     """Return the largest batch size whose step fits.
 
-    The step with the largest batch decides: two points do not define a line, because with small batches the optimizer's
-    step, or forward with the old gradients, is the peak, and with large ones backward. Beyond what is there when they
-    begin, the memory of forward and of backward grows with the batch.
-
-    Args:
-        peaks: Of measured steps, from the second one on.
-        room_bytes: What the tensors can have of the GPU: all that other processes, CUDA and its libraries leave.
-        total_bytes: Size of the memory, of which a part stays free for rounding and fragments.
+    The step with the largest batch decides, not a line through two: with small batches the peak is in the optimizer or
+    in forward, with large ones in backward. ``room_bytes`` is what other processes and CUDA leave of ``total_bytes``.
     """
     known = [peak for peak in peaks if peak.peak_bytes > peak.begin_bytes and peak.batch_size > 0]
-    complete = [peak for peak in known if peak.is_complete]
     if not known:
         return LargestBatch(why_not="No step was measured whose batch made the memory rise.")
+    complete = [peak for peak in known if peak.is_complete]
     step = max(complete or known, key=lambda peak: (peak.batch_size, peak.peak_bytes))
     room_bytes -= MARGIN * total_bytes
     left = step.begin_bytes - step.freed_bytes
     backward = step.peak_bytes - left if step.backward_bytes is None else step.backward_bytes
     parts = [(step.begin_bytes, step.peak_bytes - step.begin_bytes), (left, backward)]
     fit = [step.batch_size * (room_bytes - fixed) / for_batch for fixed, for_batch in parts if for_batch > 0]
-    size = max(0, math.floor(min(fit)))
-    failed = [peak.batch_size for peak in known if not peak.is_complete]
-    if failed and size >= min(failed):  # what failed is proof
-        size = min(failed) - 1
+    failed = [peak.batch_size - 1 for peak in known if not peak.is_complete]
+    size = min([max(0, math.floor(min(fit))), *failed])
     return LargestBatch(size=size, is_bound=not step.is_complete)
 
 
 def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:
     """Return a batch size of at most ``fits``, and over how many batches to accumulate gradients with it.
 
-    Together they keep the effective batch size, exactly where it can be divided into at most twice as many parts as
-    are needed.
+    They keep the effective batch size, exactly where at most twice as many parts as needed divide it.
     """
     least = math.ceil(batch_size / fits)
     parts = next((parts for parts in range(least, 2 * least + 1) if batch_size % parts == 0), least)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.data_loading import data_loading
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
+    MIN_CEILING,
+    MIN_CEILING_LOWER,
+    MIN_COST_S_PER_STEP,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
+    Evidence,
     Finding,
     Verdict,
     ceiling,
-    is_worth_reporting,
+    counted,
 )
 from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
 from lightning_gpu_tools.advice.growth import growing_memory
 from lightning_gpu_tools.advice.host_work import host_work, unnamed
 from lightning_gpu_tools.advice.inside_step import (
-    has_few_active_sms,
+    few_active_sms,
     inside_step,
     is_tiny,
     low_precision,
@@ -33,15 +37,14 @@ from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
-# Our default: anyone with more to change starts with the first ones.
-_MAX_FINDINGS = 4
-# Our default: from five epochs on, the time to start them is not just that of the first one.
-_MIN_EPOCHS = 5
-# Our default: idle time without a cause is reported from this share of the wall time on.
-_MIN_UNEXPLAINED = 0.15
+# Our defaults.
+_MAX_FINDINGS = 4  # anyone with more to change starts with these
+_MIN_EPOCHS = 5  # from here on, the time to start them is not just that of the first one
+_MIN_UNEXPLAINED = 0.15  # idle time without a cause, of the wall time
 
 
 def diagnose(
@@ -54,23 +57,19 @@ def diagnose(
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
 ) -> Diagnosis:
-    """Return the verdict and the findings.
+    """Return the verdict and the findings, by the measurements and what else is known of the run.
 
-    Args:
-        run: The measurements.
-        searched: What a search for the loader's settings has found in this run.
-        growth: Memory that has grown steadily.
-        out_of_memory: The out-of-memory error that has ended the run.
-        failure: What has ended the run, where more is known than its error.
-        min_utilization_percent: Utilization below which a GPU counts as underused; 70 by default.
-        min_steps: Steady steps needed to judge; 50 by default.
+    ``failure`` is what ended it, where more is known than its error; steps count for ``min_steps`` if they are steady.
     """
     steady = sum(block.steps for block in run.blocks)
     if steady >= max(1, min_steps):
-        verdict, findings = _judge(run, min_utilization_percent, searched)
+        verdict, found = _judge(run, min_utilization_percent, searched)
     else:
-        findings = _epoch_starts(run) if run.steps >= min_steps else ()
-        verdict = "low" if findings else "too_short"
+        found = []
+        if run.steps >= min_steps and run.epochs >= _MIN_EPOCHS:  # which hardly have a steady step
+            found = _worth_reporting(run, [one for one in host_work(run) if one.cause == "epoch_start"])
+        verdict = "low" if found else "too_short"
+    findings = tuple(sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"
     if is_judged:
         why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
@@ -104,41 +103,33 @@ def diagnose(
     )
 
 
-def _epoch_starts(run: RunMeasurements) -> tuple[Finding, ...]:
-    """Return what is known where epochs are so short that hardly any step is steady."""
-    if run.epochs < _MIN_EPOCHS:
-        return ()
-    return _worth_reporting(run, [finding for finding in host_work(run) if finding.cause == "epoch_start"])
+def _by_gain(finding: Finding) -> tuple[float, str]:
+    return -finding.ceiling, finding.cause
 
 
 def _judge(
     run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
-) -> tuple[Verdict, tuple[Finding, ...]]:
+) -> tuple[Verdict, list[Finding]]:
     others = shared_gpu(run)
     if others is not None:
-        return "shared_gpu", (others,)
+        return "shared_gpu", [others]
     found = _causes(run, searched)
-    if not run.on_gpu:
-        return ("low" if found else "healthy"), found[:_MAX_FINDINGS]
-    if run.utilization_percent is None:
-        return ("low" if found else "unknown"), found[:_MAX_FINDINGS]
-    remarks = _worth_reporting(
-        run, [finding for finding in (low_precision(run), *held_down(run)) if finding is not None]
-    )
-    is_busy = run.utilization_percent >= min_utilization_percent and not has_few_active_sms(run)
+    if not run.on_gpu or run.utilization_percent is None:
+        return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
+    remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
+    is_busy = run.utilization_percent >= min_utilization_percent and few_active_sms(run) is None
     if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100
     rest = unexplained_in_step(run, found)
     if not found or rest >= _MIN_UNEXPLAINED:
-        found = _ordered([*found, _unexplained(run, idle if not found else rest)])
+        found.append(_unexplained(run, rest if found else idle))
     if is_tiny(run):
-        return "low", (_cause_of_tiny(found, idle),)
-    return "low", _ordered([*found, *remarks])[:_MAX_FINDINGS]
+        return "low", [_cause_of_tiny(sorted(found, key=_by_gain), idle)]
+    return "low", [*found, *remarks]
 
 
-def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Finding, ...]:
-    """Return what leaves the GPU, or without one the training step, idle."""
+def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding]:
     steady = [
         data_loading(run),
         straggler(run),
@@ -152,69 +143,58 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[Findin
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
-    return _ordered([*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)])
+    return [*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)]
 
 
-def _worth_reporting(run: RunMeasurements, found: list[Finding]) -> tuple[Finding, ...]:
+def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
     # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
-    if doubt > 0:
-        found = [
-            replace(finding, ceiling_lower=min(finding.ceiling_lower, ceiling(finding.share - doubt)))
-            for finding in found
-        ]
-    return _ordered([finding for finding in found if is_worth_reporting(finding, run.step_s)])
+    surer = [
+        replace(finding, ceiling_lower=min(finding.ceiling_lower, ceiling(finding.share - doubt)))
+        for finding in found
+        if finding is not None
+    ]
+    return [
+        finding
+        for finding in surer
+        if finding.ceiling >= MIN_CEILING
+        and finding.ceiling_lower > MIN_CEILING_LOWER
+        and finding.share * run.step_s >= MIN_COST_S_PER_STEP
+    ]
 
 
-def _ordered(found: list[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda finding: (-finding.ceiling, finding.cause)))
-
-
-def _cause_of_tiny(found: tuple[Finding, ...], idle: float) -> Finding:
-    """Return the one cause to report of a model that is too small for a GPU: one on the host if that dominates."""
-    outside = [finding for finding in found if finding.cause != "unexplained"]
-    first = outside[0] if outside else found[0]
+def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
+    # Of a model that is too small for a GPU, one cause is reported: one on the host if that dominates.
+    first = next((finding for finding in found if finding.cause != "unexplained"), found[0])
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
     return first if first.share >= idle / 2 else launch
 
 
 def _unexplained(run: RunMeasurements, idle: float) -> Finding:
-    if run.profile is None and run.on_gpu:
-        how = (
-            "GPUUtilizationAdvisor(profile=True) profiles three steps"
-            if run.has_trainer
-            else "Profile three steps with torch.profiler"
-        )
-        advice = f"{how}, which separates syncs, small kernels and copies."
+    if run.profile is None:
+        how = "GPUUtilizationAdvisor(profile=True) profiles" if run.has_trainer else "Profile"
+        torchs = "" if run.has_trainer else " with torch.profiler"
+        advice = f"{how} three steps{torchs}, which separates syncs, small kernels and copies."
     elif run.has_trainer:
         advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     else:
         advice = "Profile some steps with torch.profiler."
-    evidence: dict[str, float | str] = {"phase": TRAINING_STEP, "idle_percent": 100 * idle}
-    if run.left_on_cpu:
-        evidence["left_on_cpu"] = ", ".join(run.left_on_cpu)
-        advice += f" Start with what is left on the CPU: {evidence['left_on_cpu']}."
-    return Finding(
-        cause="unexplained",
-        share=idle,
-        ceiling=ceiling(idle),
-        ceiling_lower=1.0,
-        evidence=evidence,
-        advice=advice,
-    )
+    left_on_cpu = ", ".join(run.left_on_cpu) or None
+    if left_on_cpu:
+        advice += f" Start with what is left on the CPU: {left_on_cpu}."
+    evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle, "left_on_cpu": left_on_cpu}
+    return replace(counted("unexplained", idle, evidence, advice), ceiling_lower=1.0)
 
 
 def _idle_percent(run: RunMeasurements) -> dict[str, float]:
-    """Return the GPU's idle time by phase; nothing where its own times were not measured."""
     if run.gpu_idle is None:
         return {}
     percent = {phase: 100 * share for phase, share in run.idle_by_phase().items()}
     in_step = run.idle_in_step_share
-    return percent if in_step is None else {**percent, "training_step": 100 * in_step}
+    return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}
 
 
 _COSTS = {
-    "data_loading": "Waiting for data takes",
     "host_to_device_copy": "Moving batches to the device takes",
     "device_sync": "Waiting for GPU results inside the training step takes",
     "launch_bound": "Launching many small kernels takes",
@@ -224,10 +204,6 @@ _COSTS = {
     "optimizer": "The optimizer {name} takes",
     "callback": "The callback {name} takes",
     "logging": "The logger {name} takes",
-    "checkpoint": "Writing checkpoints takes",
-    "validation": "Validation takes",
-    "epoch_start": "Starting epochs takes",
-    "garbage_collection": "Python's garbage collector takes",
     "slow_steps": "Slow steps take",
     "communication": "Waiting for other ranks takes",
     "straggler": "Waiting for {who} takes",
@@ -254,15 +230,15 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
-    if first.cause == "callback" and not run.has_trainer:
-        costs = f'The phase "{name or first.cause}" takes'
-    elif first.cause == "logging" and not name:  # run.phase("logging")
-        costs = "Logging takes"
-    elif first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
-        costs = f"{name} takes"
-    elif first.cause == "unexplained":
+    if first.cause == "unexplained":
         idle = "idle_percent" in first.evidence
         costs = _IDLE_IN_STEP if idle else _COSTS_OF_UNNAMED[str(first.evidence["phase"])]
+    elif first.cause == "callback" and not run.has_trainer:
+        costs = f'The phase "{name or first.cause}" takes'
+    elif first.cause not in _COSTS or (first.cause == "logging" and not name):  # run.phase("logging")
+        costs = f"{PHASES[first.cause].label.capitalize()} takes"
+    elif first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
+        costs = f"{name} takes"
     else:
         costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
     numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
@@ -284,13 +260,13 @@ def _others(shared: Finding) -> str:
 def _numbers(evidence: Mapping[str, float | str]) -> str:
     ms = {name: format_duration(float(value) / 1e3) for name, value in evidence.items() if "ms" in name.split("_")}
     if "wait_ms_per_step" in ms:
-        return "{wait_ms_per_step} of {step_ms} per steady step".format_map(ms)
+        return f"{ms['wait_ms_per_step']} of {ms['step_ms']} per steady step"
     if "behind_ms_per_step" in ms:
-        return "{own_ms_per_step} per step; {median_ms_per_step} on the median rank".format_map(ms)
+        return f"{ms['own_ms_per_step']} per step; {ms['median_ms_per_step']} on the median rank"
     if "ms_per_step" in ms:
-        return "{ms_per_step} per step".format_map(ms)
+        return f"{ms['ms_per_step']} per step"
     if "sm_active_percent" in evidence:
-        return "{sm_active_percent:.0f} % of the multiprocessors are active".format_map(evidence)
+        return f"{evidence['sm_active_percent']:.0f} % of the multiprocessors are active"
     return ""
 
 

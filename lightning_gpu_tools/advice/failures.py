@@ -1,4 +1,4 @@
-"""What has ended a training, where the error does not say it: dead workers, a sample, what cannot be pickled. Pure."""
+"""What ended a training, where the error does not say it: dead workers, a sample, what cannot be pickled."""
 
 from __future__ import annotations
 
@@ -11,109 +11,85 @@ from lightning_gpu_tools.units import format_bytes, printable
 
 
 class WorkerExit(NamedTuple):
-    """A worker of a DataLoader that has ended by itself.
+    """A worker of a DataLoader that ended by itself."""
 
-    Attributes:
-        number: Its number in the loader.
-        pid: Its process.
-        exitcode: As ``multiprocessing`` has it: negative = the signal that has ended it.
-    """
-
-    number: int
+    number: int  # in the loader
     pid: int
-    exitcode: int
+    exitcode: int  # negative = the signal that ended it
 
 
 class Failure(NamedTuple):
-    """What has ended a training.
+    """What ended a training."""
 
-    Attributes:
-        what: In words, without a period.
-        next_step: What to do.
-    """
-
-    what: str
+    what: str  # in words, without a period
     next_step: str
 
     def __str__(self) -> str:
         return f"{self.what[0].upper()}{self.what[1:]}. {self.next_step}"
 
 
-# What a worker adds to an error of the dataset, see runs.failures, and what torch says of such an error.
+# What a worker adds to an error of the dataset, see runs.failures.
 INDEX_NOTE = "At index {} of the dataset."
 _INDEX = re.compile(r"At index (.{1,100}) of the dataset\.")
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
 _NO_SPACE = re.compile(r"unable to (?:allocate|open|write) (?:to )?shared memory|No space left on device")
 
 _MEMORY = (
-    "Use fewer workers (num_workers), a smaller prefetch_factor, or samples that take less memory. Keep lists of file "
-    "names in arrays: each worker copies the Python objects that it reads."
+    "Use fewer workers (num_workers), a smaller prefetch_factor, or smaller samples. Keep file names in arrays: each "
+    "worker copies the Python objects that it reads."
 )
-_SHARED_MEMORY = (
+SHARED_MEMORY = (
     "Start the container with --ipc=host or --shm-size=8g, use fewer workers (num_workers), or a smaller "
     "prefetch_factor."
 )
 _CRASH = (
-    "Its last words on the terminal may name the library. num_workers=0 shows the crash in the training process; with "
-    "PYTHONFAULTHANDLER=1 it prints its stack."
+    "Its last words on the terminal may name the library. PYTHONFAULTHANDLER=1 prints its stack, and num_workers=0 "
+    "shows the crash in the training process."
 )
 
 
 def without_index(text: str) -> str:
-    """Return the text of an error as the dataset has raised it."""
+    """Return the text of an error as the dataset raised it."""
     return _INDEX.sub("", text)
 
 
 def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None) -> Failure:
-    """Return what has ended a worker process, as the end of a sentence about it.
-
-    Args:
-        exitcode: As ``multiprocessing`` has it.
-        oom_kills: How many processes the kernel has killed meanwhile because memory ran out.
-        shm_bytes: Size of ``/dev/shm``; ``None`` if it is unknown.
-    """
+    """Return what ended a worker process, as the end of a sentence; ``oom_kills`` are the kernel's meanwhile."""
     if exitcode >= 0:
         return Failure(f"ended with exit code {exitcode}", "Look for os._exit or sys.exit in the dataset.")
     number = -exitcode
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if name == "SIGKILL" and oom_kills:
-        return Failure("was killed by the kernel, because memory ran out", _MEMORY)
     if name == "SIGKILL":
+        if oom_kills:
+            return Failure("was killed by the kernel, because memory ran out", _MEMORY)
         return Failure(
             "was killed by SIGKILL from outside (the kernel counts no lack of memory)",
-            "Ask who may kill processes here: a scheduler with a limit of its own, or a person.",
+            "Ask who may kill processes here: a scheduler with its own limit, or a person.",
         )
     if name == "SIGBUS":
         size = "" if shm_bytes is None else f" (it has {format_bytes(shm_bytes)})"
-        return Failure(f"was killed by SIGBUS: most likely /dev/shm is full{size}", _SHARED_MEMORY)
+        return Failure(f"was killed by SIGBUS: most likely /dev/shm is full{size}", SHARED_MEMORY)
     if name == "SIGTERM":
         return Failure("was ended by SIGTERM", "A scheduler, a launcher or a person has sent it.")
     return Failure(f"crashed ({name}) in native code", _CRASH)
 
 
 def explain_exits(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: int | None) -> Failure | None:
-    """Return what has ended a training of which workers have died; ``None`` without any."""
+    """Return what ended a training of which workers have died; ``None`` without any."""
     if not exits:
         return None
     # A signal to one worker makes torch end the others.
     first = min(exits, key=lambda one: (one.exitcode >= 0, one.exitcode == -signal.SIGTERM, one.number))
     how = how_it_ended(first.exitcode, oom_kills, shm_bytes)
-    who = f"worker {first.number} of the DataLoader (PID {first.pid})"
-    return how._replace(what=f"{who} {how.what}")
+    return how._replace(what=f"worker {first.number} of the DataLoader (PID {first.pid}) {how.what}")
 
 
 def explain_error(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
-    """Return what an error says of the dataset in a worker, or in the training process; ``None`` if nothing.
-
-    Args:
-        text: Of the error.
-        index: Of the sample that was loaded in the training process; ``None`` if it was not loaded there.
-        shm_bytes: Size of ``/dev/shm``; ``None`` if it is unknown.
-    """
+    """Return what an error says of the dataset; ``index`` is of the sample that the training process was loading."""
     caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
     if caught is not None and _NO_SPACE.search(text):
         size = "" if shm_bytes is None else f" of {format_bytes(shm_bytes)}"
-        return Failure(f"worker {caught[2]} of the DataLoader found /dev/shm{size} full", _SHARED_MEMORY)
+        return Failure(f"worker {caught[2]} of the DataLoader found /dev/shm{size} full", SHARED_MEMORY)
     index = noted[1] if noted is not None else index
     if caught is None and index is None:
         return None
@@ -125,9 +101,9 @@ def explain_error(text: str, index: str | None, shm_bytes: int | None) -> Failur
 
 
 def not_picklable(text: str) -> Failure:
-    """Return that a worker could not be started, because what it is given cannot be pickled."""
+    """Return that workers could not be started."""
     return Failure(
         f"the DataLoader's workers could not be started: {printable(text, 200)}",
-        "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker. Or fork "
-        'the workers: multiprocessing_context="fork".',
+        "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker; or set "
+        'multiprocessing_context="fork".',
     )

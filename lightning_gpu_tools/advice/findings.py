@@ -44,24 +44,18 @@ Cause = Literal[
 ]
 
 Basis = Literal["measured", "heuristic"]
+Evidence = dict[str, float | str | None]  # what is None is unknown
 
-# Our defaults: a finding must promise a gain of 5 %, and more than 2 % with 95 % confidence. Smaller gains drown in the
-# noise between two runs.
+# Our defaults: smaller gains drown in noise, and no setting removes less time, as of handing over a ready batch.
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
-# Our default: a cause must cost this much per step. No setting removes less, such as the time in which a DataLoader
-# hands over a batch that is ready.
 MIN_COST_S_PER_STEP = 0.001
-# torch's TensorBoard plugin: communication beyond 10 % of the step.
-MIN_COMMUNICATION = 0.10
-# The threshold of SageMaker's LowGPUUtilization rule.
-MIN_UTILIZATION_PERCENT = 70.0
-# Our defaults: at least this many steady steps before a verdict, and this many seconds of them before a warning.
-MIN_STEPS = 50
-MIN_SECONDS = 20.0
-# Our default: a GPU that runs a kernel for this much of the time looks well used.
-BUSY_PERCENT = 80.0
-# Where no measurement tells what runs.
+MIN_COMMUNICATION = 0.10  # of the step: torch's TensorBoard plugin
+MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
+# Our defaults.
+MIN_STEPS = 50  # steady ones, before a verdict
+MIN_SECONDS = 20.0  # of them, before a warning
+BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
     "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
 )
@@ -69,15 +63,14 @@ FIND_FUNCTION = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that slows training down.
+    """One thing that slows training down, or fills the memory.
 
     Attributes:
         cause: What it is.
-        share: Fraction of the wall time lost to it, 0 to 1; on a GPU never more than the GPU's idle time. 0 for memory.
+        share: Fraction of the wall time lost to it, on a GPU at most its idle time; 0 for memory.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
-        evidence: Numbers with the unit in the name, and text; ``"kind"`` is the kind of ``data_loading``
-            and ``slow_steps``.
+        evidence: Numbers with the unit in the name, and text; ``"kind"`` divides ``data_loading`` and ``slow_steps``.
         advice: The exact change to make.
         basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
     """
@@ -97,18 +90,18 @@ class Diagnosis:
 
     Attributes:
         verdict: ``healthy``, ``low`` (the GPU, or without one the training step, is often idle), ``too_short`` to
-            judge, ``shared_gpu``, ``unknown`` (nothing reports the GPU's utilization), or ``out_of_memory`` (an error
-            of that kind has ended the run).
-        findings: Ordered by ceiling, highest first; those of memory come first after such an error, and last otherwise.
+            judge, ``shared_gpu``, ``unknown`` (nothing reports the GPU's utilization), or ``out_of_memory`` (such an
+            error ended the run).
+        findings: Highest ceiling first; those of memory first if it ran out, else last.
         why: The reason for the verdict, with numbers.
         next_step: What to do now, with numbers.
         utilization_percent: Mean utilization of the trainer's GPUs; ``None`` if nothing reports it.
-        gpu_idle_percent: GPU idle time in percent of the wall time outside validation, by the host's phase at the time;
+        gpu_idle_percent: GPU idle time outside validation in percent of the wall time, by the host's phase then;
             ``training_step`` is the rest. Empty where the GPU's own times were not measured.
         gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
         waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
-        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any, as the next one.
-        step_p95_s: 95th percentile.
+        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any.
+        step_p95_s: 95th percentile, likewise.
     """
 
     verdict: Verdict
@@ -130,9 +123,7 @@ class Diagnosis:
         first = self.findings[0] if self.findings else None
         return {
             "verdict": self.verdict,
-            "cause": None if first is None else first.cause,
-            "share": None if first is None else first.share,
-            "ceiling": None if first is None else first.ceiling,
+            **{name: getattr(first, name, None) for name in ("cause", "share", "ceiling")},
             "waiting_share": self.waiting_share,
             "step_p50_s": self.step_p50_s,
             "step_p95_s": self.step_p95_s,
@@ -144,44 +135,18 @@ def ceiling(share: float) -> float:
     return math.inf if share >= 1 else 1 / (1 - max(0.0, share))
 
 
-def of_memory(cause: Cause, evidence: Mapping[str, float | str], advice: str) -> Finding:
-    """Return a finding about memory, which costs no time until it runs out."""
-    return Finding(cause=cause, share=0.0, ceiling=1.0, ceiling_lower=1.0, evidence=evidence, advice=advice)
-
-
 def counted(
     cause: Cause,
     share: float,
-    evidence: Mapping[str, float | str],
+    evidence: Mapping[str, float | str | None],
     advice: str,
     basis: Basis = "measured",
+    *,
     avoidable: float | None = None,
 ) -> Finding:
-    """Return a finding whose share was counted and not sampled, so that its ceiling is its own lower bound.
-
-    Args:
-        cause: What it is.
-        share: Fraction of the wall time that it takes.
-        evidence: Numbers and text.
-        advice: What to change.
-        basis: Of the finding.
-        avoidable: The part of the share that can go, as a fraction of the wall time; by default all of it.
-    """
+    """Return a finding whose share was counted and not sampled, of which ``avoidable`` can go: by default all of it."""
     bound = ceiling(share if avoidable is None else avoidable)
+    known = {name: value for name, value in evidence.items() if value is not None}
     return Finding(
-        cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=evidence, advice=advice, basis=basis
-    )
-
-
-def is_worth_reporting(finding: Finding, step_s: float) -> bool:
-    """Return whether the gain and the cost of a finding stand out.
-
-    Args:
-        finding: The finding.
-        step_s: Wall time of training per step, in seconds.
-    """
-    return (
-        finding.ceiling >= MIN_CEILING
-        and finding.ceiling_lower > MIN_CEILING_LOWER
-        and finding.share * step_s >= MIN_COST_S_PER_STEP
+        cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=known, advice=advice, basis=basis
     )

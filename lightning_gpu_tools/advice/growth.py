@@ -1,8 +1,8 @@
-"""Memory that grows steadily: what it means, and where to look. Pure."""
+"""Memory that grows steadily: what it means, and where to look."""
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import Finding, of_memory
+from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth
 from lightning_gpu_tools.units import format_bytes, format_duration
 
@@ -11,15 +11,12 @@ _WHOSE = {
     "process": "The memory of the process",
     "workers": "The memory of the DataLoader's workers",
 }
-_ADVICE = {
-    "gpu": (
-        "Find what is kept from {what} to {what}: losses and outputs in lists (keep loss.item() or loss.detach()), "
-        "caches, metrics that are never reset."
-    ),
-    "process": (
-        "Find what is kept from {what} to {what}: outputs and losses in lists, caches of the dataset, figures and "
-        "loggers that are never closed."
-    ),
+_IN_LISTS = (
+    "Find what is kept from {what} to {what}: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
+)
+KEPT = {
+    "gpu": _IN_LISTS + "metrics that are never reset.",
+    "process": _IN_LISTS + "figures and loggers that are never closed.",
     # https://github.com/pytorch/pytorch/issues/13246: reading an object writes its reference count, so the kernel
     # copies the page on which it is.
     "workers": (
@@ -46,6 +43,5 @@ def growing_memory(growth: MemoryGrowth) -> Finding:
         "left_s": growth.left_s,
         "phase": growth.phase,
     }
-    what = "validation batch" if growth.phase == "validation" else "step"
-    known = {name: value for name, value in evidence.items() if value is not None}
-    return of_memory("memory_growth", known, f"{pace(growth)} {_ADVICE[growth.whose].format(what=what)}")
+    advice = KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
+    return counted("memory_growth", 0.0, evidence, f"{pace(growth)} {advice}")

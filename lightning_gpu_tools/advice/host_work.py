@@ -1,47 +1,50 @@
-"""Host work around the step: callbacks, loggers, checkpoints, validation, starting epochs; and what has no name.
-
-Each is timed as a whole, so its share is counted and not estimated.
-"""
+"""Host work around the step, timed as a whole: callbacks, loggers, checkpoints, validation, and what has no name."""
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.findings import FIND_FUNCTION, MIN_UTILIZATION_PERCENT, Cause, Finding, counted
-from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
-from lightning_gpu_tools.training.run_measurements import (
-    COPY,
-    TRAINING_STEP,
-    VALIDATION,
-    LoaderSettings,
-    RunMeasurements,
+import math
+
+from lightning_gpu_tools.advice.findings import (
+    FIND_FUNCTION,
+    MIN_UTILIZATION_PERCENT,
+    Cause,
+    Evidence,
+    Finding,
+    counted,
 )
+from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.run_measurements import COPY, TRAINING_STEP, VALIDATION, RunMeasurements
 from lightning_gpu_tools.units import printable
 
-# Our default: users ask for validation, so it is reported only beyond a quarter of the wall time. After each epoch, on
-# a fifth as many samples and without a backward pass, it takes some 7 %.
-_MAX_VALIDATION = 0.25
-# Our default: from this share of the wall time on, what cannot be told apart is reported, and no run is healthy.
-_MAX_UNNAMED = 0.10
-# Our default: Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more on a machine with fewer cores than
-# threads. No setting changes it, so up to this it is never reported.
+# Our defaults.
+_MAX_VALIDATION = 0.25  # of the wall time; on a fifth as many samples, forward alone takes some 7 %
+_MAX_UNNAMED = 0.10  # from here on, no run is healthy
+# Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more where cores are few. No setting changes it.
 _USUAL_TRAINER_S = 0.001
+_REST_SHARE = 0.02  # that the advised change leaves to the cause; a smaller gain is not worth reporting
 
 _ADVICE: dict[Cause, str] = {
     "callback": "Run {name} {times} times less often, or make it cheaper.",
     "logging": "Log less often: Trainer(log_every_n_steps={rarely}). Training waits while {name} writes.",
     "checkpoint": "Save {times} times less often (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...)), or "
     "save in the background with AsyncCheckpointIO(PortableCheckpointIO()).",
-    "garbage_collection": "Call gc.collect() and gc.freeze() once before training, so that later collections skip "
-    "what exists by then. Where the program calls gc.collect() itself, call it {times} times less often.",
+    "garbage_collection": "Call gc.collect() and gc.freeze() once before training: later collections then skip what "
+    "exists. Where the program calls gc.collect() itself, call it {times} times less often.",
     "epoch_start": "Make epochs longer{keep_workers}.",
+    # Without a GPU nothing is copied.
+    "host_to_device_copy": "Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do "
+    "their work in the dataset, where workers run it in parallel.",
 }
 _ADVICE_IN_OWN_LOOP: dict[Cause, str] = {
     **_ADVICE,
     "logging": "Log {times} times less often. Training waits meanwhile.",
     "checkpoint": "Save {times} times less often, or save in the background.",
+    "host_to_device_copy": "Make moving the batch cheaper, or do that work in the dataset, where workers run it in "
+    "parallel.",
 }
 # A Trainer calls these by name.
 _ADVICE_ON_METHOD = {
-    "log": "Pass fewer metrics to self.log, without prog_bar=True, which reads each from the device in every step.",
+    "log": "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step.",
     "step": 'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
     "make it cheaper.",
     **dict.fromkeys(
@@ -50,38 +53,37 @@ _ADVICE_ON_METHOD = {
     ),
 }
 _KEEP_WORKERS = ", or keep the loader's workers between epochs (persistent_workers=True)"
+_LOGGING_STEPS = 50  # Lightning's default of log_every_n_steps
 _NAME_IT = "Write `with run.phase('validation'):` around it if it is validation. "
-# The advised change leaves the cause 2 % of the time; a smaller gain is not worth reporting (MIN_CEILING_LOWER).
-_REST_SHARE = 0.02
 
 
 def host_work(run: RunMeasurements) -> list[Finding]:
     """Return a finding for each callback, logger, ... that takes time."""
     found = []
+    by_cause = _ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP
     on_method = _ADVICE_ON_METHOD if run.has_trainer else {}
-    for cause, advice in (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP).items():
-        for phase, seconds in run.phase_s.items():
-            group, _, name = phase.partition("/")
-            if group != cause:
-                continue
-            share = min(run.lost_share(phase), run.idle_share)
-            times = _times_less(share)
-            change = on_method.get(name.partition(".")[2], advice).format(
-                name=printable(name or group),
-                times=times,
-                rarely=_round_up(times * max(1, run.log_every_n_steps)),
-                keep_workers=_KEEP_WORKERS if _restarts_workers(run.loader) else "",
-            )
-            found.append(counted(cause, share, {**_seconds(run, seconds), **({"name": name} if name else {})}, change))
-    return [*found, *_validation(run), *_copy_on_the_host(run)]
+    ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
+    for phase, seconds in run.phase_s.items():
+        group, _, name = phase.partition("/")
+        if group not in by_cause or (group == COPY and run.on_gpu):  # see inside_step
+            continue
+        share = min(run.lost_share(phase), run.idle_share)
+        times = _times_less(share)
+        advice = on_method.get(name.partition(".")[2], by_cause[group]).format(
+            name=printable(name or group),
+            times=times,
+            rarely=_LOGGING_STEPS * math.ceil(times * max(1, run.log_every_n_steps) / _LOGGING_STEPS),
+            keep_workers=_KEEP_WORKERS if ends_workers else "",
+        )
+        found.append(counted(group, share, {**_seconds(run, seconds), "name": name or None}, advice))
+    return [*found, *_validation(run)]
 
 
 def unnamed(run: RunMeasurements) -> list[Finding]:
-    """Return a finding for each line of the time tree that is long and says nothing of what runs there."""
+    """Return a finding for each long line of the time tree that says nothing of what runs there."""
     trainers = _USUAL_TRAINER_S / run.step_s
     usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
-    # Where its parts are not known at all, as in a loop without a Trainer, the step is named as a whole. What a GPU
-    # loses in it has findings of its own.
+    # The rest of the step, where its parts are known. What a GPU loses in it has findings of its own.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
         usual[TRAINING_STEP] = trainers
     shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
@@ -98,7 +100,7 @@ def unnamed(run: RunMeasurements) -> list[Finding]:
     ]
 
 
-def _seconds(run: RunMeasurements, seconds: float) -> dict[str, float | str]:
+def _seconds(run: RunMeasurements, seconds: float) -> Evidence:
     return {"seconds": seconds, "ms_per_step": seconds / run.steps * 1e3}
 
 
@@ -110,55 +112,19 @@ def _times_less(share: float) -> int:
     return max(2, round(per_work * (1 - _REST_SHARE) / _REST_SHARE + 0.5))
 
 
-def _round_up(steps: int) -> int:
-    """Return a round number of steps for ``log_every_n_steps``, at least Lightning's own default of 50."""
-    return max(50, -(-steps // 50) * 50)
-
-
-def _restarts_workers(loader: LoaderSettings | None) -> bool:
-    return loader is not None and loader.num_workers > 0 and not loader.persistent_workers
-
-
 def _validation(run: RunMeasurements) -> list[Finding]:
     seconds = run.phase_s.get(VALIDATION, 0.0)
     taken = min(seconds / run.wall_s, 1.0)
     busy = run.validation_utilization_percent
     if taken < _MAX_VALIDATION or (busy is not None and busy >= MIN_UTILIZATION_PERCENT):
         return []
-    evidence = {**_seconds(run, seconds), "wall_percent": 100 * taken}
-    if busy is not None:
-        evidence["gpu_busy_percent"] = busy
-    change = f"Validate {_times_less(taken)} times less often and on fewer batches."
+    times = f"Validate {_times_less(taken)} times less often"
+    change = f"{times} and on fewer batches."
     if run.has_trainer:
         change = (
-            f"Validate {_times_less(taken)} times less often (Trainer(val_check_interval=... or "
-            "check_val_every_n_epoch=...)) and on fewer batches (limit_val_batches=...)."
+            f"{times} (Trainer(val_check_interval=... or check_val_every_n_epoch=...)) and on fewer batches "
+            "(limit_val_batches=...)."
         )
-    return [
-        counted(
-            "validation",
-            taken * (1 - (busy or 0.0) / 100),
-            evidence=evidence,
-            advice=f"{change} Give the validation DataLoader workers, too.",
-        )
-    ]
-
-
-def _copy_on_the_host(run: RunMeasurements) -> list[Finding]:
-    """Without a GPU nothing is copied, so the time goes to the transfer hooks of the model, or to what a loop does."""
-    seconds = run.phase_s.get(COPY, 0.0)
-    if run.on_gpu or seconds <= 0:
-        return []
-    change = (
-        "Make the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their work"
-        if run.has_trainer
-        else "Make moving the batch cheaper, or do that work"
-    )
-    return [
-        counted(
-            "host_to_device_copy",
-            min(seconds / run.wall_s, 1.0),
-            evidence=_seconds(run, seconds),
-            advice=f"{change} in the dataset, where workers run it in parallel.",
-        )
-    ]
+    evidence = {**_seconds(run, seconds), "wall_percent": 100 * taken, "gpu_busy_percent": busy}
+    advice = f"{change} Give the validation DataLoader workers, too."
+    return [counted("validation", taken * (1 - (busy or 0.0) / 100), evidence, advice)]

@@ -1,74 +1,55 @@
-"""How many workers a DataLoader needs so that the training step need not wait, and how many this machine can feed."""
+"""How many workers a DataLoader needs for the training step not to wait, and how many this machine can feed."""
 
 from __future__ import annotations
 
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Workers must be this much faster than the step, or the fluctuation of load times empties the queue (measured with 1 to
-# 8 workers: with exactly load time / step time workers, 6 to 9 % of the wait remained).
+# Fluctuating load times empty the queue: with exactly load time / step time workers, 6 to 9 % of the wait remained.
 _HEADROOM = 1.15
-# Our default: of two numbers of workers whose predicted speed differs by less than this, the smaller one.
-TOLERANCE = 0.03
-# Our default: queues and unpickling need room in /dev/shm beside the batches themselves.
-_SHM_SHARE = 0.8
-# Our default: the other half of the free memory is for what training itself has yet to take, and for the page cache.
-_MEMORY_SHARE = 0.5
-# Batches are delivered in order, so all wait for a slow one; the more are loaded ahead the longer the others last. Our
-# default: four or eight batches a worker instead of two where slow ones lift the mean 3 or 25 % above the median, as a
-# log-normal distribution does whose 95th percentile is 1.5 or 3 medians.
+# Our defaults from here on.
+TOLERANCE = 0.03  # what differs by less in predicted speed counts as equal
+_SHM_SHARE = 0.8  # queues and unpickling need room in /dev/shm, too
+_MEMORY_SHARE = 0.5  # the rest is for what training has yet to take, and for the page cache
+# (spread, prefetch_factor): batches come in order, so all wait for a slow one, which a longer queue bridges. These are
+# the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
 _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
-# A step whose threads wait for each other after each operation loses time whenever a worker takes the core of one: this
-# much of the time that workers take from it, and of its own time, whichever is less. A worker that has a core keeps it
-# for some milliseconds, so beside many a short step loses at least the time below. Fitted to five trainings of
-# benchmarks/ceilings.py on two cores; the same training gains 8 to 15 % more on one day than on another.
+# A step whose threads wait for each other loses time whenever a worker takes the core of one: this much of the time
+# that workers take from it, or of its own, whichever is less. A worker keeps a core for some milliseconds, so beside
+# many a short step loses the time below. Fitted to five trainings of benchmarks/ceilings.py on two cores; the same
+# training gains 8 to 15 % more on one day than on another.
 _LOST_BESIDE_ONE = 0.35, 0.35
 _LOST_BESIDE_MANY = 0.9, 1.15
 _LEAST_LOST_BESIDE_MANY_S = 0.018
+Limit = Literal["cores", "shm", "memory"]
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCost:
-    """What one batch costs to load.
+    """What one batch costs to load; ``None`` = not measured."""
 
-    Attributes:
-        wall_s: Time one worker needs for one batch.
-        cpu_s: CPU time in it; ``None`` if it was not measured.
-        batch_bytes: Size of the batch; ``None`` if it was not measured.
-        spread: Mean over median of the wall times of single batches; ``None`` if it was not measured.
-        worker_bytes: Memory that one more worker takes; ``None`` if it was not measured.
-    """
-
-    wall_s: float
+    wall_s: float  # of one worker
     cpu_s: float | None = None
     batch_bytes: int | None = None
-    spread: float | None = None
-    worker_bytes: int | None = None
+    spread: float | None = None  # mean over median of the wall times of single batches
+    worker_bytes: int | None = None  # memory that one more worker takes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderPlan:
-    """Settings for a DataLoader, and what they can bring.
-
-    Attributes:
-        settings: What to set.
-        limited_by: What keeps training from running as fast as its step; ``None`` if nothing does.
-        workers_needed: How many workers would feed the step without a wait.
-        step_s: Predicted time from step to step with these settings.
-        most_workers: How many workers fit into memory and ``/dev/shm``; ``None`` if that was not measured.
-    """
+    """Settings for a DataLoader, and what they can bring."""
 
     settings: LoaderSettings
-    limited_by: Literal["cores", "shm", "memory"] | None
-    workers_needed: int
-    step_s: float
-    most_workers: int | None = None
+    limited_by: Limit | None  # what keeps training from running as fast as its step
+    workers_needed: int  # to feed the step without a wait
+    step_s: float  # predicted time from step to step
+    most_workers: int | None = None  # that fit into memory and /dev/shm; None if that was not measured
 
 
 def plan_loader(
@@ -82,14 +63,7 @@ def plan_loader(
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
-    Args:
-        current: The settings in use.
-        cost: What a batch costs to load, measured.
-        step_s: Time of a step without any wait for data, in seconds.
-        host: What the host grants; shared by ``host.local_ranks`` training processes.
-        cuda: Whether batches go to an NVIDIA GPU; only then is pinned memory of use.
-        step_cores: How many cores the training process keeps busy during its step: on a GPU about one, on the CPU
-            as many as PyTorch has threads.
+    ``step_s`` is without any wait for data, and ``step_cores`` how many cores the training process keeps busy then.
     """
     cores = (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
     beside_s = functools.partial(_step_beside_workers, current, cost, step_s, min(step_cores, cores), cores)
@@ -98,15 +72,18 @@ def plan_loader(
     workers = _workers_for(best_s, cost)
     while workers < cores and beside_s(workers) > (1 + TOLERANCE) * best_s:
         workers += 1
-    limited_by: Literal["cores", "shm", "memory"] | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
+    limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
-    prefetch_factor = max(least_prefetch, _prefetch_factor(cost))
+    deeper = (factor for spread, factor in _PREFETCH_FROM_SPREAD if (cost.spread or 0.0) > spread)
+    prefetch_factor = max(least_prefetch, next(deeper, _DEFAULT_PREFETCH_FACTOR))
     while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
         prefetch_factor = max(least_prefetch, prefetch_factor // 2)
-    limits = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": _most_in_memory(cost, host)}
+    limits: dict[Limit, float] = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}
+    if cost.worker_bytes:
+        limits["memory"] = _MEMORY_SHARE * host.memory_available_bytes / host.local_ranks // cost.worker_bytes
     for resource, most in limits.items():
         if most < workers:
-            workers, limited_by = int(most), cast("Literal['shm', 'memory']", resource)
+            workers, limited_by = int(most), resource
     most_workers = min(limits.values())
     alone_s = cost.wall_s + step_s
     predicted_s = max(beside_s(workers), cost.wall_s / workers) if workers else alone_s
@@ -133,9 +110,8 @@ def _step_beside_workers(
 ) -> float:
     """Return how long a step takes while workers load on the same cores.
 
-    Loading a batch and training on it must be paid for in CPU time, whoever does it. What the workers take beyond the
-    cores that the step leaves free delays the step: one worker by all of that time, because the threads of a step wait
-    for each other after every operation; workers on every core share the delay. Threads in lockstep lose more.
+    What they take beyond the cores that the step leaves free delays it: one worker by all of that time, because the
+    step's threads wait for each other, and more of them together. Threads in lockstep lose more.
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
     if current.num_workers:  # then the step was measured beside workers and has their delay already
@@ -151,22 +127,9 @@ def _workers_for(step_s: float, cost: LoadCost) -> int:
     return math.ceil(_HEADROOM * cost.wall_s / ((1 + TOLERANCE) * step_s))
 
 
-def _prefetch_factor(cost: LoadCost) -> int:
-    for spread, factor in _PREFETCH_FROM_SPREAD:
-        if cost.spread is not None and cost.spread > spread:
-            return factor
-    return _DEFAULT_PREFETCH_FACTOR
-
-
 def most_workers_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) -> float:
     """Return how many workers' batches fit into ``/dev/shm``; infinite where that is not known."""
     if not cost.batch_bytes or host.shm_free_bytes is None:
         return math.inf
     room_bytes = _SHM_SHARE * host.shm_free_bytes / host.local_ranks
     return room_bytes // (prefetch_factor * cost.batch_bytes)
-
-
-def _most_in_memory(cost: LoadCost, host: HostBudget) -> float:
-    if not cost.worker_bytes:
-        return math.inf
-    return _MEMORY_SHARE * host.memory_available_bytes / host.local_ranks // cost.worker_bytes

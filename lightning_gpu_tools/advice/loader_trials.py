@@ -9,34 +9,22 @@ from dataclasses import dataclass, replace
 from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# What advice says of its settings until a search has measured them.
+# Advice says so until a search has measured its settings.
 BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderTrial:
-    """Some batches loaded with one set of settings, each followed by a step.
-
-    Attributes:
-        settings: The settings.
-        batch_s: Mean seconds from batch to batch, the step included; ``None`` if none was measured.
-        batches: How many batches were measured, after those that were left out until the workers were in step.
-        seconds: How long the trial took, with the start of its workers; 0 where it was predicted.
-        wait_s: Mean part of ``batch_s`` that was a wait for the batch.
-        start_s: How long it took until the first batch came; ``None`` without workers.
-        measured: Whether it was a trial. Without workers batch and step come one after the other, so their sum is
-            known without one.
-        failed: Why the settings could not be tried; ``None`` if they could.
-    """
+    """Some batches loaded with one set of settings, each followed by a step."""
 
     settings: LoaderSettings
-    batch_s: float | None = None
-    batches: int = 0
-    seconds: float = 0.0
-    wait_s: float = 0.0
-    start_s: float | None = None
-    measured: bool = True
-    failed: str | None = None
+    batch_s: float | None = None  # mean time from batch to batch, the step included
+    batches: int = 0  # measured, once the workers were in step
+    seconds: float = 0.0  # of the trial, with the start of the workers
+    wait_s: float = 0.0  # mean part of batch_s
+    start_s: float | None = None  # until the first batch came; None without workers
+    measured: bool = True  # without workers batch_s is known without a trial
+    failed: str | None = None  # why the settings could not be tried
 
     @property
     def batches_per_s(self) -> float | None:
@@ -50,15 +38,14 @@ class LoaderResult:
 
     Attributes:
         original: The settings that the loader had; ``None`` if it is not a torch DataLoader.
-        settings: The settings found. The original ones where nothing better was found, or nothing may be changed.
+        settings: The settings found: the original ones where nothing is better, or nothing may be changed.
         reason: Why, with numbers.
         applied: Whether the settings found are in use.
-        confirmed: Whether they were as good in the first hundred steps of their use; ``None`` if they were not used, or
-            training ended before.
+        confirmed: Whether they were as good in their first hundred steps; ``None`` if they were not used so long.
         trials: What was tried, in order.
-        seconds: How long the search took. Training stood still for as long.
-        wait_share: Part of the time that training waited for data, with ``settings`` where they were tried; ``None`` if
-            it is not known.
+        seconds: How long the search took, and training stood still.
+        wait_share: Part of the time that training waited for data, with ``settings`` if they were tried; ``None`` if
+            unknown.
     """
 
     original: LoaderSettings | None
@@ -78,58 +65,22 @@ class LoaderResult:
 
 
 def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
-    """Return one trial for each set of settings that was not tried in vain, in the order of their first trials.
+    """Return one trial for each set of settings that did not fail, in the order of their first trials.
 
-    Whether workers live on between epochs and whether memory is pinned makes no other set of settings.
+    Settings that differ in ``persistent_workers`` and ``pin_memory`` alone are the same.
     """
     by_settings: dict[LoaderSettings, list[LoaderTrial]] = {}
     for trial in trials:
         if trial.batch_s is not None and trial.failed is None:
             by_settings.setdefault(_key(trial.settings), []).append(trial)
-    return [_one(same) for same in by_settings.values()]
-
-
-def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> LoaderTrial | None:
-    """Return what the trials of some settings say together; ``None`` if they were not tried or failed."""
-    if settings is None:
-        return None
-    return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)
-
-
-def as_searched(finding: Finding, result: LoaderResult) -> Finding:
-    """Return a finding of ``data_loading`` with what a search has measured instead of what was predicted."""
-    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
-    if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
-        return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
-    evidence = dict(finding.evidence)
-    if result.settings != result.original and not result.applied:
-        changes = [
-            f"{name}={getattr(result.settings, name)} (now {old})"
-            for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-            if (old := getattr(result.original, name)) != getattr(result.settings, name)
-        ]
-        evidence |= {"kind": "too_few_workers", "advised_num_workers": after.settings.num_workers}
-        advice = f"In the DataLoader set {', '.join(changes)}. NumWorkersFinder measured it: {result.reason}"
-        bound = before.batch_s / after.batch_s
-    elif finding.evidence.get("kind") in ("too_few_workers", "io_bound"):  # whose advice is another number of workers
-        cpu_ms, wall_ms = (evidence.get(name, 0.0) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))
-        evidence["kind"] = "cpu_bound" if float(cpu_ms) >= float(wall_ms) / 2 else "io_bound"
-        advice = (
-            f"NumWorkersFinder measured it: {result.reason} To load faster, do less work per sample: cache what is "
-            "computed each time, or store decoded or smaller samples."
-        )
-        bound = ceiling(finding.share)
-    else:
-        return finding
-    lower = min(finding.ceiling_lower, bound)
-    return replace(finding, evidence=evidence, advice=advice, ceiling=bound, ceiling_lower=lower)
+    return [_mean(same) for same in by_settings.values()]
 
 
 def _key(settings: LoaderSettings) -> LoaderSettings:
     return replace(settings, persistent_workers=False, pin_memory=False)
 
 
-def _one(trials: list[LoaderTrial]) -> LoaderTrial:
+def _mean(trials: list[LoaderTrial]) -> LoaderTrial:
     batches = sum(trial.batches for trial in trials)
     if len(trials) == 1 or not batches:
         return trials[0]
@@ -140,3 +91,47 @@ def _one(trials: list[LoaderTrial]) -> LoaderTrial:
         batches=batches,
         seconds=sum(trial.seconds for trial in trials),
     )
+
+
+def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> LoaderTrial | None:
+    """Return the trials of some settings as one; ``None`` if they were not tried or failed."""
+    if settings is None:
+        return None
+    return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)
+
+
+def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
+    """Return the settings to change and to keep: ``"num_workers=4 (now 0), keep pin_memory=True"``."""
+    changes, kept = [], []
+    for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"):
+        new, old = getattr(wanted, name), getattr(now, name)
+        if new != old:
+            changes.append(f"{name}={new} (now {old})")
+        else:
+            kept.append(f"{name}={old}")
+    return ", ".join(changes) + (", keep " if changes and kept else "") + ", ".join(kept)
+
+
+def as_searched(finding: Finding, result: LoaderResult) -> Finding:
+    """Return a finding of ``data_loading`` with what a search has measured instead of what was predicted."""
+    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
+    if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
+        return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
+    evidence = dict(finding.evidence)
+    measured = f"NumWorkersFinder measured it: {result.reason}"
+    if result.settings is not None and result.settings != result.original and not result.applied:
+        evidence |= {"kind": "too_few_workers", "advised_num_workers": after.settings.num_workers}
+        advice = f"In the DataLoader set {settings_line(result.original, result.settings)}. {measured}"
+        bound = before.batch_s / after.batch_s
+    elif finding.evidence.get("kind") in ("too_few_workers", "io_bound"):  # whose advice is another number of workers
+        cpu_ms, wall_ms = (float(evidence.get(name, 0.0)) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))
+        evidence["kind"] = "cpu_bound" if cpu_ms >= wall_ms / 2 else "io_bound"
+        advice = (
+            f"{measured} To load faster, do less work per sample: cache what is "
+            "computed each time, or store decoded or smaller samples."
+        )
+        bound = ceiling(finding.share)
+    else:
+        return finding
+    lower = min(finding.ceiling_lower, bound)
+    return replace(finding, evidence=evidence, advice=advice, ceiling=bound, ceiling_lower=lower)

@@ -1,4 +1,4 @@
-"""What a GPU's memory is used for, as parts that add up to what the driver says is used. Pure."""
+"""What a GPU's memory is used for, as parts that add up to what the driver says is used."""
 
 from __future__ import annotations
 
@@ -10,32 +10,12 @@ from typing import NamedTuple
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryPoint, RankMemory
 
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-GRADIENT_BUCKETS = "gradient_buckets"
-OPTIMIZER_STATES = "optimizer_states"
-BUFFERS = "buffers"
-OTHER_TENSORS = "other_tensors"
-ACTIVATIONS = "activations"
-CACHE_REUSABLE = "cache_reusable"
-CACHE_FRAGMENTED = "cache_fragmented"
-CONTEXT = "context"
 OTHER_PROCESSES = "other_processes"
-DRIVER = "driver"
-UNEXPLAINED = "unexplained"
-
-TENSORS, CACHE = "tensors at their peak", "allocator cache"
+_TENSORS, _CACHE = "tensors at their peak", "allocator cache"
 
 
 class MemoryPart(NamedTuple):
-    """A part of a GPU's memory.
-
-    Attributes:
-        name: In ``parts_bytes``.
-        label: In the text of the report.
-        group: What it is a part of there; empty if it stands alone.
-        meaning: What it is.
-    """
+    """A part of a GPU's memory: its name in ``parts_bytes``, and its label and group in the report."""
 
     name: str
     label: str
@@ -47,25 +27,26 @@ class MemoryPart(NamedTuple):
 PARTS = {
     part.name: part
     for part in (
-        MemoryPart(PARAMETERS, "parameters", TENSORS, "parameters of the model"),
-        MemoryPart(BUFFERS, "buffers", TENSORS, "buffers of the model"),
-        MemoryPart(OPTIMIZER_STATES, "optimizer states", TENSORS, "states of the optimizers, master weights included"),
-        MemoryPart(GRADIENTS, "gradients", TENSORS,
+        MemoryPart("parameters", "parameters", _TENSORS, "parameters of the model"),
+        MemoryPart("buffers", "buffers", _TENSORS, "buffers of the model"),
+        MemoryPart("optimizer_states", "optimizer states", _TENSORS,
+                   "states of the optimizers, master weights included"),
+        MemoryPart("gradients", "gradients", _TENSORS,
                    "gradients in full, though a peak within backward may have only some of them"),
-        MemoryPart(GRADIENT_BUCKETS, "DDP's copies of gradients", TENSORS,
+        MemoryPart("gradient_buckets", "DDP's copies of gradients", _TENSORS,
                    "what DistributedDataParallel sends; `gradient_as_bucket_view=True` saves it"),
-        MemoryPart(OTHER_TENSORS, "batch, and other tensors kept", TENSORS,
+        MemoryPart("other_tensors", "batch, and other tensors kept", _TENSORS,
                    "what else is there when a step begins: its batch, metrics, caches, whatever is kept by mistake"),
-        MemoryPart(ACTIVATIONS, "activations and temporaries", TENSORS, "the rest of the peak"),
-        MemoryPart(CACHE_REUSABLE, "reusable", CACHE, "free, and held by torch's allocator beyond the peak"),
-        MemoryPart(CACHE_FRAGMENTED, "in pieces between tensors", CACHE,
+        MemoryPart("activations", "activations and temporaries", _TENSORS, "the rest of the peak"),
+        MemoryPart("cache_reusable", "reusable", _CACHE, "free, and held by torch's allocator beyond the peak"),
+        MemoryPart("cache_fragmented", "in pieces between tensors", _CACHE,
                    "likewise, but only for tensors that fit into the gaps between others"),
-        MemoryPart(CONTEXT, "CUDA context, libraries, NCCL", "",
+        MemoryPart("context", "CUDA context, libraries, NCCL", "",
                    "what this job's processes use beyond torch's allocator: contexts, kernels, libraries, "
                    "communication buffers"),
         MemoryPart(OTHER_PROCESSES, "other processes", "", "processes of other jobs"),
-        MemoryPart(DRIVER, "the driver itself", "", "what the driver keeps for itself"),
-        MemoryPart(UNEXPLAINED, "unexplained", "", "the rest of what the driver says is used"),
+        MemoryPart("driver", "the driver itself", "", "what the driver keeps for itself"),
+        MemoryPart("unexplained", "unexplained", "", "the rest of what the driver says is used"),
     )
 }  # fmt: skip
 
@@ -75,28 +56,16 @@ _ALL_LISTED = 0.98
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverMemory:
-    """What the driver said of one GPU at a moment of the training. ``None`` = not reported.
+    """What the driver said of one GPU at a moment of the training; ``None`` = not reported."""
 
-    Attributes:
-        index: The GPU, as in the report's ``gpus``.
-        uuid: The GPU or MIG instance.
-        node: Its node.
-        total_bytes: Size of the memory.
-        used_bytes: In use by all.
-        driver_bytes: The part of it that the driver keeps for itself.
-        processes: Who uses it, with user and name where they can be seen from here.
-        own_pids: This job's processes on the node by the driver's numbers; ``None`` where these numbers are not known,
-            as in a container.
-    """
-
-    index: int
+    index: int  # as in the report's ``gpus``
     uuid: str
     node: int = 0
     total_bytes: int | None = None
-    used_bytes: int | None = None
-    driver_bytes: int | None = None
+    used_bytes: int | None = None  # by all
+    driver_bytes: int | None = None  # the part of it that the driver keeps for itself
     processes: tuple[GpuProcess, ...] | None = None
-    own_pids: tuple[int, ...] | None = None
+    own_pids: tuple[int, ...] | None = None  # this job's processes by the driver's numbers; None e.g. in a container
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +75,8 @@ class OtherProcess:
     Attributes:
         pid: As the driver gives it.
         used_bytes: Its memory; ``None`` if the driver does not report it.
-        user: Its owner; ``None`` if it cannot be seen from here, as the next one.
-        name: Its name.
+        user: Its owner; ``None`` if it cannot be seen from here.
+        name: Its name, likewise.
     """
 
     pid: int
@@ -127,13 +96,12 @@ class MemoryAccount:
         total_bytes: Size of its memory.
         used_bytes: In use by all, as the driver says.
         free_bytes: The rest of it.
-        parts_bytes: The parts by name, which add up to ``used_bytes``, or without it to what torch has reserved.
+        parts_bytes: Parts by name; their sum is ``used_bytes``, or without it what torch has reserved.
         explained_share: Share of ``used_bytes`` that has a name.
         others: Processes of other jobs, the largest first.
-        moments_bytes: What was in tensors at moments of the training, of the rank with the highest peak:
-            ``before_training``, ``step_start``, ``after_forward``, ``after_backward``, ``after_step``, and
-            ``after_first_step``.
-        peaks_bytes: By phase in which the peak of the tensors rose, how high, of the same rank: ``before_training``,
+        moments_bytes: Bytes in tensors ``before_training``, at ``step_start``, ``after_forward``, ``after_backward``,
+            ``after_step`` and ``after_first_step``, of the rank with the highest peak.
+        peaks_bytes: How high the peak of the tensors rose, by phase, of the same rank: ``before_training``,
             ``forward``, ``backward``, ``optimizer``, ``validation``, and ``training`` between two readings.
         timeline: The steps of rank 0 that were read, if it trains on this GPU; in at most 200 points.
     """
@@ -153,35 +121,32 @@ class MemoryAccount:
 
 
 def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAccount:
-    """Return what a GPU's memory was used for.
-
-    What the driver reports is left out where it is older than what torch has counted since, so that it cannot be the
-    whole of it.
-
-    Args:
-        driver: What the driver said of the GPU.
-        ranks: The ranks of this job that train on it.
-    """
+    """Return what the memory of a GPU was used for on which these ranks of the job train."""
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
     used_bytes, total_bytes = driver.used_bytes, driver.total_bytes
-    others: tuple[OtherProcess, ...] = ()
-    # Windows lets a process use more than there is, in the memory of the host.
+    others: list[OtherProcess] = []
+    # The driver's numbers are older than torch's. Or Windows lets a process use memory of the host.
     if used_bytes is not None and used_bytes < reserved_bytes:
         used_bytes = None
     if used_bytes is not None:
+        processes, own_bytes = driver.processes or (), 0
         own_pids = _own_pids(driver, len(ranks), reserved_bytes)
-        own_bytes, others = _split(driver.processes or (), own_pids)
-        left_bytes = used_bytes - reserved_bytes
-        for name, size in (
-            (CONTEXT, max(0, own_bytes - reserved_bytes)),
-            (OTHER_PROCESSES, sum(one.used_bytes or 0 for one in others)),
-            (DRIVER, driver.driver_bytes or 0),
-            (UNEXPLAINED, left_bytes),
-        ):
-            parts[name] = min(size, left_bytes)
-            left_bytes -= parts[name]
-    fullest = max(ranks, key=lambda rank: rank.peak_bytes, default=None)
+        if own_pids is not None:
+            own_bytes = sum(one.memory_used_bytes or 0 for one in processes if one.pid in own_pids)
+            others = [
+                OtherProcess(pid=one.pid, used_bytes=one.memory_used_bytes, user=one.user, name=one.name)
+                for one in processes
+                if one.pid not in own_pids
+            ]
+        beyond_torch = {
+            "context": max(0, own_bytes - reserved_bytes),
+            OTHER_PROCESSES: sum(one.used_bytes or 0 for one in others),
+            "driver": driver.driver_bytes or 0,
+            "unexplained": used_bytes,
+        }
+        parts.update(_cut(beyond_torch, used_bytes - reserved_bytes))
+    fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     return MemoryAccount(
         index=driver.index,
         uuid=driver.uuid,
@@ -190,56 +155,53 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
         used_bytes=used_bytes,
         free_bytes=None if used_bytes is None or total_bytes is None else max(0, total_bytes - used_bytes),
         parts_bytes={name: parts[name] for name in PARTS if parts[name]},
-        explained_share=1 - parts[UNEXPLAINED] / used_bytes if used_bytes else None,
-        others=others,
-        moments_bytes={} if fullest is None else _moments(fullest),
-        peaks_bytes={} if fullest is None else fullest.peaks_bytes,
+        explained_share=1 - parts["unexplained"] / used_bytes if used_bytes else None,
+        others=tuple(sorted(others, key=lambda one: (-(one.used_bytes or 0), one.pid))),
+        moments_bytes=_moments(fullest),
+        peaks_bytes=fullest.peaks_bytes,
         timeline=next((rank.timeline for rank in ranks if rank.timeline), ()),
     )
 
 
+def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
+    """Return the sizes, in their order as far as there is room for them."""
+    fitting = {}
+    for name, size in sizes.items():
+        fitting[name] = min(size, room_bytes)
+        room_bytes -= fitting[name]
+    return fitting
+
+
 def _torch_parts(rank: RankMemory) -> dict[str, int]:
-    """Return what one rank's allocator has reserved, by part. What is counted first is cut last."""
     latest = rank.latest
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
     readings = [latest, *(reading for step in (rank.first_step, rank.last_step) if step for reading in step.readings)]
     nearest = max(readings, key=lambda reading: reading.allocated_bytes)
-    # What was before training, by this process or an earlier fit, is not the peak of this training.
+    # What was before may be an earlier fit's.
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
     peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
     # It may have been before the allocator emptied its cache.
     peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
-    parts: dict[str, int] = {}
-    left_bytes = peak_bytes
-    for name, size in {**_held(rank, peak_in), ACTIVATIONS: peak_bytes}.items():
-        parts[name] = min(size, left_bytes)
-        left_bytes -= parts[name]
-    cache_bytes = reserved_bytes - peak_bytes
-    parts[CACHE_FRAGMENTED] = min(nearest.inactive_split_bytes, cache_bytes)
-    parts[CACHE_REUSABLE] = cache_bytes - parts[CACHE_FRAGMENTED]
-    return parts
-
-
-def _held(rank: RankMemory, peak_in: str) -> dict[str, int]:
-    """Return what outlives a step, and the gradients that are there when most is in tensors."""
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
-    begin = rank.latest if step is None or step.begin is None else step.begin
-    return {
-        PARAMETERS: held.parameters_bytes,
-        BUFFERS: held.buffers_bytes,
-        OPTIMIZER_STATES: held.optimizer_bytes,
+    begin = latest if step is None or step.begin is None else step.begin
+    at_peak = {
+        "parameters": held.parameters_bytes,
+        "buffers": held.buffers_bytes,
+        "optimizer_states": held.optimizer_bytes,
         # Forward has those of the step before, if they were not zeroed at its end.
-        GRADIENTS: held.gradients_kept_bytes if peak_in in ("forward", "validation") else held.gradients_bytes,
-        GRADIENT_BUCKETS: held.gradient_buckets_bytes,
-        OTHER_TENSORS: max(0, begin.allocated_bytes - held.between_steps_bytes),
+        "gradients": held.gradients_kept_bytes if peak_in in ("forward", "validation") else held.gradients_bytes,
+        "gradient_buckets": held.gradient_buckets_bytes,
+        "other_tensors": max(0, begin.allocated_bytes - held.between_steps_bytes),
+        "activations": peak_bytes,
     }
+    cache = {"cache_fragmented": nearest.inactive_split_bytes, "cache_reusable": reserved_bytes}
+    return {**_cut(at_peak, peak_bytes), **_cut(cache, reserved_bytes - peak_bytes)}
 
 
 def _own_pids(driver: DriverMemory, ranks: int, reserved_bytes: int) -> frozenset[int] | None:
     """Return which of the processes that the driver lists are this job's; ``None`` if that cannot be told.
 
-    In a container the numbers are those of the host. There the one process that is large enough must be ours, if all
-    of them are listed.
+    In a container, where numbers are the host's, the one process that is large enough is ours, if all are listed.
     """
     if driver.own_pids is not None:
         return frozenset(driver.own_pids)
@@ -250,21 +212,7 @@ def _own_pids(driver: DriverMemory, ranks: int, reserved_bytes: int) -> frozense
     return frozenset(large) if is_told else None
 
 
-def _split(processes: Sequence[GpuProcess], own_pids: frozenset[int] | None) -> tuple[int, tuple[OtherProcess, ...]]:
-    """Return what the processes of this job use, as far as that is known, and those of others."""
-    if own_pids is None:
-        return 0, ()
-    own_bytes = sum(one.memory_used_bytes or 0 for one in processes if one.pid in own_pids)
-    others = [
-        OtherProcess(pid=one.pid, used_bytes=one.memory_used_bytes, user=one.user, name=one.name)
-        for one in processes
-        if one.pid not in own_pids
-    ]
-    return own_bytes, tuple(sorted(others, key=lambda one: (-(one.used_bytes or 0), one.pid)))
-
-
 def _moments(rank: RankMemory) -> dict[str, int]:
-    """Return what was in tensors at the moments that were read."""
     first, last = rank.first_step, rank.last_step or rank.first_step
     moments = {"before_training": rank.before_training, "after_first_step": None if first is None else first.end}
     if last is not None:

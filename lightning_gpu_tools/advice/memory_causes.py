@@ -1,4 +1,4 @@
-"""Why memory has run out: the causes of an out-of-memory error, with the numbers of the run. Pure; bytes throughout."""
+"""Why memory has run out: the causes of an out-of-memory error, with the numbers of the run. Bytes throughout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import Cause, Finding, of_memory
-from lightning_gpu_tools.advice.growth import growing_memory
+from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, counted
+from lightning_gpu_tools.advice.growth import KEPT, growing_memory
 from lightning_gpu_tools.advice.memory_remedies import (
     another_gpu,
+    in_validation,
     is_32,
     largest_that_fits,
     levers,
@@ -22,30 +22,22 @@ from lightning_gpu_tools.advice.memory_remedies import (
     sharded,
     smaller_batch,
 )
-from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, ModelSize, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, VALIDATION, base_phase
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.phases import OPTIMIZER, TRAINING_STEP, VALIDATION, base_phase
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
-# Our default: a batch with half as many numbers again as the median one is not a usual batch.
-_SPIKE = 1.5
-# Our default: others, and what is in pieces, are a cause from a tenth of the memory on.
-_MIN_SHARE = 0.10
-# Our default: memory grows if the medians of four consecutive parts of the run rise: by chance in 1 of 4! = 24 runs,
-# and hardly ever by a tenth of the memory.
+# Our defaults.
+_SPIKE = 1.5  # times as many numbers as the median batch
+_MIN_SHARE = 0.10  # of the memory: from here on others, what is in pieces, and growth are a cause
+_NEARLY = 1.1  # a step that needs up to a tenth more than any other is one of many that hardly fit
+_MODEL_SHARE = 0.85  # of the memory: a model is too large that takes this much before any batch
+# Memory grows if the medians of four consecutive parts of the run rise, by chance in 1 of 4! = 24 runs.
 _PARTS = 4
-# Our default: a step that needs up to a tenth more than any other is one of many that hardly fit.
-_NEARLY = 1.1
-# Our default: with this much of the memory taken by what does not depend on the batch, the model is too large.
-_MODEL_SHARE = 0.85
 
 
-class Ruling(NamedTuple):
-    """A cause, and the sentence that says why it is one."""
-
-    finding: Finding
-    why: str
+Ruling = tuple[Finding, str]  # a cause, and the sentence that says why it is one
 
 
 def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], str, str]:
@@ -53,15 +45,14 @@ def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], 
     if oom.message.source == "host":
         rulings = [_host(run, oom)]
     else:
-        found = (rule(run, oom) for rule in _RULES)
+        found = [rule(run, oom) for rule in _RULES]
         rulings = [ruling for ruling in found if ruling is not None] or [_unexplained(run, oom)]
-    first = rulings[0]
+    first, why = rulings[0]
     who = f"Rank {oom.rank}: " if len(run.ranks) > 1 or oom.rank else ""
-    return tuple(ruling.finding for ruling in rulings), f"{who}{_what(oom)} {first.why}", first.finding.advice
+    return tuple(finding for finding, _ in rulings), f"{who}{_what(oom)} {why}", first.advice
 
 
 def _what(oom: OutOfMemory) -> str:
-    """Return what was asked for and what there was, as a sentence."""
     message, parts = oom.message, []
     if message.requested_bytes:
         parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}")
@@ -69,19 +60,13 @@ def _what(oom: OutOfMemory) -> str:
         parts.append(f"it has {format_bytes(oom.reserved_bytes)} of the {format_bytes(message.allowed_bytes)} allowed")
     elif oom.free_bytes is not None and oom.total_bytes is not None and message.source != "host":
         parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
-    numbers = f" {' and '.join(parts)}." if parts else ""
-    return f"Out of memory in {oom.place} at step {oom.step}{':' if numbers else '.'}{numbers}"
+    return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{' and '.join(parts)}."
 
 
-def _sentences(*sentences: str) -> str:
-    """Return the sentences that there are, one after the other."""
-    return " ".join(filter(None, sentences))
-
-
-def _ruling(oom: OutOfMemory, cause: Cause, why: str, advice: str, **evidence: float | str | None) -> Ruling:
-    """Return a ruling with what is known of every error beside its own evidence."""
-    reserved, allocated = oom.reserved_bytes, oom.allocated_bytes
-    common: dict[str, float | str | None] = {
+def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: float | str | None) -> Ruling:
+    """Return a ruling of which the evidence also has what is known of every error. Empty sentences are left out."""
+    reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
+    common: Evidence = {
         "phase": oom.phase,
         "step": oom.step,
         "requested_bytes": oom.message.requested_bytes,
@@ -91,19 +76,18 @@ def _ruling(oom: OutOfMemory, cause: Cause, why: str, advice: str, **evidence: f
         "allocated_bytes": allocated,
         "cached_bytes": None if reserved is None or allocated is None else reserved - allocated,
         "others_bytes": oom.others_bytes or None,
+        "begin_bytes": oom.begin_bytes,
+        "parameters_bytes": model.parameters_bytes or None,
+        "gradients_bytes": model.gradients_bytes or None,
+        "optimizer_bytes": model.optimizer_bytes or None,
     }
-    known = {name: value for name, value in {**common, **evidence}.items() if value is not None}
-    return Ruling(of_memory(cause, known, advice), why)
-
-
-# The rules, in the order in which they are asked. Each is a cause of its own; the first one is the verdict.
+    return counted(cause, 0.0, {**common, **evidence}, " ".join(filter(None, advice))), why
 
 
 def _loading_checkpoint(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     if oom.phase != LOADING_CHECKPOINT:
         return None
-    allocated = oom.allocated_bytes
-    model = oom.model.parameters_bytes
+    allocated, model = oom.allocated_bytes, oom.model.parameters_bytes
     beside = f" beside the model's {format_bytes(model)}" if model else ""
     held = f"{format_bytes(allocated)} were in tensors{beside}" if allocated else "the model was there already"
     load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"
@@ -111,17 +95,13 @@ def _loading_checkpoint(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None
         oom,
         "loading_checkpoint",
         f"The checkpoint was loaded onto the GPU, where {held}.",
-        _sentences(
-            f"Load it into the memory of the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
-            another_gpu(oom),
-        ),
-        parameters_bytes=model or None,
+        f"Load it to the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
+        another_gpu(oom),
     )
 
 
 def _spike(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
-    in_validation = base_phase(oom.phase) == VALIDATION
-    if in_validation or not oom.batch_shape or not oom.usual_items or not oom.has_completed_steps:
+    if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not oom.has_completed_steps:
         return None
     items = math.prod(oom.batch_shape)
     times = items / oom.usual_items
@@ -129,16 +109,13 @@ def _spike(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         return None
     shape = " x ".join(map(str, oom.batch_shape))
     fits = largest_that_fits(run, oom, by_items=True)
-    limit = f"By measured memory, {fits.size} numbers fit in a batch." if fits.size else ""
     return _ruling(
         oom,
         "spike",
         f"This batch has {times:.3g} times as many numbers as usual ({shape}; the median is {oom.usual_items:.0f}).",
-        _sentences(
-            "Bound the numbers in a batch: cut long samples, or put samples of similar length together.",
-            limit,
-            levers(run, oom),
-        ),
+        "Bound the numbers in a batch: cut long samples, or put samples of similar length together.",
+        f"By measured memory, {fits.size} numbers fit in a batch." if fits.size else "",
+        levers(run, oom),
         batch_items=items,
         usual_items=oom.usual_items,
         largest_batch_items=fits.size or None,
@@ -151,9 +128,9 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return None
     if oom.has_completed_steps and oom.memory is not None:
-        # This job has had more of the GPU than it could have now, and now needs no more than then.
+        # This job had more of the GPU before than it can have now, and needs no more.
         before = oom.memory.latest
-        needs_more = (oom.allocated_bytes or 0) + oom.requested_bytes > before.peak_allocated_bytes
+        needs_more = oom.wanted_bytes > before.peak_allocated_bytes
         is_cause = room + missing <= before.peak_reserved_bytes and not needs_more
     else:
         is_cause = size >= _MIN_SHARE * total and needed_bytes(oom) <= total
@@ -166,10 +143,9 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         return _ruling(
             oom,
             "leftover_process",
-            f"{_named(orphans)} on this GPU, and the program that started it has ended: it is left over.",
+            f"Left over by a program that has ended: {_named(orphans)} on this GPU.",
             f"End it if it is not needed: kill {pids}.",
             pids=pids,
-            user=_user(orphans[0]),
             leftover_bytes=left,
         )
     pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
@@ -178,53 +154,46 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         oom,
         "other_processes",
         f"Other processes hold {format_bytes(size)} of this GPU: {_named(oom.others[:3])}.",
-        _sentences(
-            f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."
-        ),
+        f"This job needs {needed(oom)}.",
+        another_gpu(oom) or wait,
+        f"{pick}(min_free='{needed(oom)}') claims it.",
         pids=" ".join(str(one.pid) for one in oom.others),
     )
 
 
 def _named(processes: Sequence[GpuProcess]) -> str:
-    """Return processes with owner, name and memory, in words."""
     found = []
     for one in processes:
         name = f" ({printable(one.name, 40)})" if one.name else ""
         owner = f" of {printable(one.user, 40)}" if one.user else ""
         size = "an unknown part" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
         found.append(f"process {one.pid}{name}{owner} has {size}")
-    text = ", ".join(found)
-    return text[:1].upper() + text[1:] if len(found) == 1 else text
-
-
-def _user(process: GpuProcess) -> str | None:
-    return None if process.user is None else printable(process.user, 40)
+    return ", ".join(found)
 
 
 def _evaluation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
-    if base_phase(oom.phase) != VALIDATION:
-        return None
-    grown = _growth(oom.validation_begins, oom)
+    grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
     if grown is None:
         return None
     per_batch, _, total = grown
-    values = {"bytes_per_batch": per_batch, "grown_bytes": total, "batch": oom.validation_begins[-1][0]}
-    why = f"Each validation batch keeps {format_bytes(per_batch)} of the GPU, {format_bytes(total)} so far"
+    cause: Cause = "evaluation_graph" if oom.grad_enabled else "memory_growth"
     if oom.grad_enabled:
-        return _ruling(
-            oom,
-            "evaluation_graph",
-            f"{why}, with its graph: gradients are enabled in validation.",
+        reason = "with its graph: gradients are enabled in validation."
+        advice = (
             f"{'Remove torch.enable_grad() from' if run.has_trainer else 'Put torch.no_grad() around'} validation, or "
-            "detach what it keeps: metric.detach(), outputs moved to the CPU.",
-            **values,
+            "detach what it keeps: metric.detach(), outputs moved to the CPU."
         )
+    else:
+        reason = "because something keeps its outputs."
+        advice = "Reduce outputs to numbers in each validation batch, or move what is kept to the CPU (.cpu())."
     return _ruling(
         oom,
-        "memory_growth",
-        f"{why}: something keeps its outputs.",
-        "Reduce outputs to numbers in each validation batch, or move what is kept to the CPU (.cpu()).",
-        **values,
+        cause,
+        f"Each validation batch keeps {format_bytes(per_batch)} of the GPU, {format_bytes(total)} so far, {reason}",
+        advice,
+        bytes_per_batch=per_batch,
+        grown_bytes=total,
+        batch=oom.validation_begins[-1][0],
     )
 
 
@@ -238,8 +207,8 @@ def _memory_growth(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         "memory_growth",
         f"What is kept from step to step has grown by {format_bytes(per_step)} a step since step {since:.0f}, "
         f"{format_bytes(total)} in all.",
-        "Find what is kept: losses and outputs in lists (append loss.item() or loss.detach()), caches, metrics that "
-        f"are never reset. {record(run)}",
+        KEPT["gpu"].format(what="step"),
+        record(run),
         bytes_per_step=per_step,
         since_step=since,
         grown_bytes=total,
@@ -247,7 +216,7 @@ def _memory_growth(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
 
 
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
-    """Return bytes a step, since which step, and how much in all; ``None`` if it is not steady or not the cause."""
+    """Return bytes a step, since which step, and how much in all; ``None`` if that is not steady, or no cause."""
     points = [point for point in points if point[0] > 1]  # the first step makes the optimizer's states
     if len(points) < _PARTS or oom.room_bytes is None:
         return None
@@ -271,7 +240,7 @@ def _fragmentation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     allocated, reserved = oom.allocated_bytes, oom.reserved_bytes
     if allocated is None or reserved is None or not oom.requested_bytes:
         return None
-    # What other pools cannot use is no fragment: what CUDA graphs keep.
+    # What CUDA graphs keep is no fragment.
     unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
     if unused < max(oom.requested_bytes, _MIN_SHARE * reserved):
         return None
@@ -283,8 +252,8 @@ def _fragmentation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         "fragmentation",
         f"torch holds {format_bytes(unused)} that no tensor uses, in pieces below {format_bytes(oom.requested_bytes)}"
         f"{again}.",
-        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment before training starts. Batches of "
-        "few different sizes help, too.",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment before training. Batches of few "
+        "different sizes help, too.",
         fragmented_bytes=unused,
         retries=retries,
     )
@@ -294,21 +263,17 @@ def _optimizer_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | Non
     if oom.phase != OPTIMIZER:
         return None
     model, names = oom.model, " and ".join(map(printable, oom.model.fusible))
-    states = f"Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
-    first = "the optimizer's first step, which makes its states," if not oom.has_completed_steps else "the optimizer"
+    states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
+    first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which makes its states,"
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
     return _ruling(
         oom,
         "optimizer_too_large",
-        _sentences(f"Forward and backward fit; {first} did not.", states),
-        _sentences(
-            fused if names else "",
-            "An optimizer with 8-bit states, or without momentum, needs less.",
-            sharded(oom),
-            another_gpu(oom),
-        ),
-        parameters_bytes=model.parameters_bytes or None,
-        optimizer_bytes=model.optimizer_bytes or None,
+        f"Forward and backward fit; {first} did not.{states}",
+        fused if names else "",
+        "An optimizer with 8-bit states, or without momentum, needs less.",
+        sharded(oom),
+        another_gpu(oom),
     )
 
 
@@ -322,47 +287,36 @@ def _model_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     half = ""
     if is_32(run) and model.total_bytes:
         half = f", or precision='bf16-true' for half of it ({format_bytes(model.total_bytes / 2)})"
-    larger = f"It needs a GPU with more than {needed(oom)}{half}."
-    return _ruling(
-        oom,
-        "model_too_large",
-        f"The model takes {format_bytes(fixed)} before any batch, and torch can have {format_bytes(room)}: "
-        f"{_parts_of(model)}.",
-        _sentences(
-            sharded(oom) or larger, "Adapters or frozen layers need fewer gradients and states.", another_gpu(oom)
-        ),
-        fixed_bytes=fixed,
-        parameters_bytes=model.parameters_bytes or None,
-        gradients_bytes=model.gradients_bytes or None,
-        optimizer_bytes=model.optimizer_bytes or None,
-        largest_batch_size=0,
-    )
-
-
-def _parts_of(model: ModelSize) -> str:
     parts = {
         "parameters": model.parameters_bytes,
         "gradients": model.gradients_bytes,
         "optimizer states": model.optimizer_bytes,
     }
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size) or "its parts are unknown"
+    known = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    return _ruling(
+        oom,
+        "model_too_large",
+        f"The model takes {format_bytes(fixed)} before any batch, and torch can have {format_bytes(room)}: "
+        f"{known or 'its parts are unknown'}.",
+        sharded(oom) or f"It needs a GPU with more than {needed(oom)}{half}.",
+        "Adapters or frozen layers need fewer gradients and states.",
+        another_gpu(oom),
+        fixed_bytes=fixed,
+        largest_batch_size=0,
+    )
 
 
 def _batch_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
-    allocated, begin = oom.allocated_bytes, oom.begin_bytes
-    phases = (FORWARD, BACKWARD, OPTIMIZER, VALIDATION, "training_step", "host_to_device_copy")
-    if oom.phase not in phases and base_phase(oom.phase) not in phases:
+    if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY):
         return None
-    in_validation = base_phase(oom.phase) == VALIDATION
-    size = samples(run, oom)
-    if size is None and not in_validation and run.loader is not None:
+    size, begin = samples(run, oom), oom.begin_bytes
+    if size is None and not in_validation(oom) and run.loader is not None:
         size = run.loader.batch_size
-    taken = None if allocated is None or begin is None else allocated + oom.requested_bytes - begin
-    if taken is not None and taken < max(_MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+    taken = None if oom.allocated_bytes is None or begin is None else oom.wanted_bytes - begin
+    is_small = taken is not None and taken < max(_MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes)
+    if is_small or _has_fitted(oom):
         return None
-    if _has_fitted(oom):
-        return None
-    batch = f"{'In validation, the' if in_validation else 'The'} batch{f' of {size}' if size else ''}"
+    batch = f"{'In validation, the' if in_validation(oom) else 'The'} batch{f' of {size}' if size else ''}"
     why = f"{batch} does not fit."
     if taken is not None and begin is not None:
         why = f"{batch} takes more than {format_bytes(taken)}, and {format_bytes(begin)} do not depend on it."
@@ -371,53 +325,46 @@ def _batch_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         oom,
         "batch_too_large",
         why,
-        _sentences(smaller_batch(run, oom, size, fits), levers(run, oom), another_gpu(oom)),
+        smaller_batch(run, oom, size, fits),
+        levers(run, oom),
+        another_gpu(oom),
         batch_size=size,
         batch_bytes=taken,
-        begin_bytes=begin,
         largest_batch_size=fits.size,
-        why_no_largest_batch_size=fits.why_not or None,
     )
 
 
 def _has_fitted(oom: OutOfMemory) -> bool:
-    """Return whether batches of this size have fitted in earlier steps, which were not nearly as large as this one."""
-    if not oom.has_completed_steps or oom.memory is None or not oom.batch_shape or base_phase(oom.phase) == VALIDATION:
+    """Return whether batches of this size have fitted before, in much less memory."""
+    if not oom.has_completed_steps or oom.memory is None or not oom.batch_shape or in_validation(oom):
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
-    return is_usual and (oom.allocated_bytes or 0) + oom.requested_bytes > _NEARLY * oom.memory.peak_bytes
+    return is_usual and oom.wanted_bytes > _NEARLY * oom.memory.peak_bytes
 
 
 def _unexplained(run: RunMeasurements, oom: OutOfMemory) -> Ruling:
     free, requested = oom.free_bytes, oom.requested_bytes
     if free is not None and requested and free > requested and oom.message.allowed_bytes is None:
-        why = "More was free than was asked for. Another process may have held it a moment before, or a limit applies."
+        why = "More was free than was asked for: another process held it a moment before, or a limit applies."
     elif _has_fitted(oom) and oom.memory is not None:
         why = f"Batches of this size fitted before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
     elif kept := oom.kept_bytes:
         why = f"When the step began, {format_bytes(kept)} were in tensors that are not the model's, and did not grow."
     else:
         why = f"What filled the memory is not known: it was full in {oom.place}."
-    return _ruling(
-        oom,
-        "unexplained",
-        why,
-        _sentences(record(run), another_gpu(oom)),
-    )
+    return _ruling(oom, "unexplained", why, record(run), another_gpu(oom))
 
 
 def _host(run: RunMeasurements, oom: OutOfMemory) -> Ruling:
-    """Return why the memory of the host has run out."""
     message, loader = oom.message, run.loader
     fewer = ""
     if loader is not None and loader.num_workers:
         now = f"num_workers={loader.num_workers}, prefetch_factor={loader.prefetch_factor}"
-        fewer = f" Fewer workers or prefetched batches need less (now {now})."
-    if message.workers:
-        pids = ", ".join(map(str, message.workers))
-        why = f"The kernel killed worker {pids} of the DataLoader, because the memory of this machine or job was full."
-    elif oom.oom_kills:
-        why = "The kernel killed a process of this job, because the memory of this machine or job was full."
+        fewer = f"Fewer workers or prefetched batches need less (now {now})."
+    pids = ", ".join(map(str, message.workers))
+    if pids or oom.oom_kills:
+        who = f"worker {pids} of the DataLoader" if pids else "a process of this job"
+        why = f"The kernel killed {who}, because the memory of this machine or job was full."
     elif message.requested_bytes:
         available = format_bytes(run.host.memory_available_bytes)
         why = f"The host has {available} left, and {format_bytes(message.requested_bytes)} were asked for at once."
@@ -426,17 +373,19 @@ def _host(run: RunMeasurements, oom: OutOfMemory) -> Ruling:
     of_host = [growth for growth in oom.growth if growth.whose != "gpu"]
     if of_host:
         grown = growing_memory(of_host[0])
-        return _ruling(oom, "memory_growth", why, f"{grown.advice}{fewer}", **{**grown.evidence, "phase": oom.phase})
+        return _ruling(oom, "memory_growth", why, grown.advice, fewer, **{**grown.evidence, "phase": oom.phase})
     return _ruling(
         oom,
         "unexplained",
         why,
-        f"Look for what holds it with smem or top, sorted by memory.{fewer}",
-        workers=" ".join(map(str, message.workers)) or None,
+        "Look for what holds it with smem or top, sorted by memory.",
+        fewer,
+        workers=pids or None,
         memory_available_bytes=run.host.memory_available_bytes,
     )
 
 
+# The first one that applies is the verdict.
 _RULES: tuple[Callable[[RunMeasurements, OutOfMemory], Ruling | None], ...] = (
     _loading_checkpoint,
     _spike,

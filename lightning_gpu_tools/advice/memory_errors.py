@@ -1,4 +1,4 @@
-"""Which errors say that memory has run out, and what their messages say. Pure."""
+"""Which errors say that memory has run out, and what their messages say."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ Source = Literal["allocator", "library", "driver", "host"]
 
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-# Sizes have two decimals, so two that are equal can differ by this much as text.
-_ROUNDING = 0.01
+_ROUNDING = 0.01  # sizes have two decimals
 
 # torch's c10/cuda/CUDACachingAllocator.cpp from 2.2 to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
-# numpy's _ArrayMemoryError. A field that a message lacks is unknown: torch 2.3 printed the GPU's number as a NUL, where
-# the rest of the text was cut off.
+# numpy's _ArrayMemoryError. Any field may be missing: torch 2.3 wrote a NUL that cut the message off.
 _FIELDS = {
     "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
@@ -29,7 +27,6 @@ _FIELDS = {
     "graph_pool_bytes": rf"with {_SIZE} allocated in private pools",
     "cached_bytes": rf"and {_SIZE} is reserved by PyTorch but unallocated",
 }
-_GPU = re.compile(r"(?:GPU|on device) (\d+)\b")
 _OTHER_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _WORKERS = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: Killed)"
@@ -37,8 +34,6 @@ _WORKERS = re.compile(
 
 
 class _Kind(NamedTuple):
-    """A kind of message: what it holds, whose memory it speaks of, who asked for it, whether it means nothing else."""
-
     pattern: str
     source: Source
     name: str
@@ -63,49 +58,24 @@ _KINDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemoryMessage:
-    """What an out-of-memory error says; ``None`` where it says nothing.
+    """What an out-of-memory error says; ``None`` where it says nothing."""
 
-    Attributes:
-        source: Whose memory ran out: of the GPU for torch's ``allocator``, for a ``library`` (cuBLAS, cuDNN, NCCL) or
-            for the ``driver``; or the memory of the ``host``.
-        name: Who asked for it, in words.
-        is_certain: Whether the message means nothing else.
-        requested_bytes: What could not be had. On a GPU that is the segment: 2 MiB for up to 1, 20 for up to 10.
-        gpu: Torch's number of the GPU.
-        total_bytes: All memory of the GPU.
-        free_bytes: What the driver reports as free of it.
-        process_bytes: What this process uses of it, with what torch does not know of.
-        others_bytes: What each other process uses of it, by its number as the driver gives it.
-        allowed_bytes: What torch was allowed to use, if it was.
-        allocated_bytes: What tensors use.
-        graph_pool_bytes: The part of it in pools of CUDA graphs, with what is free in them.
-        cached_bytes: What torch keeps beside it.
-        workers: The loader's workers that were killed.
-    """
-
-    source: Source
-    name: str
-    is_certain: bool = True
-    requested_bytes: int | None = None
-    gpu: int | None = None
+    source: Source  # that ran out of the GPU's memory, or the host of its own
+    name: str  # who asked for it, in words
+    is_certain: bool = True  # the message has no other meaning
+    requested_bytes: int | None = None  # on a GPU the segment: 2 MiB for up to 1, 20 for up to 10
     total_bytes: int | None = None
-    free_bytes: int | None = None
-    process_bytes: int | None = None
-    others_bytes: Mapping[int, int] = field(default_factory=dict)
-    allowed_bytes: int | None = None
-    allocated_bytes: int | None = None
-    graph_pool_bytes: int | None = None
-    cached_bytes: int | None = None
-    workers: tuple[int, ...] = ()
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """What torch has of the GPU."""
-        return None if self.allocated_bytes is None else self.allocated_bytes + (self.cached_bytes or 0)
+    free_bytes: int | None = None  # as the driver reports it
+    others_bytes: Mapping[int, int] = field(default_factory=dict)  # by the driver's number of the process
+    allowed_bytes: int | None = None  # by a limit on torch
+    allocated_bytes: int | None = None  # in tensors
+    graph_pool_bytes: int | None = None  # the part of it in pools of CUDA graphs, with what is free there
+    cached_bytes: int | None = None  # what torch keeps beside it
+    workers: tuple[int, ...] = ()  # PIDs of the loader's workers that were killed
 
 
 def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
-    """Return what an error, or one that it was raised from, says of memory that has run out; ``None`` if nothing."""
+    """Return what an error, or one behind it, says of memory that ran out; ``None`` if nothing."""
     for one in _chain(error):
         text = str(one)
         classes = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(one).__mro__}
@@ -113,16 +83,15 @@ def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
             return parse(text) or OutOfMemoryMessage(source="allocator", name="torch")
         if isinstance(one, MemoryError):
             return parse(text) or OutOfMemoryMessage(source="host", name="the program")
-        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker of the loader that ended while it sent a batch
+        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker ended while it sent a batch
             return OutOfMemoryMessage(source="host", name="the program", is_certain=False)
-        # A text alone is not enough: an error of the user's program may quote one.
+        # An error of the user's program may quote such a text.
         if isinstance(one, (RuntimeError, OSError)) and (found := parse(text)) is not None:
             return found
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Give an error and what it was raised from, or raised while handling."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:
@@ -132,24 +101,23 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def parse(text: str) -> OutOfMemoryMessage | None:
-    """Return what the text of an error says of memory that has run out; ``None`` if it does not speak of that."""
+    """Return what the text of an error says of memory that ran out; ``None`` if nothing."""
     kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
     if kind is None:
         return None
     sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
     others = {int(match[1]): size for match in _OTHER_PROCESS.finditer(text) if (size := _size(match)) is not None}
-    if sizes["process_bytes"] is None and sizes["allocated_bytes"] is not None:
-        # A container has numbers of its own for processes, so torch does not know which one it is itself.
+    if sizes.pop("process_bytes") is None and sizes["allocated_bytes"] is not None:
+        # In a container torch does not know which process it is.
         reserved = sizes["allocated_bytes"] + (sizes["cached_bytes"] or 0)
         large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
         if large:
-            sizes["process_bytes"] = others.pop(min(large)[1])
-    gpu, workers = _GPU.search(text), _WORKERS.search(text)
+            del others[min(large)[1]]
+    workers = _WORKERS.search(text)
     return OutOfMemoryMessage(
         source=kind.source,
         name=kind.name,
         is_certain=kind.is_certain,
-        gpu=None if gpu is None else int(gpu[1]),
         others_bytes=others,
         workers=() if workers is None else tuple(map(int, workers[1].split(","))),
         **sizes,
@@ -157,10 +125,9 @@ def parse(text: str) -> OutOfMemoryMessage | None:
 
 
 def _size(match: re.Match[str] | None) -> int | None:
-    """Return the size at the end of a match; ``None`` without one, and for 2^64, by which NVML says "not available"."""
+    """Return the size at the end of a match; ``None`` for 2^64, by which NVML says "not available"."""
     if match is None:
         return None
     number, unit = match.groups()[-2:]
     size = float(number) * _UNITS[unit]
-    # Half of it: the text is rounded, and no memory is nearly as large.
-    return int(size) if size < MAX_BYTES / 2 else None
+    return int(size) if size < MAX_BYTES / 2 else None  # the text is rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from statistics import fmean
@@ -10,15 +11,13 @@ from statistics import fmean
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the median with at least 95 % confidence; ``None`` for fewer than six values.
 
-    Distribution-free: from the k-th smallest to the k-th largest value. A fair coin tossed once for each value shows
-    fewer than k heads in at most 2.5 % of cases.
+    From the k-th smallest to the k-th largest, where so many tosses of a coin rarely (2.5 %) show fewer than k heads.
     """
     count = len(values)
-    rank, ways, ways_below = 0, 1, 1  # binomial coefficients as integers: a large power of two has no float
+    rank, ways_below = 0, 1
     while rank < count and 40 * ways_below <= 2**count:
-        ways = ways * (count - rank) // (rank + 1)
-        ways_below += ways
         rank += 1
+        ways_below += math.comb(count, rank)
     if rank == 0:
         return None
     ordered = sorted(values)
@@ -28,8 +27,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the mean with some 95 % confidence; ``None`` for fewer than six values.
 
-    By the bootstrap: from the 25th to the 975th of 1,000 means, each of as many values drawn at random. What a single
-    value adds is missing from every third of them, so one accident does not move the lower end.
+    By the bootstrap. A single value is missing from every third draw, so one accident does not move the lower end.
     """
     if len(values) < 6:
         return None

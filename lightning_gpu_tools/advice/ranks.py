@@ -6,37 +6,31 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, median_low
-from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Finding, counted
+from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Evidence, Finding, counted
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
-# TraceML's rule: report an excess over the median rank from 10 % of the step on, and blame a phase only if it accounts
-# for 80 % of that excess.
+# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase if it is 80 % of that.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
-# Of normal noise, a standard deviation is so many times the median absolute deviation (Hampel's identifier).
-_SIGMA_PER_MAD = 1.4826
-# Our default: no rank is blamed unless the others wait longer than it does, by half of its excess. It is not more
-# because they also wait for each other, now and then.
-_MIN_WAITED = 0.50
-# Our defaults: a rank that is late in nine parts of ten is always late. What happens in one part or two is an accident,
-# unless there are not many more.
-_ALWAYS = 0.90
-_MIN_LATE_PARTS = 3
-# Our defaults: from here on slow storage, or clocks that are held down, explain why a rank is slow, if the median rank
-# has half of that at most.
+_SIGMA_PER_MAD = 1.4826  # standard deviation of normal noise by its median absolute deviation (Hampel's identifier)
+# Our defaults from here on.
+_MIN_WAITED = 0.50  # of its excess, that the others wait longer than a rank that is blamed
+_ALWAYS = 0.90  # of the parts of a run
+_MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few
+# From here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
 _MIN_STORAGE_PERCENT = 30.0
 _MIN_THROTTLED_PERCENT = 20.0
 
+_GPU_ADVICE = "compare its clocks, its temperature and other jobs on that machine with those of the other ranks"
 _ADVICE = {
     "data_loading": "compare its storage, its cores and its loader's settings with those of the other ranks",
     "host_to_device_copy": "compare the size of its batches and its PCIe link with those of the other ranks",
     "forward": "compare the size of its batches, its clocks and temperature, and other jobs on that machine",
-    "backward": "compare its clocks, its temperature and other jobs on that machine with those of the other ranks",
-    "optimizer": "compare its clocks, its temperature and other jobs on that machine with those of the other ranks",
+    "backward": _GPU_ADVICE,
+    "optimizer": _GPU_ADVICE,
     "callback": "make it cheaper there, or call it less often",
     "logging": "log less often: Trainer(log_every_n_steps=...)",
     "checkpoint": "save less often, or in the background with AsyncCheckpointIO(PortableCheckpointIO())",
@@ -51,25 +45,10 @@ _ADVICE_IN_OWN_LOOP = {
 _IN_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 
 
-class _Lateness(NamedTuple):
-    """When a rank took longer than the median rank.
-
-    Attributes:
-        share: In how many of the parts of the run that are known.
-        when: The same in words; empty if it is not known.
-        is_certain: Whether it is more than an accident, or noise.
-    """
-
-    share: float
-    when: str
-    is_certain: bool
-
-
 def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
     """Return the rank that works longest on a step, and how many seconds longer than the median rank.
 
-    With an even number of ranks the faster of the two in the middle counts as the median. A part of the step that one
-    of them does not know of itself does not count. ``None`` with one rank.
+    With an even number of ranks that is the faster of the two in the middle. ``None`` with one rank.
     """
     if len(ranks) < 2:
         return None
@@ -80,19 +59,19 @@ def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
 
 def _own_s(ranks: Sequence[RankStep]) -> list[float]:
     unknown = _unknown(ranks)
+    # Without what only some ranks know of themselves.
     return [rank.own_step_s - sum(rank.phase_s.get(part, 0.0) for part in unknown) for rank in ranks]
 
 
 def _unknown(ranks: Sequence[RankStep]) -> list[str]:
-    """Return the parts of the step that some ranks know of themselves, and others do not."""
     knowing = {part: sum(part in rank.phase_s for rank in ranks) for part in _IN_STEP}
     return [part for part, count in knowing.items() if 0 < count < len(ranks)]
 
 
 def straggler(run: RunMeasurements) -> Finding | None:
-    """Return the rank or the node that all others wait for, with the phase in which it loses its time if there is one.
+    """Return the rank or the node that all others wait for, if possible with the phase in which it loses its time.
 
-    Its share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
+    The share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
     """
     ranks, found = run.ranks, slowest_rank(run.ranks)
     if found is None:
@@ -103,89 +82,80 @@ def straggler(run: RunMeasurements) -> Finding | None:
     behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
-    if share < _MIN_EXCESS or not _is_waited_for(slow, excess_s, ranks):
+    # Whether the others wait for it may be unknown, and what a phase holds may be a wait as well.
+    waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
+    is_waited_for = slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
+    if share < _MIN_EXCESS or not is_waited_for:
         return None
     late = _lateness(ranks, slow, excess_s, run.step_s)
-    if not late.is_certain:
+    if late is None:
         return None
+    late_share, when = late
     who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
-    evidence: dict[str, float | str] = {
+    evidence: Evidence = {
         "who": who,
         "rank": slow.rank,
         "node": slow.node,
         "behind_ms_per_step": excess_s * 1e3,
         "own_ms_per_step": slow.own_step_s * 1e3,
         "median_ms_per_step": (slow.own_step_s - excess_s) * 1e3,
-        "late_percent": 100 * late.share,
+        "late_percent": 100 * late_share,
         "ranks": len(ranks),
+        "phase": phase,
     }
     if phase is None:
-        where = "No single phase accounts for it: compare that machine's cores, storage and clocks with the others."
+        where = "No single phase accounts for it: compare its cores, storage and clocks with those of the others."
     else:
-        evidence["phase"] = phase
-        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[base_phase(phase)]
-        where = f"It loses the time in {_in_words(phase)}: {advice}."
+        group, _, name = phase.partition("/")
+        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
+        words = printable(name) or _IN_STEP.get(group) or PHASES[group].label
+        where = f"It loses the time in {words}: {advice}."
     sentences = (
         f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
         f"{len(ranks):,} ranks.",
-        late.when,
+        when,
         others,
         where,
         _hardware_behind(ranks, slow, phase, evidence),
     )
-    return counted("straggler", share, evidence=evidence, advice=" ".join(filter(None, sentences)))
+    return counted("straggler", share, evidence, " ".join(filter(None, sentences)))
 
 
 def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
-    """Return the places of the values that are larger than the noise of all explains."""
+    """Return the places of the values that the noise of all does not explain."""
     typical_s = median_low(values_s)
     sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
-    # Of n values with normal noise, the highest is about sqrt(2 ln n) standard deviations above the mean. One more
-    # stands out.
+    # Of n values with normal noise, the highest is at some sqrt(2 ln n) standard deviations.
     least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
     return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
 
 def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
-    """Return what to call the slowest rank, in short and at length, and a sentence about others that are slow, too.
-
-    It is its node if all ranks of that are slow, and there are other nodes.
-    """
+    """Return what to call the slowest rank, or its node if all of that is slow; the same at length; and the others."""
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
         members[rank.node].add(rank.rank)
     nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= behind}
     if slow.node in nodes and len(members) > 1:
-        who, named = f"node {slow.node}", f"node {slow.node} (ranks {number_ranges(members[slow.node])})"
-        return who, named, _slow_too("Node", nodes - {slow.node})
-    gpu = "" if slow.gpu is None else f", GPU {slow.gpu}"
-    who = f"rank {slow.rank}"
-    return who, f"{who} (node {slow.node}{gpu})", _slow_too("Rank", behind - {slow.rank})
+        kind, others = "node", nodes - {slow.node}
+        who = f"node {slow.node}"
+        named = f"{who} (ranks {number_ranges(members[slow.node])})"
+    else:
+        kind, others = "rank", behind - {slow.rank}
+        who = f"rank {slow.rank}"
+        named = f"{who} (node {slow.node}{'' if slow.gpu is None else f', GPU {slow.gpu}'})"
+    return who, named, f"Also slow: {kind}{'s' * (len(others) > 1)} {number_ranges(others)}." if others else ""
 
 
-def _slow_too(kind: str, numbers: set[int]) -> str:
-    if not numbers:
-        return ""
-    several = len(numbers) > 1
-    return f"{kind}{'s' * several} {number_ranges(numbers)} {'are' if several else 'is'} slow, too."
-
-
-def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> _Lateness:
-    """Return when a rank was slower than the median rank, by the parts of the run that all of them know.
-
-    Args:
-        ranks: All of them.
-        slow: The one.
-        excess_s: By how much it is slower, on average.
-        step_s: How long a step takes.
-    """
+def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
+    """Return in which share of the run a rank was late, and when; ``None`` for an accident, or noise."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
     typical_s = map(median_low, zip(*(one[:count] for one in parts), strict=True))
     seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
     if count < 2 or _unknown(ranks) or fmean(seen_s) < excess_s / 2:  # in what is not part of a steady step
-        return _Lateness(1.0, "", is_certain=True)
+        return 1.0, ""
     late = [one_s > fmean(seen_s) / 2 for one_s in seen_s]
     numbers = [number for number, is_late in enumerate(late) if is_late]
     lasted, whole = (format_duration(number * steps * step_s) for number in (len(numbers), count))
@@ -197,13 +167,13 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
         when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
     else:
         when = f"It is late now and then, for {lasted} of {whole}."
-    # Noise goes both ways: at other times such a rank is faster than the others by as much.
+    # Noise goes both ways: at other times a rank is as much faster.
     is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
-    return _Lateness(len(numbers) / count, when, is_certain)
+    return (len(numbers) / count, when) if is_certain else None
 
 
 def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
-    """Return a rank's own work over time in parts of so many steps, a power of two times as many as it has."""
+    """Return a rank's own work over time in parts of so many steps: a power of two times as many as it has."""
     parts, length = list(rank.own_s_over_time), rank.steps_over_time
     while 0 < length < steps:
         parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
@@ -211,10 +181,7 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
     return parts
 
 
-def _hardware_behind(
-    ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: dict[str, float | str]
-) -> str:
-    """Return in words, and add to the evidence, what is wrong with the slow rank's hardware and not with others'."""
+def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
     if phase in (DATA_LOADING, EPOCH_START):
         name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
     elif phase is None or phase in _IN_STEP:
@@ -230,48 +197,32 @@ def _hardware_behind(
 
 
 def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
-    """Return that ranks wait for one another where no rank can be blamed for it."""
+    """Return that ranks wait for one another where none can be blamed for it."""
     waits = mean_wait_s(run.ranks)
     if waits is None or waits < MIN_COMMUNICATION * run.step_s or straggler(run) is not None:
         return None
     if all("backward" in rank.phase_s for rank in run.ranks):
         why = (
-            "No rank always works longer than the others: the network is slow, or there are too few cores and a "
-            "different rank is late each time."
+            "No rank always works longer than the others: the network is slow, or cores are few and another rank is "
+            "late each time."
         )
     else:
-        why = (
-            "Which rank is slow cannot be told. With this strategy ranks also wait in forward, backward and optimizer."
-        )
-    change = (
-        "Set Trainer(accumulate_grad_batches=...)"
-        if run.has_trainer
-        else "Accumulate gradients over several batches (no_sync)"
-    )
+        why = "Which rank is slow is unknown: with this strategy ranks also wait in forward, backward and optimizer."
+    change = "Set Trainer(accumulate_grad_batches=...)"
+    if not run.has_trainer:
+        change = "Accumulate gradients over several batches (no_sync)"
     return counted(
         "communication",
         min(waits / run.step_s, 1.0),
-        evidence={"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
-        advice=f"{why} {change} so that they meet less often, or use fewer ranks.",
+        {"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
+        f"{why} {change} so that they meet less often, or use fewer ranks.",
     )
 
 
 def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
-    """Return for how long a rank waits for others on a step, the mean over the ranks; ``None`` if that is unknown."""
+    """Return for how long the mean rank waits for others on a step; ``None`` if that is unknown."""
     waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
     return fmean(waits) if waits and len(waits) == len(ranks) else None
-
-
-def _in_words(phase: str) -> str:
-    """Return ``"waiting for data"``, ``"its backward pass"``, ``"SlowCallback"`` or ``"LitModel.on_train_start"``."""
-    group, _, name = phase.partition("/")
-    return printable(name) or _IN_STEP.get(group) or PHASES[group].label
-
-
-def _is_waited_for(slow: RankStep, excess_s: float, ranks: Sequence[RankStep]) -> bool:
-    """Return whether the others wait for it, as far as that is known: what a phase holds may be a wait as well."""
-    waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
-    return slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
 
 
 def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> str | None:

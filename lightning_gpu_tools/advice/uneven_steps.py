@@ -22,69 +22,57 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 from lightning_gpu_tools.units import printable
 
-# From this share of the wall time on, slow steps and a slow beginning are reported.
-MIN_UNEVEN = 0.10
-# Of what adds up to that, the largest part is named, and each other one whose end would be a gain worth reporting.
+MIN_UNEVEN = 0.10  # of the wall time
+# Of what adds up to that, the largest part is named, and each other one that is worth reporting.
 _MIN_SHARE = 1 - 1 / MIN_CEILING
-# A beginning is slow if a step takes twice as long as later, as a slow step takes twice the median.
-_TIMES = 2.0
-# Our default: one slow step or two are accidents, which no change would prevent.
-_MIN_SLOW_STEPS = 3
-# Our defaults: three intervals in four are the period, or a multiple of it where a step was not slow; at least two, and
-# half of all, are the period itself.
+_TIMES = 2.0  # a slow step takes twice the median, and a step of a slow beginning twice as long as later
+# Our defaults from here on.
+_MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
+# Three intervals in four are multiples of the period; two, and half of all, are it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
-# Our default: the batches of slow steps are longer if they have half as many numbers again as other batches.
-_LONGER = 1.5
-# Our default: "nearly all" of the waiting.
-_NEARLY_ALL = 0.90
-# Four workers that are too few make every fourth step wait for as long as four take. Our default: what waits for twice
-# that has another reason, and replaces the steady one if it is half of all waiting.
+_LONGER = 1.5  # times as many numbers as in other batches
+_NEARLY_ALL = 0.90  # of the waiting
+# Four workers that are too few make every fourth step wait as long as four take. Waits twice as long have another
+# reason, and replace the steady one if they are half of all.
 _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
 # Slow steps in these have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
-# By whether a Trainer drives the training.
-_ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}
-_OF_RANKS = ("straggler", "communication")
+_ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 
 
 class Uneven(NamedTuple):
-    """Something that makes steps unlike.
+    """Something that makes steps unlike."""
 
-    Attributes:
-        phase: Where these steps lose their time.
-        share: Fraction of the wall time that as many other steps would not have taken; of it, on a GPU, that for which
-            the GPU was idle.
-        lasting: Whether it is more than the start of the program, or an accident.
-        evidence: Numbers, and text.
-    """
-
-    phase: str
-    share: float
-    lasting: bool
+    phase: str  # where these steps lose their time
+    share: float  # of the wall time, that other steps would not have taken; on a GPU, while it was idle
+    lasting: bool  # more than the start of the program, or an accident
     evidence: Mapping[str, float | str]
 
 
 def details(evidence: Mapping[str, float | str]) -> str:
-    """Return in words which steps are slow, and in which phase if that is given; empty without such evidence."""
+    """Return in words which steps are slow; empty without such evidence."""
     where = _quoted(str(evidence.get("phase", "")))
     if "first_steps" in evidence:
-        count = "" if evidence["first_steps"] == 1 else " {first_steps:,}".format_map(evidence)
+        count = "" if evidence["first_steps"] == 1 else f" {evidence['first_steps']:,}"
         first = f"the first{count} of {evidence['of_steps']:,} steps"
         if where:
             return f"in {first} {where} took {_rounded(evidence['times_later'])} times as long"
         return f"{evidence['first_percent']:.0f} % of it in {first}"
     if "slow_steps" not in evidence:
         return ""
-    text = "{slow_steps:,} of {of_steps:,} steps took ".format_map(evidence)
-    text += f"{_rounded(evidence['times_median'])} times the median"
-    text += ", every {every_steps} steps".format_map(evidence) if "every_steps" in evidence else ""
-    text += ", the period of {period}".format_map(evidence) if "period" in evidence else ""
-    return text + (f", in {where}" if where else "")
+    times = _rounded(evidence["times_median"])
+    parts = [
+        f"{evidence['slow_steps']:,} of {evidence['of_steps']:,} steps took {times} times the median",
+        f"every {evidence['every_steps']} steps" if "every_steps" in evidence else "",
+        f"the period of {evidence['period']}" if "period" in evidence else "",
+        where and f"in {where}",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _rounded(times: float | str) -> str:
@@ -101,12 +89,17 @@ def _quoted(phase: str) -> str:
 def uneven(run: RunMeasurements) -> list[Uneven]:
     """Return what makes steps unlike, the largest first, if it takes a tenth of the wall time."""
     times = run.step_times
+    if times is None:
+        return []
     # What was slow by the median of its time need not be by that of the run.
-    slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s] if times else []
-    beginnings = [one for group in PHASES if (one := _slow_beginning(run, group, slow_steps)) is not None]
-    ends = {one.phase: one.evidence["first_steps"] for one in beginnings}
-    later = [slow for slow in slow_steps if slow.steps[-1] > float(ends.get(base_phase(slow.phase), 0))]
-    found = [*beginnings, *(_slow_steps(run, slow) for slow in later if base_phase(slow.phase) != MONITORING)]
+    slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s]
+    groups = [group for group in PHASES if group not in (MONITORING, *PAUSES)]
+    found = [one for group in groups if (one := _slow_beginning(run, times, group, slow_steps)) is not None]
+    ends = {one.phase: float(one.evidence["first_steps"]) for one in found}
+    for slow in slow_steps:
+        group = base_phase(slow.phase)
+        if group != MONITORING and slow.steps[-1] > ends.get(group, 0.0):
+            found.append(_slow_steps(run, times, slow))
     found.sort(key=lambda one: -one.share)
     between = [one for one in found if one.phase not in PAUSES]  # users ask for the others
     named = between[:1] if sum(one.share for one in between) >= MIN_UNEVEN else []
@@ -114,7 +107,7 @@ def uneven(run: RunMeasurements) -> list[Uneven]:
 
 
 def _lost(run: RunMeasurements, phase: str, share: float) -> float:
-    """Return for which part of this share the GPU was idle, as far as it is known."""
+    """Return for which part of this share the GPU was idle, as far as is known."""
     if base_phase(phase) != TRAINING_STEP:
         return min(1.0, share * run.exposed(phase), run.idle_share)
     # While the GPU is busy, the host may only be waiting for it.
@@ -122,33 +115,26 @@ def _lost(run: RunMeasurements, phase: str, share: float) -> float:
     return min(1.0, share if in_step is None else min(share, in_step))
 
 
-def _slow_steps(run: RunMeasurements, slow: SlowSteps) -> Uneven:
-    times = run.step_times
-    assert times is not None
+def _slow_steps(run: RunMeasurements, times: StepTimes, slow: SlowSteps) -> Uneven:
     evidence: dict[str, float | str] = {
         "slow_steps": slow.count,
         "of_steps": times.count,
         "times_median": slow.seconds / slow.count / max(times.p50_s, 1e-9),
         "latest_steps": ", ".join(map(str, slow.steps[-5:])),
     }
-    every = period(slow.steps)
-    if every is not None:
+    if every := period(slow.steps):
         evidence["every_steps"] = every
-        name = None if slow.phase in PAUSES else _name_of_period(run, every)
-        if name is not None:
+        if slow.phase not in PAUSES and (name := _name_of_period(run, times, every)):
             evidence["period"] = name
-    if slow.batch_items and times.batch_items and slow.batch_items >= _LONGER * times.batch_items:
-        evidence["batch_items_times"] = slow.batch_items / times.batch_items
+    longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
+    if longer >= _LONGER:
+        evidence["batch_items_times"] = longer
     share = _lost(run, slow.phase, slow.excess_s / run.wall_s)
     return Uneven(slow.phase, share, slow.count >= _MIN_SLOW_STEPS, evidence)
 
 
 def period(steps: Sequence[int]) -> int | None:
-    """Return every how many steps one of these comes, if they come regularly.
-
-    Args:
-        steps: Their numbers, in order. Neighbors count as one.
-    """
+    """Return every how many steps one of these comes, if regularly. Neighbors count as one."""
     firsts = [step for before, step in pairwise((0, *steps)) if step - before > 1]
     apart = Counter(after - before for before, after in pairwise(firsts))
     if not apart:
@@ -159,12 +145,10 @@ def period(steps: Sequence[int]) -> int | None:
     return every if often >= max(_MIN_INTERVALS, intervals / 2) and regular >= _REGULAR * intervals else None
 
 
-def _name_of_period(run: RunMeasurements, every: int) -> str | None:
-    """Return what the training does as often as that; ``None`` if it is not known."""
-    pauses = {slow.phase: slow.steps for slow in (run.step_times.slow if run.step_times else ())}
+def _name_of_period(run: RunMeasurements, times: StepTimes, every: int) -> str | None:
+    pauses = {slow.phase: slow.steps for slow in times.slow}
     known = {
         _ACCUMULATION[run.has_trainer]: run.accumulate_grad_batches,
-        # A loop logs when it likes.
         "log_every_n_steps": run.log_every_n_steps * run.accumulate_grad_batches if run.has_trainer else None,
         "validation": period(pauses.get(VALIDATION, ())),
         "checkpoints": period(pauses.get(CHECKPOINT, ())),
@@ -173,9 +157,11 @@ def _name_of_period(run: RunMeasurements, every: int) -> str | None:
     return next((name for name, steps in known.items() if steps == every), None)
 
 
-def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowSteps]) -> Uneven | None:
-    """Return the beginning in which a phase, and with it the step, took at least twice as long as later."""
-    if not run.spans or group in (MONITORING, *PAUSES):
+def _slow_beginning(
+    run: RunMeasurements, times: StepTimes, group: str, slow_steps: Sequence[SlowSteps]
+) -> Uneven | None:
+    # In it a phase, and with it the step, took twice as long as later.
+    if not run.spans:
         return None
     done_steps = list(accumulate(span.steps for span in run.spans))
     done_s = list(accumulate(span.phase_s.get(group, 0.0) for span in run.spans))
@@ -202,12 +188,12 @@ def _slow_beginning(run: RunMeasurements, group: str, slow_steps: Sequence[SlowS
         "first_percent": 100 * first_s / seconds,
         "times_later": first_s / first_steps / max(later_s, 1e-9),
     }
-    warm_up = run.steps - (run.step_times.count if run.step_times else 0)
+    warm_up = run.steps - times.count
     return Uneven(group, _lost(run, group, excess_s / run.wall_s), first_steps > warm_up, evidence)
 
 
 def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with what is uneven: added to the finding of its cause, or as one of its own."""
+    """Return the findings with what is uneven, in that of its cause or in its own."""
     findings = list(found)
     for one in uneven(run):
         if not one.lasting or one.evidence.get("period") in _ACCUMULATION.values():
@@ -227,21 +213,17 @@ def with_uneven_steps(run: RunMeasurements, found: Sequence[Finding]) -> list[Fi
 
 def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
     """Return in words what is the most uneven beside the findings; empty if there is nothing."""
-    rest = (
-        one for one in uneven(run) if one.phase not in PAUSES and not any(_is_about(each, one) for each in findings)
-    )
-    first = next(rest, None)
-    if first is None:
-        return ""
-    return f"{details({**first.evidence, 'phase': first.phase})}: {100 * first.share:.0f} % of the wall time"
+    for one in uneven(run):
+        if one.phase not in PAUSES and not any(_is_about(finding, one) for finding in findings):
+            return f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time"
+    return ""
 
 
 def _is_about(finding: Finding, one: Uneven) -> bool:
-    """Return whether a finding is about the phase that is uneven."""
     if finding.cause == "slow_steps":
         return finding.evidence["phase"] == one.phase
     group, _, name = one.phase.partition("/")
-    if finding.cause in _OF_RANKS:
+    if finding.cause in ("straggler", "communication"):
         return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
     if group == TRAINING_STEP:
         return finding.cause == name  # backward, optimizer
@@ -250,17 +232,19 @@ def _is_about(finding: Finding, one: Uneven) -> bool:
 
 def _slow_work(one: Uneven) -> Finding:
     evidence, where = one.evidence, _quoted(one.phase)
+    basis: Basis = "measured"
     if "first_steps" in evidence:
         kind = "beginning"
+        basis = "heuristic"
         advice = (
-            "A longer training loses less. If the lengths of batches vary, pad them to few sizes: torch.compile and "
-            "cuDNN start anew for each size."
+            "A longer training loses less. Pad batches to few lengths: torch.compile and cuDNN start anew for each."
         )
     elif "batch_items_times" in evidence:
         kind = "longer_batches"
+        basis = "heuristic"
         advice = (
-            f"The batches of slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers as the "
-            "others. Put samples of similar length into one batch, or limit the tokens of a batch."
+            f"Slow steps have {_rounded(evidence['batch_items_times'])} times as many numbers in a batch. Put samples "
+            "of similar length into one batch, or limit its tokens."
         )
     elif "every_steps" in evidence:
         kind = "periodic"
@@ -270,15 +254,14 @@ def _slow_work(one: Uneven) -> Finding:
     else:
         kind = "irregular"
         advice = (
-            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. Rare "
-            "samples, a full disk, other programs or, with several ranks, a slow rank can be behind it."
+            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. It can be "
+            "rare samples, a full disk, other programs or a slow rank."
         )
-    basis: Basis = "heuristic" if kind in ("beginning", "longer_batches") else "measured"
     return counted("slow_steps", one.share, {"kind": kind, "phase": one.phase, **evidence}, advice, basis)
 
 
 def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
-    """Return what uneven waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
+    """Return what waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
     evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
     begins = "first_steps" in evidence
     if begins:
@@ -294,15 +277,15 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
     if begins:
         kind = "cold_cache"
         advice = (
-            "Later steps need no change: by then the data is cached, so a longer run loses less. To speed up the "
-            "beginning, copy the data to a local disk beforehand."
+            "Later steps need no change: by then the data is cached. To speed up the beginning, copy it to a local "
+            "disk beforehand."
         )
     else:
         kind = "slow_batches"
         advice = (
             f"Some batches take as long to load as {_rounded(evidence['times_median'])} steps, the latest at steps "
-            f"{evidence['latest_steps']}. Find what the dataset does for them. To bridge the gaps, prefetch more "
-            "batches than that (num_workers times prefetch_factor)."
+            f"{evidence['latest_steps']}. Find what the dataset does for them, or prefetch more batches than that "
+            "(num_workers times prefetch_factor)."
         )
     shown = {"kind": kind, "num_workers": workers, **evidence}
     return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")

@@ -150,7 +150,7 @@ drivers = st.builds(
 )
 
 
-@given(drivers, st.lists(ranks, max_size=3))
+@given(drivers, st.lists(ranks, min_size=1, max_size=3))
 def test_the_parts_add_up_and_none_is_negative(driver: DriverMemory, ranks: list[RankMemory]) -> None:
     account = account_for(driver, ranks)
     assert all(size > 0 for size in account.parts_bytes.values())

@@ -109,7 +109,7 @@ FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
             {"begins": FLAT, "others": {9: 6 * GIB}, "gpus": (this_gpu(GpuProcess(pid=9, user="ann", name="train.py",
              memory_used_bytes=6 * GIB)),), "own_pids": frozenset({1})},
             "other_processes",
-            "Process 9 (train.py) of ann has 6.00 GiB",
+            "process 9 (train.py) of ann has 6.00 GiB",
             id="others from the beginning",
         ),
         pytest.param(

@@ -86,10 +86,10 @@ def a_job(nodes: int, local_ranks: int, more_s: Over, phase: str = "forward", **
     ("nodes", "local_ranks", "slow", "who", "words"),
     [
         (128, 8, {17}, "rank 17", "for rank 17 (node 2, GPU 1), which takes"),
-        (128, 8, {17, 900}, "rank", "slow, too."),
+        (128, 8, {17, 900}, "rank", "Also slow: rank"),
         (128, 8, {*range(24, 32)}, "node 3", "for node 3 (ranks 24 to 31), which takes"),
-        (128, 8, {*range(24, 32), *range(1016, 1024)}, "node", "slow, too."),
-        (128, 8, {*range(24, 31)}, "rank", "are slow, too."),  # not all of it
+        (128, 8, {*range(24, 32), *range(1016, 1024)}, "node", "Also slow: node"),
+        (128, 8, {*range(24, 31)}, "rank", "Also slow: ranks"),  # not all of it
         (8, 1, {5}, "rank 5", "for rank 5 (node 5, GPU 0)"),
         (1, 8, {5}, "rank 5", "for rank 5 (node 0, GPU 5)"),
         (2, 4, {4, 5, 6, 7}, "node 1", "for node 1 (ranks 4 to 7)"),

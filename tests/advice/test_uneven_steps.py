@@ -83,7 +83,7 @@ NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
             {"garbage_collection": every(30, 0.4)},
             "garbage_collection",
             {"every_steps": 30},
-            "Python's garbage collector takes 39 % of the wall time (",
+            "Garbage collection takes 39 % of the wall time (",
         ),
         (
             {"data_loading": every(40, 2.0)},
