@@ -13,7 +13,7 @@ from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.request import Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus
-from lightning_gpu_tools.trainer.families import CUDAAccelerator
+from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 
 
 @documented
@@ -54,7 +54,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
-        self.__class__ = _class_with(type(self), request)
+        # Lightning calls parse_devices on the class of an accelerator, not on the accelerator.
+        self.__class__ = own_class(type(self), _request=request)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self).__bases__[0], self._request), vars(self)  # pickle cannot find its class by name
@@ -72,16 +73,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         return placement.how_many(cls._request)
 
 
-def _class_with(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> type[FreeMemoryCUDAAccelerator]:
-    # Lightning calls parse_devices on the class of an accelerator, so each has a class of its own with its options.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_request": request}
-    metaclass: Any = type(cls)
-    made: type[FreeMemoryCUDAAccelerator] = metaclass(cls.__name__, (cls,), names)
-    return made
-
-
 def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:
-    cls = _class_with(cls, request)
+    cls = own_class(cls, _request=request)
     return cls.__new__(cls)
 
 

@@ -229,7 +229,7 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
         options = self._options  # **self._options would mislead jsonargparse
         for name, part in options.items():
             _refuse_foreign(type(self).__name__, name, part, family)
-        self.__class__ = _class_for(type(self), family)
+        self.__class__ = own_class(type(self), _family=family)
         FamilyStrategy.__init__(self, **options)
 
     def _taken(self) -> TypeError:
@@ -259,9 +259,10 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
 
 
 @functools.cache
-def _class_for(front: type, family: str) -> type:
+def own_class(front: type, **attributes: Any) -> Any:
+    """Return a class that differs from another one in these attributes alone."""
     names = {"__module__": front.__module__, "__qualname__": front.__qualname__, "__doc__": front.__doc__}
-    return type(front)(front.__name__, (front,), {**names, "_family": family})
+    return type(front)(front.__name__, (front,), {**names, **attributes})
 
 
 def _not_taken(cls: Any, attributes: dict[str, Any]) -> Any:
@@ -272,7 +273,7 @@ def _not_taken(cls: Any, attributes: dict[str, Any]) -> Any:
 
 def _unpickled(front: type, family: str) -> Any:
     importlib.import_module(f"{family}.strategies")
-    cls: Any = _class_for(front, family)
+    cls = own_class(front, _family=family)
     return cls.__new__(cls)
 
 

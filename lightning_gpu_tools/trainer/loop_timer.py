@@ -251,7 +251,7 @@ class LoopTimer(Timer):
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Book what is done meanwhile on a phase of the report or a name of the user's."""
+        """Book what is done meanwhile on a phase of the report or the user's."""
         if self._is_elsewhere(even_aside=True):
             yield
             return

@@ -89,7 +89,7 @@ class _FreeMemory(FamilyStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._bind_numa and self._picked and self._picked[0].type == "cuda":
-            ranks: Any = self  # in which no base in common has them
+            ranks: Any = self  # each of Lightning's strategies has them
             cores = bind_to_gpus([cuda_uuids()[self._picked[ranks.local_rank].index]])
             placement.log().info(
                 "Rank %d: %s.", ranks.global_rank, f"on cores {sorted(cores)}" if cores else "cores left as is"
