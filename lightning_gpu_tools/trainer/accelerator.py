@@ -1,4 +1,4 @@
-"""``FreeMemoryCUDAAccelerator``: Lightning's CUDA accelerator on the GPUs with the most free memory."""
+"""Lightning's CUDA accelerator on the GPUs with the most free memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.request import Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus
-from lightning_gpu_tools.trainer.families import CUDAAccelerator
+from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 
 
 @documented
 class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     """Trains on the GPUs with the most free memory, and claims them for as long as the job lives.
 
-    On a server that several people share, Lightning's own choice is GPU 0, 1, ..., whoever uses them. This one takes
-    idle GPUs before busy ones and then those with the most free memory, stays inside ``CUDA_VISIBLE_DEVICES``, and
-    respects what others have claimed. All processes of the job on this machine get the same GPUs: children of DDP,
-    ranks of torchrun, SLURM and MPI, and the next ``Trainer`` in the same script. If ``CUDA_VISIBLE_DEVICES`` already
-    has exactly as many GPUs as ``devices`` asks for, as under a scheduler, they are used as they are.
+    It takes idle GPUs before busy ones and then those with the most free memory, inside ``CUDA_VISIBLE_DEVICES``, and
+    respects what others have claimed. All processes of the job on this machine (children of DDP, ranks of torchrun,
+    SLURM and MPI, the next ``Trainer``) get the same GPUs. If ``CUDA_VISIBLE_DEVICES`` has exactly as many as
+    ``devices`` asks for, as under a scheduler, they are used as they are.
 
-    ``Trainer(devices=...)`` means: a number: that many; ``-1`` or ``"auto"``: all that qualify, or, where
-    ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list: those, if they qualify.
-
-    It has no name for ``Trainer(accelerator="...")``: with one device, Lightning would train on the CPU for any name
-    but its own. The strategies have names.
+    ``Trainer(devices=...)``: a number means that many; ``-1`` or ``"auto"`` all that qualify, or, where
+    ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list means those, if they qualify. Unlike the strategies it
+    has no name: with one device, Lightning would train on the CPU for any but its own.
 
     The options are those of :func:`lightning_gpu_tools.select_gpus`.
 
@@ -57,15 +54,15 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
-        self.__class__ = _class_with(type(self), request)
+        # Lightning calls parse_devices on the class of an accelerator, not on the accelerator.
+        self.__class__ = own_class(type(self), _request=request)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self).__bases__[0], self._request), vars(self)  # its own class has no name
+        return _unpickled, (type(self).__bases__[0], self._request), vars(self)  # pickle cannot find its class by name
 
     @classmethod
     @override
     def parse_devices(cls, devices: int | str | list[int]) -> list[int] | None:
-        """Pick the GPUs and return their device numbers; exactly as many as asked for."""
         count = _count(devices)
         wanted = super().parse_devices(devices) or [] if count is None else count
         return super().parse_devices(placement.place(wanted, cls._request, cuda_uuids))
@@ -73,26 +70,16 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     @classmethod
     @override
     def auto_device_count(cls) -> int:
-        """Return how many devices ``"auto"`` means."""
         return placement.how_many(cls._request)
 
 
-def _class_with(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> type[FreeMemoryCUDAAccelerator]:
-    # Lightning calls parse_devices on the class of the accelerator and not on the accelerator, so its options have to
-    # be where the class can see them: each accelerator is the only one of a class of its own.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_request": request}
-    metaclass: Any = type(cls)
-    made: type[FreeMemoryCUDAAccelerator] = metaclass(cls.__name__, (cls,), names)
-    return made
-
-
 def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:
-    cls = _class_with(cls, request)
+    cls = own_class(cls, _request=request)
     return cls.__new__(cls)
 
 
 def _count(devices: int | str | list[int]) -> int | None:
-    """Return how many devices are asked for, -1 for all; ``None`` if they are named one by one."""
+    """Return how many devices are asked for, -1 for all; ``None`` if they are named."""
     if isinstance(devices, str):
         text = devices.strip()
         return int(text) if text == "-1" or text.isdecimal() else None
@@ -100,14 +87,14 @@ def _count(devices: int | str | list[int]) -> int | None:
 
 
 def cuda_uuids() -> list[str]:
-    """Return the UUIDs of the devices that CUDA shows this process."""
+    """Return the UUIDs of CUDA's devices."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"GPU-{one.uuid}" for one in properties]
 
 
 def why_no_cuda() -> str:
-    """Return a sentence that says why PyTorch can use no GPU here and what to do; empty if it can."""
-    if torch.cuda.device_count():  # unlike is_available() this does not start CUDA
+    """Return a sentence on why PyTorch can use no GPU and what to do; empty if it can."""
+    if torch.cuda.device_count():  # is_available() would start CUDA
         return ""
     if torch.version.cuda is None:
         return f"This PyTorch ({torch.__version__}) was built without CUDA; see https://pytorch.org/get-started."

@@ -1,4 +1,4 @@
-"""A checkpoint plugin for the Trainer: clean keys in the file, the model's own keys on load, never a partial file."""
+"""A checkpoint plugin for the Trainer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
 
 from lightning_gpu_tools.checkpoints.atomic_file import remove
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
@@ -34,7 +34,7 @@ from lightning_gpu_tools.trainer.families import (
     CheckpointIO,
     LightningModule,
     Trainer,
-    base_of,
+    overrides,
     when_imported,
 )
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
@@ -48,20 +48,16 @@ _MANIFEST_VERSION = 1
 class PortableCheckpointIO(CheckpointIO):
     """Makes the Trainer's checkpoints load anywhere and never leaves a partial file.
 
-    On save, the keys get the names that they have in the model without ``DataParallel``, DDP, ``torch.compile`` and the
-    like. On load (``ckpt_path`` of fit, validate, test and predict) any such prefixes are taken off or put on as the
-    model at hand needs them. Files are written beside their target and moved into its place when they are complete and
-    on the disk; local files are mapped instead of read; everything is loaded to the CPU and with ``weights_only=True``
-    unless the caller says otherwise.
-
-    What is not a Trainer's checkpoint (Fabric's dictionaries, the bare weights that ``ddp_spawn`` sends to its parent)
-    comes back exactly as it was given.
+    On save, keys lose what ``DataParallel``, DDP, ``torch.compile`` and the like have added. On load (``ckpt_path`` of
+    fit, validate, test and predict) they get what the model at hand needs. A file is moved into its place when it is
+    complete and on the disk; local files are mapped instead of read. By default everything is loaded to the CPU and
+    with ``weights_only=True``. What is not a Trainer's checkpoint (Fabric's dictionaries, the bare weights that
+    ``ddp_spawn`` sends to its parent) comes back as it was given.
 
     Args:
-        inner: The plugin that reads and writes the files; this one then only changes keys. ``None``: it does both. It
-            also reads the files itself where the inner plugin would leave that to Lightning.
-        verify: Whether to compare a file with its checksums before loading it. torch itself loads a file with a flipped
-            bit without a word.
+        inner: Reads and writes the files, so that this plugin only changes keys. It does not read them where it would
+            leave that to Lightning. ``None``: this one does both.
+        verify: Whether to compare a file with its checksums first; torch loads a flipped bit without a word.
 
     Example:
         >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
@@ -69,7 +65,7 @@ class PortableCheckpointIO(CheckpointIO):
 
     def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
         base: Any = inner
-        while hasattr(base, "checkpoint_io"):  # AsyncCheckpointIO and other wrappers of Lightning
+        while hasattr(base, "checkpoint_io"):  # Lightning's wrappers, such as AsyncCheckpointIO
             base = base.checkpoint_io
         if base is None and inner is not None:
             kind = type(inner).__name__
@@ -83,22 +79,18 @@ class PortableCheckpointIO(CheckpointIO):
         _plugins.add(self)
 
     def attach(self, trainer: Trainer) -> None:
-        """Take keys from the model of this trainer, as it is whenever a checkpoint is saved or loaded.
+        """Take keys from the model of this trainer from now on; it is not kept alive.
 
-        A callback from Lightning's entry point calls this for every Trainer that has the plugin, when a run begins and
-        whenever more than weights is saved. The trainer is not kept alive.
+        A callback from Lightning's entry point does this when a run begins and whenever more than weights is saved.
         """
         self._trainer = weakref.ref(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. ``checkpoint`` itself is not changed.
+        """Write a checkpoint, which is not changed; warn where keys keep what wrappers added to them.
 
         Raises:
             TypeError: ``storage_options`` are given and no inner plugin takes them.
             OSError: The file system refuses; an older file at ``path`` is as it was.
-
-        Warns:
-            UserWarning: The keys keep what wrappers added to them, and why.
         """
         portable = self._make_portable(checkpoint)
         if self.inner is not None:
@@ -124,9 +116,9 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is no checkpoint, or damaged.
             UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. Nothing was
-                loaded. A model with its own ``on_load_checkpoint`` or ``load_state_dict`` may still make it fit, and is
-                left to itself. What ``fit`` restores beside the weights is checked after all hooks.
+            CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. The model's own
+                ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them. What
+                ``fit`` restores beside the weights is checked after all hooks.
         """
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
@@ -149,7 +141,7 @@ class PortableCheckpointIO(CheckpointIO):
         return fitted
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint file, link or folder; nothing happens where there is none."""
+        """Remove a checkpoint file, link or folder, if there is one."""
         if self.inner is not None:
             self.inner.remove_checkpoint(path)
         else:
@@ -177,16 +169,21 @@ class PortableCheckpointIO(CheckpointIO):
         portable = dict(checkpoint)
         model = self._model()
         wrappers = {} if model is None else wrapper_paths(model)
+        why_kept = ""
         if model is not None:
             try:
                 _clean(portable, model, wrappers)
             except KeyCollisionError as error:
-                _warn_of_kept_keys(str(error))
+                why_kept = str(error)
         elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
-            _warn_of_kept_keys(
+            why_kept = (
                 "LIGHTNING_GPU_TOOLS_DISABLE keeps PortableCheckpointIO from knowing the model."
                 if is_disabled()
                 else "no Trainer that lives and has begun a run uses this PortableCheckpointIO."
+            )
+        if why_kept:  # the file is what Lightning alone would have written
+            warnings.warn(
+                f"The checkpoint keeps its keys as they are, also those of wrappers: {why_kept}", stacklevel=3
             )
         weights = portable["state_dict"].values()
         portable[MANIFEST] = {
@@ -203,13 +200,14 @@ class PortableCheckpointIO(CheckpointIO):
         if trainer is None or model is None:
             return checkpoint
         if not is_lightning_checkpoint(checkpoint):
-            # Outside of a Trainer's run, what somebody else's code stores (ddp_spawn's parent, Fabric) is not ours.
+            # Outside of a run it is somebody else's (ddp_spawn's parent, Fabric).
             if trainer.state.status != "running":
                 return checkpoint
             checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
         _check_for_trainer(checkpoint, trainer, model, path)
-        # A hook of the user's comes after the plugin, and may change the checkpoint, the model or the loading.
-        may_still_change = _overrides(model, "on_load_checkpoint") or _overrides(model, "load_state_dict")
+        # A hook of the user's comes next, and may change the checkpoint, the model or the loading.
+        hooks = ("on_load_checkpoint", "load_state_dict")
+        may_still_change = any(overrides(model, "LightningModule", hook) for hook in hooks)
         try:
             with naming_file(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
@@ -243,27 +241,28 @@ when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.reg
 
 
 class PortableCheckpointHooks(GuardedCallback):
-    """Hands the trainer to its plugin, in the process that loads and saves."""
+    """Hands the trainer to its plugins, in the process that loads and saves."""
 
     intended = (CheckpointError,)
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Introduce them before anything is loaded."""
-        self._introduce(trainer)
+        _introduce(trainer)
 
+    @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Introduce them again: the plugin may serve another Trainer since."""
-        self._introduce(trainer)
+        _introduce(trainer)  # again: the plugin may serve another Trainer since
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check what the Trainer is about to restore beside the weights."""
         checkpoint = compat.loaded_checkpoint(trainer)
         if checkpoint and any(_plugins_of(trainer)):
             check_before_resuming(checkpoint, trainer, trainer.ckpt_path)
 
-    def _introduce(self, trainer: Trainer) -> None:
-        for plugin in _plugins_of(trainer):
-            plugin.attach(trainer)
+
+def _introduce(trainer: Trainer) -> None:
+    for plugin in _plugins_of(trainer):
+        plugin.attach(trainer)
 
 
 def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
@@ -271,25 +270,16 @@ def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
     while plugin is not None:
         if isinstance(plugin, PortableCheckpointIO):
             yield plugin
-        # AsyncCheckpointIO and other wrappers of Lightning, then wrappers that name it as we do.
+        # Lightning's wrappers, such as AsyncCheckpointIO; then those that name it as we do.
         plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
 
 
 def introductions() -> list[Callback]:
-    """Return the callback that introduces trainer and plugin to each other; nothing if there is no plugin."""
+    """Return the callback that hands trainers to their plugins, if there are any."""
     return [PortableCheckpointHooks()] if _plugins else []
 
 
 _plugins: weakref.WeakSet[PortableCheckpointIO] = weakref.WeakSet()
-
-
-def _warn_of_kept_keys(reason: str) -> None:
-    # The training goes on; the file is what Lightning alone would have written.
-    warnings.warn(f"The checkpoint keeps its keys as they are, also those of wrappers: {reason}", stacklevel=4)
-
-
-def _overrides(model: LightningModule, hook: str) -> bool:
-    return is_overridden(hook, model, base_of(model, "LightningModule") or object)
 
 
 def _nobody() -> None:
@@ -316,12 +306,12 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping
 def _check_for_trainer(
     checkpoint: Mapping[str, Any], trainer: Trainer, model: LightningModule, path: str | Path
 ) -> None:
-    """Find what the Trainer would stumble over right after the plugin has handed it the checkpoint."""
+    """Raise in words what the Trainer would run into next."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the Trainer migrates it again, and warns
+        warnings.simplefilter("ignore")  # the Trainer migrates it again
         current = migrated(checkpoint, path, trainer)
     check_entries(current, path, WITH_WEIGHTS)
-    if not _overrides(model, "on_load_checkpoint"):  # which comes next and may change all of it
+    if not overrides(model, "LightningModule", "on_load_checkpoint"):  # which may change all of it
         check_callbacks(current, trainer, path)
         if trainer.state.fn != "fit":
             check_loop(current, trainer, path)

@@ -1,4 +1,4 @@
-"""A training with a slow loader, for the demo. No GPU is needed."""
+"""The demo's training, which has a slow loader and needs no GPU."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import warnings
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
-# Chosen so that two trainings together take well under a minute, and each long enough to be judged.
+# Two trainings take well under a minute, and each is long enough to be judged.
 STEPS = 250
 _BATCH_SIZE = 16
-_LOAD_S = 0.0015
-_MIN_SECONDS = 1.0
 
 
 class SlowImages(Dataset[tuple[torch.Tensor, int]]):
-    """Images that come from a storage that takes 1.5 ms for each, as over a network."""
+    """Images from a storage that takes 1.5 ms for each, as over a network."""
 
     def __len__(self) -> int:
         return STEPS * _BATCH_SIZE
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(_LOAD_S)
+        time.sleep(0.0015)
         return torch.full((3, 32, 32), index % 10 / 10), index % 10
 
 
@@ -37,27 +36,32 @@ class SmallNetwork(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        convolutions = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, stride=2)]
-        self.layers = torch.nn.Sequential(*convolutions, torch.nn.Flatten(), torch.nn.Linear(32 * 15 * 15, 10))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 16, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(16, 32, 3, stride=2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(32 * 15 * 15, 10),
+        )
 
+    @override
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the loss."""
         images, labels = batch
         return torch.nn.functional.cross_entropy(self.layers(images), labels)
 
+    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def train(folder: str, num_workers: int) -> Diagnosis:
-    """Train, print the report and write it into the folder, and return the diagnosis."""
+    """Train with a report in the folder, and return the diagnosis."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # It has more workers than cores on purpose: they wait for the storage.
+    # More workers than cores: they wait for the storage.
     warnings.filterwarnings("ignore", message=".*(num_workers|worker processes).*")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)  # several threads wait for each other on a busy machine
-    advisor = GPUUtilizationAdvisor(min_seconds=_MIN_SECONDS)
+    torch.set_num_threads(1)  # several wait for each other on a busy machine
+    advisor = GPUUtilizationAdvisor(min_seconds=1.0)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,

@@ -1,9 +1,7 @@
-"""What Lightning finds of this package by itself: callbacks for every ``Trainer``, and the names of strategies.
+"""What Lightning finds of this package by itself.
 
-Lightning calls ``callbacks_factory`` for every Trainer of every program in the environment and
-``fabric_callbacks_factory`` for every Fabric; each of its packages by an entry point of its own. It neither asks first
-nor catches what goes wrong. So this module imports nothing heavy, and whatever goes wrong in what it calls is a
-warning.
+It calls the factories for every Trainer and Fabric of the environment and catches nothing. So this module imports
+nothing heavy, and what goes wrong is a warning.
 """
 
 from __future__ import annotations
@@ -28,16 +26,11 @@ _STRATEGIES = {
 
 
 def callbacks_factory() -> list[Callback]:
-    """Return the callbacks that a new ``Trainer`` gets without having asked for them.
-
-    Environment variables:
-        LIGHTNING_GPU_TOOLS_DISABLE: ``1`` switches the whole package off.
-        LIGHTNING_GPU_TOOLS: ``advise`` adds the monitor and the advisor to every Trainer.
-    """
+    """Return what every new ``Trainer`` gets: with ``LIGHTNING_GPU_TOOLS=advise`` the monitor and the advisor."""
     if is_disabled():
         return []
     callbacks: list[Callback] = []
-    # A plugin can only exist where its module was imported, so this asks whether it was.
+    # Without this module there is no plugin.
     plugins = sys.modules.get("lightning_gpu_tools.trainer.checkpoint_plugin")
     if plugins is not None:
         lost = "PortableCheckpointIO does not rename keys to fit the model"
@@ -48,11 +41,7 @@ def callbacks_factory() -> list[Callback]:
 
 
 def fabric_callbacks_factory() -> list[Any]:
-    """Return no callbacks: a ``Fabric`` does not call its user's loop, so nothing could be measured by itself.
-
-    Warns:
-        UserWarning: ``LIGHTNING_GPU_TOOLS=advise`` asks for it all the same; once.
-    """
+    """Return no callbacks; warn, once, if some are asked for."""
     if _advises() and not is_disabled():
         _warn_of_fabric()
     return []
@@ -71,10 +60,7 @@ def _warn_of_fabric() -> None:
 
 
 def register_strategies() -> None:
-    """Let ``Trainer(strategy="ddp_free_memory")`` find the strategies, which are imported when one is asked for.
-
-    They get into the registry of each of Lightning's packages, now or as soon as it is imported.
-    """
+    """Give Lightning the names of the strategies, which are imported when one is asked for."""
     when_imported("strategies", _register)
 
 
@@ -90,13 +76,9 @@ def _monitor_and_advisor() -> list[Callback]:
 def _register(strategies: ModuleType) -> None:
     registry = strategies.STRATEGY_REGISTRY if "fabric" in strategies.__name__ else strategies.StrategyRegistry
     for name, strategy in _STRATEGIES.items():
-        # Overriding, so that the package can be imported again, in a notebook for example.
-        registry.register(
-            name,
-            functools.partial(_make, strategy),
-            description="On the GPUs with the most free memory.",
-            override=True,
-        )
+        make = functools.partial(_make, strategy)
+        # The package may be imported again, as in a notebook.
+        registry.register(name, make, description="On the GPUs with the most free memory.", override=True)
 
 
 def _make(strategy: str, **options: Any) -> Any:
@@ -106,6 +88,6 @@ def _make(strategy: str, **options: Any) -> Any:
 def _or_warn(consequence: str, act: Callable[[], list[Callback]]) -> list[Callback]:
     try:
         return act()
-    except Exception as error:  # noqa: BLE001 - whatever it is, a Trainer that may not even use the package goes on
+    except Exception as error:  # noqa: BLE001 - the program may not even use this package
         only_warn(f"{consequence}: {error!r}. Is lightning_gpu_tools installed completely?")
         return []

@@ -1,20 +1,16 @@
-"""One public class for all of Lightning's packages: whatever is unusual about that is in this file.
+"""One public class for all of Lightning's packages.
 
 Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, each with a Trainer and
-a Fabric. These four families have the same code and yet different classes: a Trainer takes callbacks, plugins and
-strategies of its own family only. Here is how ``from lightning_gpu_tools import X`` serves all of them. No family is
-imported unless the program itself has done so, because that takes seconds, and it may not even be installed.
+a Fabric. These four families have the same code in different classes, and a Trainer takes callbacks, plugins and
+strategies of its own family only. None is imported here before the program does so.
 
-1. :func:`when_imported`: as soon as a module of a family is imported, what is waiting for it is done. So the order of
-   imports does not matter.
-2. :func:`adopt`: our class gets the class of each family as a base as soon as there is one. A callback is then a real
-   ``Callback`` for every Trainer. That is all that :class:`Callback` and :class:`CUDAAccelerator` need.
+1. :func:`when_imported` acts as soon as a module of a family is imported.
+2. :func:`adopt` then gives our class the family's class as a base, so a callback is a real ``Callback`` everywhere.
 3. :class:`CheckpointIO` is an abstract base class, so registering is enough.
-4. :class:`FamilyStrategy`: a strategy cannot serve two families at once, because its methods ask for a model of their
-   own. It keeps its options until a Trainer or a Fabric takes it. Then it becomes an object of a class that leaves the
-   other families out of its method resolution order.
-5. Code that is given a Trainer, a model or a callback asks that object for its family and never compares it with an
-   imported class: :func:`family_of`, :func:`base_of`, :func:`lookup`.
+4. :class:`FamilyStrategy` can serve one family only, because its methods check for models of that family. Once a
+   Trainer or a Fabric takes it, its method resolution order leaves out the other families.
+5. Code that is given a Trainer, a model or a callback asks that object for its family: :func:`family_of`,
+   :func:`base_of`, :func:`lookup`.
 
 The annotations in this file are not postponed: LightningCLI would import ``lightning`` to evaluate them.
 """
@@ -31,39 +27,44 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 FABRICS = ("lightning.fabric", "lightning_fabric")
-_DISTRIBUTIONS = {
-    "lightning.pytorch": "lightning",
-    "lightning.fabric": "lightning",
-    "pytorch_lightning": "pytorch_lightning",
-    "lightning_fabric": "pytorch_lightning",
-}
 FAMILIES = TRAINERS + FABRICS
 
 
 def family_of(thing: object) -> str | None:
-    """Return the family of a Trainer, a model, a plugin or a class of these; ``None`` if it is of none."""
+    """Return the family of an object or a class; ``None`` if it is of none."""
     cls = thing if isinstance(thing, type) else type(thing)
     return next(filter(None, map(_home, cls.__mro__)), None)
 
 
 def base_of(thing: object, name: str) -> type | None:
-    """Return Lightning's class of this name that a thing is an object of, of any family; ``None`` if it is not."""
+    """Return the class of any family with this name that a thing is an object of; else ``None``."""
     return next((one for one in type(thing).__mro__ if one.__name__ == name and _home(one)), None)
 
 
 def bases_of(cls: type) -> list[type]:
-    """Return Lightning's classes that a class of ours has adopted, one of each family that is imported."""
+    """Return the classes that one of ours has adopted, at most one of each family."""
     found = {family: one for one in reversed(cls.__mro__) if (family := _home(one))}
     return list(found.values())
 
 
+def is_lightnings(*definitions: Any) -> bool:
+    """Return whether these classes or methods are Lightning's own, and not a user's."""
+    return all(one.__module__.startswith(("lightning.", "pytorch_lightning.")) for one in definitions)
+
+
+def overrides(thing: object, base: str, method: str) -> bool:
+    """Return whether a method is not that of Lightning's class ``base``."""
+    lightnings, own = base_of(thing, base), getattr(thing, method, None)
+    return lightnings is None or getattr(own, "__func__", own) is not getattr(lightnings, method, None)
+
+
 def lookup(thing: object, path: str) -> Any:
-    """Return what the family of a thing has at a path like ``"core.saving:load_hparams_from_yaml"``."""
+    """Return what a thing's family has at a path such as ``"cli:instantiate_module"``."""
     return pkgutil.resolve_name(f"{family_of(thing)}.{path}")
 
 
 def version_of(thing: object) -> tuple[str, str]:
-    """Return the name and the version of the package that has a thing's family."""
+    """Return the name and the version of a thing's package."""
     name = str(family_of(thing)).partition(".")[0]
     return name, importlib.import_module(name).__version__
 
@@ -73,7 +74,7 @@ def _home(cls: type) -> str | None:
 
 
 class _Finder:
-    """Asked for every module that is imported; changes nothing but for those that somebody waits for."""
+    """Finds the modules that somebody waits for."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
@@ -89,7 +90,7 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, and then does what waited for it."""
+    """Loads a module, and then does what waited for it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -111,13 +112,7 @@ sys.meta_path.insert(0, _finder)
 
 
 def when_imported(part: str, act: Callable[[ModuleType], object], families: tuple[str, ...] = FAMILIES) -> None:
-    """Call a function with a module of each family: at once where it is imported, else as soon as it is.
-
-    Args:
-        part: The module's name within its family: ``"strategies"``.
-        act: Is called with the module. What it raises is a warning: the program may not even use this package.
-        families: Those that have the module.
-    """
+    """Act on a module of each family, now or when it is imported; what that raises is a warning."""
     for family in families:
         name = f"{family}.{part}"
         module = sys.modules.get(name)
@@ -130,30 +125,23 @@ def when_imported(part: str, act: Callable[[ModuleType], object], families: tupl
 def _act(act: Callable[[ModuleType], object], module: ModuleType) -> None:
     try:
         act(module)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the import and the training of others go on
+    except Exception as error:  # noqa: BLE001 - the program may not even use this package
         only_warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.")
 
 
 def only_warn(message: str) -> None:
-    """Warn, whatever the filters are: none makes it an error of a program that may not even use this package."""
+    """Warn, whatever the filters are: none hides it, or makes it an error of the program."""
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn(message, stacklevel=4)
 
 
 class Root:
-    """First base of what adopts others: Python adds bases to a class only if the first one stays, and is not object."""
+    """First base of what adopts others: it must stay, and not be ``object``."""
 
 
 def adopt(cls: type, part: str, name: str, families: tuple[str, ...] = FAMILIES) -> None:
-    """Give a class the class of this name of every family as a base, now or when the family is imported.
-
-    Args:
-        cls: A subclass of :class:`Root`.
-        part: The module that has the base.
-        name: The base's name.
-        families: Those that have it; their order is that of the bases.
-    """
+    """Give a :class:`Root` a class of each family as a base, when that is imported."""
 
     def add(module: ModuleType) -> None:
         own = [base for base in cls.__bases__ if not _home(base)]
@@ -172,7 +160,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger as Logger
     from lightning.pytorch.strategies import Strategy as _Strategy
 else:
-    # For annotations: they stand for the classes of whichever family.
+    # For annotations alone.
     LightningModule = Logger = Trainer = Any
     _Strategy = Root
 
@@ -191,7 +179,7 @@ else:
 
 
 class _OfOneFamily(ABCMeta):
-    """Makes classes of which those for one family inherit from no other."""
+    """Lets classes with a ``_family`` inherit from no other."""
 
     def mro(cls) -> list[type]:
         order = super().mro()
@@ -199,20 +187,15 @@ class _OfOneFamily(ABCMeta):
         return order if family is None else [one for one in order if _home(one) in (None, family)]
 
 
-# What Trainer and Fabric read of a strategy before they set anything.
+# What Trainer and Fabric read before they set anything.
 _READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_io", "cluster_environment")
 
 
 class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
-    """A strategy that joins a family when a Trainer or a Fabric takes it; then it is one of that family's own.
+    """A strategy that joins the family of the Trainer or Fabric that takes it, for good.
 
-    Before, it has its options and what the ``__init__`` of its class has set, but nothing that Lightning's has.
-
-    It joins when it is given its precision plugin. Trainer and Fabric set one early, and always one of their own
-    family; the accelerator, which comes before, may be of any. It never leaves: a second Trainer is refused.
-
-    Args:
-        **options: Those of Lightning's strategy.
+    Before, it has its options and what its own ``__init__`` has set, no more. It joins when its precision plugin is
+    set: that is early, and always one of their family. The accelerator, which comes before, may be of any.
     """
 
     _family: ClassVar[str | None] = None
@@ -224,11 +207,11 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
             super().__init__(**options)
 
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        """Raise an error for an option that none of :func:`bases_of` this strategy's class has."""
+        """Raise an error for an option that Lightning's strategies do not have."""
 
     @property
     def accelerator(self) -> Any:
-        """What the Trainer or Fabric that takes the strategy has set."""
+        """That of the Trainer or Fabric."""
         return vars(self).get("_accelerator_in_use")
 
     @accelerator.setter
@@ -243,10 +226,10 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
         super().__setattr__(name, value)
 
     def _join(self, family: str) -> None:
-        options = self._options
+        options = self._options  # **self._options would mislead jsonargparse
         for name, part in options.items():
             _refuse_foreign(type(self).__name__, name, part, family)
-        self.__class__ = _class_for(type(self), family)
+        self.__class__ = own_class(type(self), _family=family)
         FamilyStrategy.__init__(self, **options)
 
     def _taken(self) -> TypeError:
@@ -256,13 +239,13 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._family is None:  # without __setstate__, which is that of a strategy that is in use
+        if self._family is None:  # Lightning's __setstate__ is for strategies that are in use
             return _not_taken, (type(self), vars(self))
         reduced: Any = super().__reduce_ex__(2)
-        # Its own class has no name by which it could be found.
+        # pickle cannot find its class by name.
         return _unpickled, (type(self).__bases__[0], self._family), *reduced[2:]
 
-    if not TYPE_CHECKING:  # a type checker is to know Lightning's attributes and no others
+    if not TYPE_CHECKING:  # type checkers know Lightning's attributes
 
         def __getattr__(self, name: str) -> Any:
             if self._family is None:
@@ -276,9 +259,10 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
 
 
 @functools.cache
-def _class_for(front: type, family: str) -> type:
+def own_class(front: type, **attributes: Any) -> Any:
+    """Return a class that differs from another one in these attributes alone."""
     names = {"__module__": front.__module__, "__qualname__": front.__qualname__, "__doc__": front.__doc__}
-    return type(front)(front.__name__, (front,), {**names, "_family": family})
+    return type(front)(front.__name__, (front,), {**names, **attributes})
 
 
 def _not_taken(cls: Any, attributes: dict[str, Any]) -> Any:
@@ -289,15 +273,19 @@ def _not_taken(cls: Any, attributes: dict[str, Any]) -> Any:
 
 def _unpickled(front: type, family: str) -> Any:
     importlib.import_module(f"{family}.strategies")
-    cls: Any = _class_for(front, family)
+    cls = own_class(front, _family=family)
     return cls.__new__(cls)
 
 
 def _refuse_foreign(taker: str, name: str, part: object, family: str) -> None:
-    """Raise an error for a plugin of the other package: Trainer and Fabric would replace it without a word."""
-    theirs = {_DISTRIBUTIONS[home] for home in map(_home, type(part).__mro__) if home}
-    if theirs and _DISTRIBUTIONS[family] not in theirs:
+    """Raise an error for a plugin that Lightning would replace without a word."""
+    theirs = {*map(_package, filter(None, map(_home, type(part).__mro__)))}
+    if theirs and _package(family) not in theirs:
         raise TypeError(
             f"{taker}({name}=...) has a {type(part).__name__} of {family_of(part)}, which {family} does not take. "
-            f"Import it from {_DISTRIBUTIONS[family]}."
+            f"Import it from {_package(family)}."
         )
+
+
+def _package(family: str) -> str:
+    return "lightning" if family.startswith("lightning.") else "pytorch_lightning"

@@ -1,9 +1,7 @@
-"""Times one fit of one Trainer: listens to its profiler, wraps its loops and loggers, and drives a step clock.
+"""Times one fit of one Trainer by its profiler, its loops and its loggers.
 
-Lightning puts every hook, the training step and the fetch of a batch between ``profiler.start(name)`` and
-``profiler.stop(name)``, also when nobody profiles: then its ``PassThroughProfiler`` makes a generator for each of some
-thirty actions a step to do nothing. Here that costs a lookup in a table, which is why a training that is timed is not
-slower than one that is not. A profiler of the user's goes on as before, within the times taken here.
+Lightning calls ``profiler.profile(name)`` for some thirty actions a step, and its ``PassThroughProfiler`` makes a
+generator for each. Here that is a lookup in a table, so timing does not slow training down.
 """
 
 from __future__ import annotations
@@ -14,12 +12,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
+from lightning_gpu_tools.runs.session import Timer
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import TrainerRun, is_plain_ddp, trains_on_gpu
-from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of
+from lightning_gpu_tools.trainer.facts import TrainerRun, trains_on_gpu
+from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
@@ -40,12 +40,11 @@ from lightning_gpu_tools.training.phases import (
     TRAINING_STEP,
     VALIDATION,
     ZERO_GRAD,
-    base_phase,
 )
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
-# Those of validation but the last are part of the phase "validation".
+# Other hooks of validation are part of its phase.
 _TIMED_HOOKS = frozenset(
     {
         "on_train_start",
@@ -62,7 +61,7 @@ _TIMED_HOOKS = frozenset(
     }
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
-# Hooks of the strategy, and of a model that does not override them.
+# Of the strategy, and of a model that does not override them.
 _STEP_PARTS = {
     "training_step": FORWARD,
     "backward": BACKWARD,
@@ -71,24 +70,16 @@ _STEP_PARTS = {
     "configure_gradient_clipping": GRADIENT_CLIPPING,
 }
 _USERS_HOOKS = (_TIMED_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"}
-# Our default: a user's own actions may have a number in their names, and are not kept without end.
-_MAX_CONTEXTS = 1000
+_MAX_CONTEXTS = 1000  # our default: a user's own actions may have numbers in their names
 
 _Context = AbstractContextManager[Any]
 
 
-class FitTimer:
-    """Drives a step clock from a Trainer's fit; make it in ``Callback.setup``. It comes off when the fit ends.
+class FitTimer(Timer):
+    """Drives a step clock from ``Callback.setup`` to the end of the fit.
 
-    What a future Lightning has under another name cannot be timed: it stays part of the phase around it and is named in
-    ``unseen``.
-
-    ``enter`` is called with the phase when validation begins and when training goes on.
-
-    Attributes:
-        rank_waits: Takes waiting for other ranks out of the clock's phases.
-        memory: Counts the memory of this rank's GPU; ``None`` on another device, and before the fit begins.
-        fault: The error that has ended the timing; ``None`` if all is well.
+    What Lightning has under another name stays part of the phase around it and is named in ``unseen``. ``enter`` is
+    called with the phase when validation begins and when training goes on.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
@@ -97,37 +88,38 @@ class FitTimer:
         self.rank_waits = RankWaits(clock)
         self.memory: MemoryCounters | None = None
         self._trainer = trainer
+        self._run = TrainerRun(trainer)
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._wrappers = Wrappers()
-        self._wrap = self._wrappers.put
-        self._wrap(torch.utils.data, FETCH, noting_index)  # before workers are forked
-        start, end = partial(self._safely, self._start), partial(self._safely, self._end)
-        self._wrap(trainer, "fit_loop.on_run_start", lambda function: before(start)(self._timed_in_fit(function)))
-        self._wrap(trainer, "fit_loop.on_run_end", lambda function: after(end)(self._timed_in_fit(function)))
+        self._wrap = partial(self._wrappers.put, trainer)
+        self._wrappers.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
+        self._wrap("fit_loop.on_run_start", self._timed_in_fit)
+        self._wrap("fit_loop.on_run_start", partial(before, partial(self._safely, self._start)))
+        self._wrap("fit_loop.on_run_end", self._timed_in_fit)
+        self._wrap("fit_loop.on_run_end", partial(after, partial(self._safely, self._end)))
 
     def _safely(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - the Trainer calls this, and whatever it is, it is not its error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is not the Trainer's
             self.fault = error
             self.stop()
 
+    @override
     def stop(self) -> None:
-        """Stop the clock and take every wrapper off; nothing happens the second time."""
         self.clock.stop()
         self._wrappers.undo()
 
     @property
+    @override
     def unseen(self) -> list[str]:
-        """What could not be timed."""
-        has_stepped = any(base_phase(phase) == TRAINING_STEP for phase in self.clock.seconds)
-        no_fetches = [compat.fetch_action(self._trainer)] if has_stepped and not self.clock.steps else []
-        return [*self._wrappers.missing, *no_fetches]
+        return self._wrappers.missing
 
     @property
+    @override
     def is_trial(self) -> bool:
-        """Whether a tuner (BatchSizeFinder, LearningRateFinder) tries something: it takes the callbacks out."""
+        # BatchSizeFinder and LearningRateFinder take the callbacks out.
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         return bool(self._callbacks) and not any(callback in callbacks for callback in self._callbacks)
 
@@ -136,8 +128,8 @@ class FitTimer:
             return
         self.stop()
         trainer = self._trainer
-        for callback in self._callbacks:  # Lightning calls no more hooks of one of ours that was taken out meanwhile
-            if is_ours(callback) and callback not in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in self._callbacks:  # Lightning does not call one that was taken out meanwhile
+            if _is_ours(callback) and callback not in trainer.callbacks:  # type: ignore[attr-defined]
                 callback.teardown(trainer, trainer.lightning_module, "fit")
 
     def _start(self) -> None:
@@ -146,7 +138,9 @@ class FitTimer:
         trainer, clock = self._trainer, self.clock
         self._time("fit_loop.on_advance_start", EPOCH_START)
         self._time("fit_loop.epoch_loop.on_run_start", EPOCH_START)
-        self._wrap(trainer, "fit_loop.epoch_loop.on_run_start", before(clock.begin_epoch))
+        self._wrap("fit_loop.epoch_loop.on_run_start", partial(before, clock.begin_epoch))
+        self._wrap(compat.BEFORE_FETCH, partial(before, clock.begin_fetch))
+        self._wrap(compat.AFTER_FETCH, partial(after, clock.end_fetch))
         self._time("fit_loop.advance", TRAINER)
         self._time("fit_loop.on_advance_end", TRAINER)
         if trainer.world_size > 1:
@@ -155,59 +149,57 @@ class FitTimer:
         for method in compat.METRICS:
             self._time(method, f"{LOGGING}/{SELF_LOG}", except_in=VALIDATION)
         self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)
-        self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", before(partial(self._enter, "validation")))
-        self._wrap(trainer, "fit_loop.epoch_loop.val_loop.run", after(partial(self._enter, "training")))
+        self._wrap("fit_loop.epoch_loop.val_loop.run", partial(before, partial(self._enter, "validation")))
+        self._wrap("fit_loop.epoch_loop.val_loop.run", partial(after, partial(self._enter, "training")))
         self._time("save_checkpoint", CHECKPOINT)
         self._time("strategy.remove_checkpoint", CHECKPOINT)
         self._time_actions()
         for logger in trainer.loggers:
             for method in ("log_metrics", "save"):  # which no action covers
-                self._wrap(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
+                self._wrappers.put(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
         clock.start()
 
     def _book_rank_waits(self) -> None:
-        self._wrap(torch.distributed, "Work.wait", self.rank_waits.timed)
+        self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
         if compat.asks_for_signals(self._trainer):
             self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
-        self._wrap(self._trainer, "strategy.backward", self.rank_waits.around_backward)
-        if is_plain_ddp(self._trainer):
-            self._wrap(self._trainer, "strategy.model._sync_buffers", self.rank_waits.timed)
+        self._wrap("strategy.backward", self.rank_waits.around_backward)
+        if self._run.is_plain_ddp:
+            self._wrap("strategy.model._sync_buffers", self.rank_waits.timed)
 
     def _time_step(self) -> None:
-        """Time what no action covers of a training step."""
-        trainer, clock, model = self._trainer, self.clock, self._trainer.lightning_module
-        if trains_on_gpu(trainer):
+        clock, model = self.clock, self._trainer.lightning_module
+        is_automatic = model.automatic_optimization
+        if trains_on_gpu(self._trainer):
             gpu = self.rank_waits.gpu = clock.measure_gpu()
-            self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", gpu.around)
-            self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", gpu.around)
-            self._wrap(trainer, "strategy.training_step", partial(gpu.part, FORWARD))
-            self._wrap(trainer, "strategy.backward", partial(gpu.part, BACKWARD))
-            self._wrap(trainer, "strategy.optimizer_step", partial(gpu.part, OPTIMIZER))
-            memory = self.memory = MemoryCounters(TrainerRun(trainer), clock)
-            self._wrap(trainer, "fit_loop.epoch_loop.automatic_optimization.run", memory.around_step)
-            self._wrap(trainer, "fit_loop.epoch_loop.manual_optimization.run", memory.around_step)
-            if model.automatic_optimization:  # else all of the step is in there
-                self._wrap(trainer, "strategy.training_step", memory.after_forward)
-            self._wrap(trainer, "strategy.backward", memory.around_backward)
-        if not model.automatic_optimization:
+            memory = self.memory = MemoryCounters(self._run, clock)
+            run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
+            self._wrap(run, gpu.around)
+            for part in ("training_step", "backward", "optimizer_step"):
+                self._wrap(f"strategy.{part}", partial(gpu.part, _STEP_PARTS[part]))
+            self._wrap(run, memory.around_step)
+            if is_automatic:  # else all of the step is in there
+                self._wrap("strategy.training_step", memory.after_forward)
+            self._wrap("strategy.backward", memory.around_backward)
+        if not is_automatic:
             self._time("strategy.backward", BACKWARD)
-            self._wrap(trainer, "strategy.optimizer_step", clock.timed_optimizer_step)
+            self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
             self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
-        if _overrides(model, "LightningModule", "optimizer_step"):
+        if overrides(model, "LightningModule", "optimizer_step"):
             self._time("strategy.optimizer_step", OPTIMIZER)
-        if _overrides(model, "LightningModule", "configure_gradient_clipping"):
+        if overrides(model, "LightningModule", "configure_gradient_clipping"):
             self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
-        if _overrides(model, "LightningModule", "backward"):
+        if overrides(model, "LightningModule", "backward"):
             self._time("strategy.precision_plugin.backward", f"{TRAINING_STEP}/{type(model).__name__}.backward")
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", GRADIENT_SCALER)
 
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
-        self._wrap(self._trainer, method, partial(self.clock.timed, phase, except_in=except_in))
+        self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
 
     def _timed_in_fit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what the Trainer does at the beginning or the end, timed only while a clock runs: not in a trial."""
+        # Not in a trial.
         booked = self.clock.booked(TRAINER)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -219,39 +211,18 @@ class FitTimer:
     def _time_actions(self) -> None:
         trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
         contexts = _Contexts(lambda action: action_context(action, trainer, self.clock))
-        # The parameters are called as in Lightning, so that they can be given by name.
-        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # which does nothing but at a price
-            self._wrap(profiler, "profile", lambda profile: lambda action_name: contexts[action_name])
+        # Parameters are called as in Lightning, so that they can be given by name.
+        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, at a price
+            self._wrappers.put(profiler, "profile", lambda profile: lambda action_name: contexts[action_name])
         else:
-            self._wrap(profiler, "profile", lambda profile: _around(profile, contexts))
-        fetch = compat.fetch_action(self._trainer)
-        begin_fetch, end_fetch = self.clock.begin_fetch, self.clock.end_fetch
-
-        def starting(start: Callable[[str], None]) -> Callable[[str], None]:
-            def started(action_name: str) -> None:
-                if action_name == fetch:
-                    begin_fetch()
-                start(action_name)
-
-            return started
-
-        def stopping(stop: Callable[[str], None]) -> Callable[[str], None]:
-            def stopped(action_name: str) -> None:
-                stop(action_name)
-                if action_name == fetch:
-                    end_fetch()
-
-            return stopped
-
-        self._wrap(profiler, "start", starting)
-        self._wrap(profiler, "stop", stopping)
+            self._wrappers.put(profiler, "profile", lambda profile: _around(profile, contexts))
 
 
 class _Untimed(str):
     """The context of an action that is not timed; it gives the action's name.
 
-    Some twenty of them are entered in every step. Both methods are C functions, because the Python frames of a
-    ``nullcontext`` were a third of what a step cost. What ``__exit__`` returns is empty, so no error is held back.
+    Both methods are C functions: some twenty are entered in every step, and the Python frames of a ``nullcontext`` were
+    a third of its cost. ``__exit__`` returns an empty text, so no error is held back.
     """
 
     __slots__ = ()
@@ -260,8 +231,6 @@ class _Untimed(str):
 
 
 class _Contexts(dict[str, _Context]):
-    """The context of each action, made when it is asked for."""
-
     def __init__(self, make: Callable[[str], _Context]) -> None:
         super().__init__()
         self._make = make
@@ -269,7 +238,7 @@ class _Contexts(dict[str, _Context]):
     def __missing__(self, action: str) -> _Context:
         try:
             context = self._make(action)
-        except Exception:  # noqa: BLE001 - a callback that is unlike any other: it is not timed, and training goes on
+        except Exception:  # noqa: BLE001 - a callback unlike any other is not timed
             context = _Untimed(action)
         if len(self) < _MAX_CONTEXTS:
             self[action] = context
@@ -277,7 +246,7 @@ class _Contexts(dict[str, _Context]):
 
 
 def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]) -> Callable[[str], _Context]:
-    @contextmanager  # the parameter is called as in Lightning, so that it can be given by name
+    @contextmanager
     def both(action_name: str) -> Iterator[Any]:
         with contexts[action_name], profile(action_name) as given:
             yield given
@@ -286,70 +255,51 @@ def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]
 
 
 def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
-    """Return the context that books an action on its phase; one that does nothing if it is part of what is around it.
-
-    Lightning names actions ``"run_training_batch"``, ``"[Callback]EarlyStopping.on_train_batch_end"``.
-    """
-    owner, hook = _owner_and_hook(action)
+    """Return the context that books an action such as ``"[Callback]EarlyStopping.on_train_batch_end"``, if any."""
     if action == compat.RUN_STEP:
         return clock.booked(TRAINING_STEP, action)
+    owner, _, name = action.removeprefix("[").partition("]")
+    hook, phase = name.rpartition(".")[2], None
     if owner == "Strategy" and hook == "batch_to_device":
         return clock.booked(HOST_TO_DEVICE_COPY, action, except_in=VALIDATION)
-    phase = None
     if owner == "Callback":
         phase = _callback_phase(action, hook, trainer.callbacks)  # type: ignore[attr-defined]
     elif owner == "LightningModule":
-        phase = _users_phase(trainer.lightning_module, "LightningModule", hook) or _default_phase(trainer, hook)
+        phase = _users_phase(trainer.lightning_module, owner, hook) or _default_phase(trainer, hook)
     elif owner == "LightningDataModule":
-        phase = _users_phase(trainer.datamodule, "LightningDataModule", hook)  # type: ignore[attr-defined]
+        phase = _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
     elif owner == "Strategy":
-        phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, "Strategy", hook)
+        phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, owner, hook)
     if phase is None:
         return _Untimed(action)
     return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
 
 
-def is_ours(callback: Callback) -> bool:
-    """Return whether the callback is one of this package."""
+def _is_ours(callback: Callback) -> bool:
     return type(callback).__module__.startswith("lightning_gpu_tools.")
-
-
-def _owner_and_hook(action: str) -> tuple[str, str]:
-    owner, bracket, name = action.partition("]")
-    return (owner[1:], name.rpartition(".")[2]) if bracket else ("", action)
 
 
 def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:
     for callback in callbacks if hook in _TIMED_HOOKS else ():
-        overridden = _overrides(callback, "Callback", hook)
-        # LambdaCallback has its hooks on the instance.
-        if (overridden or hook in vars(callback)) and action == f"[Callback]{callback.state_key}.{hook}":
+        if overrides(callback, "Callback", hook) and action == f"[Callback]{callback.state_key}.{hook}":
             if base_of(callback, "Checkpoint"):
-                return CHECKPOINT  # also what it does besides writing: it removes files and looks for their names
-            if not is_ours(callback):
+                return CHECKPOINT  # also for removing files and finding their names
+            if not _is_ours(callback):
                 return f"{CALLBACK}/{type(callback).__name__}"
-            # Ours does nearly always nothing there; what it does now and then is booked by `StepClock.as_own_work`.
+            # What ours does there now and then is booked by `StepClock.as_own_work`.
             return None if hook in ("on_train_batch_start", "on_train_batch_end") else MONITORING
     return None
 
 
 def _users_phase(owner: object, base: str, hook: str) -> str | None:
-    """Return the phase of a hook that the model, the DataModule or the strategy overrides."""
-    is_timed = hook in _USERS_HOOKS and _overrides(owner, base, hook)
+    is_timed = hook in _USERS_HOOKS and overrides(owner, base, hook)
     return f"{CALLBACK}/{type(owner).__name__}.{hook}" if is_timed else None
 
 
-def _overrides(owner: object, base: str, hook: str) -> bool:
-    """Return whether the owner has another method there than Lightning's ``base``; so has what is not made from it."""
-    own_base = base_of(owner, base)
-    return own_base is None or getattr(type(owner), hook, None) is not getattr(own_base, hook, None)
-
-
 def _default_phase(trainer: Trainer, hook: str) -> str | None:
-    """Return the phase of a hook that the model leaves as Lightning has it."""
     if hook == "lr_scheduler_step":
         names = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         return f"{CALLBACK}/{' and '.join(names)}.step"
     if hook == "configure_gradient_clipping" and not trainer.gradient_clip_val:
-        return None  # which does nothing then
+        return None  # does nothing
     return _STEP_PARTS.get(hook)

@@ -1,4 +1,4 @@
-"""Warns during training why the GPU (or without one, the training step) waits, and what to change."""
+"""Warns during training of what it waits for."""
 
 from __future__ import annotations
 
@@ -23,31 +23,25 @@ from lightning_gpu_tools.training.step_profiler import PROFILED_STEPS, StepProfi
 class GPUUtilizationAdvisor(MeasuringCallback):
     """Measures where each training step's time goes and warns, once, when too much of it is lost.
 
-    A GPU that is busy 30 % of the time does not say why. This callback times every phase of the run on the host and
-    names what holds training up: the wait for data with the DataLoader settings to use on this machine, a callback or
-    logger by name, checkpoints, validation, the start of epochs, the rank that all others wait for. After enough steady
-    steps it warns once, on rank zero, with :class:`~lightning_gpu_tools.LowGPUUtilizationWarning`; at the end its
-    findings are part of the report of :class:`~lightning_gpu_tools.GPUUtilizationMonitor`, if there is one. Without a
-    GPU all of this works, too, and speaks of the training step instead of the GPU.
+    It names what holds training up: the wait for data with the DataLoader settings to use on this machine, a callback
+    or logger by name, checkpoints, validation, the start of epochs, the rank that all others wait for. Rank zero gets
+    the warning (:class:`~lightning_gpu_tools.LowGPUUtilizationWarning`), and the report of a
+    :class:`~lightning_gpu_tools.GPUUtilizationMonitor` the findings. Without a GPU all of this is about the step.
 
-    On a GPU only the time counts for which the GPU was idle: a wait that overlaps its work costs nothing. Two CUDA
-    events around one step in eight show when it ran dry; nothing ever waits for them. What idles inside the step is
-    only broken down with ``profile=True``; the advice says when that would help. For a GPU that others use, too, the
-    only advice is to take another one.
+    On a GPU only its idle time counts; nothing ever waits for the measuring. What idles inside the step is only broken
+    down with ``profile=True``; the advice says when that would help. For a GPU that others use, too, the only advice is
+    to take another one.
 
     Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
 
     Args:
-        min_utilization_percent: Utilization below which a GPU counts as underused. The default of 70 is the threshold
-            of SageMaker Debugger's LowGPUUtilization rule.
-        min_steps: Steady steps needed to judge, 50 by default; the first 20 steps and the first of each epoch do not
-            count.
-        min_seconds: Seconds of steady steps needed to warn during training, 20 by default. At its end the steps that
-            there are decide.
-        profile: Whether to run three steps once under torch.profiler, where the GPU idles most inside the step, and one
-            more to find the source lines that wait for the GPU's results. Off by default: it takes some seconds,
-            clashes with other tools that trace the GPU (Nsight, DCGM), and may slow kernels down for the rest of the
-            run.
+        min_utilization_percent: Utilization below which a GPU counts as underused, by default the 70 of SageMaker
+            Debugger's LowGPUUtilization rule.
+        min_steps: Steady steps needed to judge, 50 by default: not the first 20, nor the first of an epoch.
+        min_seconds: Seconds of steady steps needed to warn during training, 20 by default.
+        profile: Whether to run three steps once under torch.profiler, if the GPU idles most inside the step, and one
+            more to find the lines that wait for its results. That takes some seconds, clashes with other tracers
+            (Nsight, DCGM), and may slow kernels down for the rest of the run.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -81,7 +75,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """What the measurements say: of the fit that runs, or of the last one; ``None`` before the first."""
+        """Of the fit that runs, or of the last one; ``None`` before the first."""
         return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
 
     @override
@@ -93,7 +87,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         return math.inf if self._advisor is None else self._advisor.after_step()
 
     def _look_inside(self, trainer: Trainer, session: FitSession, measured: RunMeasurements) -> int:
-        """Profile the next steps if that is wanted, and return after how many to judge again."""
+        """Return how many steps the profiler needs, if it is wanted."""
         if not self.profile or self._profiler is not None or not wants_profile(measured) or not can_profile(trainer):
             return 0
         recorder = session.begin()
@@ -119,6 +113,6 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
 
 def can_profile(trainer: Trainer) -> bool:
-    """Return whether a step can be profiled: a process has one profiler, and it may be in use."""
+    """Return whether a step can be profiled: the one profiler of a process may be in use."""
     users_own = base_of(trainer.profiler, "PyTorchProfiler") is not None  # type: ignore[attr-defined]
     return is_profiling() is False and not users_own and compat.step_runner(trainer) is not None

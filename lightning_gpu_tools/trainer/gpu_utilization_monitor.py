@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,60 +22,45 @@ from lightning_gpu_tools.trainer.wrappers import Wrappers
 
 
 class GPUUtilizationMonitor(MeasuringCallback):
-    """Samples the GPUs from a background thread, logs what they did, and reports at the end where the time went.
+    """Samples the GPUs in the background, logs what they did, and reports at the end where the time went.
 
-    One thread of this process reads the driver's own buffer of samples, so that no sample is missed and the training
-    thread never asks the driver. Global rank 0 logs the GPUs of its node, through every logger of the Trainer, at the
-    Trainer's ``log_every_n_steps``, and about once a minute, without a collective, those of other nodes; in a job of
-    more than 64 GPUs, ``gpu/all/<metric>/{min,mean,max}`` instead of these. What the hardware does not report is
-    absent, never 0. Validation is kept apart: it is in the report only.
+    Every logger gets the GPUs of rank 0's node, at the Trainer's ``log_every_n_steps``, and about once a minute those
+    of other nodes; in a job of more than 64 GPUs, ``gpu/all/<metric>/{min,mean,max}`` instead. What the hardware does
+    not report is absent, never 0. Validation is in the report only.
 
-    Logged metrics, for each GPU ``i`` (torch device index; with ``devices="all"`` the index that ``nvidia-smi`` shows;
-    on node ``n`` > 0 ``node<n>/gpu/<i>/...``), over the time since the last point unless it says otherwise:
+    Metrics of GPU ``i`` (torch device index; with ``devices="all"`` that of ``nvidia-smi``; on node ``n`` > 0
+    ``node<n>/gpu/<i>/...``) are ``gpu/<i>/...``, over the time since the last point:
 
-    ============================================ ===================== ==============================================
-    ``gpu/<i>/...``                              unit                  meaning
-    ============================================ ===================== ==============================================
-    ``utilization_percent/{mean,p5,p95}``        % of the time         at least one kernel was running
-    ``memory_used_bytes``, ``memory_total_bytes`` bytes                in use by everyone; all there is
-    ``power_watts``                              W                     at the last poll
-    ``energy_joules``                            J                     used since training started, by a counter
-    ``temperature_celsius``                      degrees C             at the last poll
-    ``throttled_percent``                        % of the time         power or heat held the clocks down
-    ``pcie_{rx,tx}_bytes_per_second``            bytes/s               received and sent over PCIe
-    ``{sm_active,sm_occupancy}_percent``         %                     Hopper and later
-    ``{tensor_active,dram_active}_percent``      %                     Hopper and later
-    ``{own,others}_memory_bytes``                bytes                 of this job's, of all other listed processes
-    ``{own,others}_utilization_percent``         % of the time         as above, where the driver reports it
-    ============================================ ===================== ==============================================
+    - ``utilization_percent/{mean,p5,p95}``: of the time, at least one kernel was running
+    - ``memory_used_bytes``, ``memory_total_bytes``: by everyone; all there is
+    - ``power_watts``, ``temperature_celsius``: at the last poll
+    - ``energy_joules``: since training started, by a counter
+    - ``throttled_percent``: of the time, power or heat held the clocks down
+    - ``pcie_{rx,tx}_bytes_per_second``: received and sent over PCIe
+    - ``{sm_active,sm_occupancy,tensor_active,dram_active}_percent``: Hopper and later
+    - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's, of all other listed processes,
+      where the driver reports them
 
-    At the end of the fit, also of one that failed, rank 0 prints the verdict, its reason, what to do next, where the
-    wall time went, and what the memory of the GPU was used for, and writes the same as ``gpu_report.json`` and, with
-    the extra ``plot``, as a picture and a page, ``gpu_report.png`` and ``gpu_report.html``, into the Trainer's log
-    directory. Without a GPU the report holds the host's part. Where the directory cannot be written, that is said when
-    the fit begins, and the report is printed only. No fault of the monitor stops the training.
-    A training that makes no progress is named while it stands: since when, in which phase, who waits for what, and the
-    stack of the training thread. With several ranks, the one that all wait for is named.
-
-    While the fit runs, a background thread writes ``gpu_report.json`` at least once a minute, so that a process that is
-    killed leaves one. Every logger gets the summary of the diagnosis at the end, as ``gpu_tools/...``.
+    At the end, also of a fit that failed, rank 0 prints the verdict, its reason, what to do next, where the wall time
+    went, and what the GPU's memory was used for. It writes the same as ``gpu_report.json`` into the Trainer's log
+    directory, with the extra ``plot`` also as ``gpu_report.png`` and ``gpu_report.html``; loggers get a summary as
+    ``gpu_tools/...``. The file is also written at least once a minute, for a process that is killed. Without a GPU the
+    report holds the host's part. No fault of the monitor stops the training.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
         devices: ``"trainer"`` = the GPUs that the Trainer uses; ``"all"`` = every GPU of the node, also when training
             on the CPU.
         report: Whether to print and write the report.
-        gpm: Whether to use the GPU performance monitors of Hopper and later (``sm_active_percent``, ...). They are
-            shared with Nsight and DCGM; ``False`` leaves them alone.
-        prog_bar: Whether to show the running utilization on the progress bar, as ``gpu_busy``.
-        memory_history: Whether to have torch record its last 100,000 allocations on the GPU, each with its call stack,
-            and write its snapshot beside the report when memory runs out: ``cuda_memory_snapshot.pickle``, with
-            ``_rank<n>`` behind ``snapshot`` on other ranks, for pytorch.org/memory_viz. Off by default: it takes some
-            2 us for each allocation.
-        stall_after_s: After how many seconds without progress (a step, a batch, a hook, bytes of a checkpoint) to warn,
-            with the reason and the stack, and again at four times that; ``None`` = never. By default (``"auto"``) it is
-            the larger of 60 s and 5 times the longest that this phase has taken, and 600 s before it has been seen to
-            its end. The warning is a :class:`~lightning_gpu_tools.StalledTrainingWarning`; no training is ended.
+        gpm: Whether to use the GPU performance monitors of Hopper and later, which are shared with Nsight and DCGM.
+        prog_bar: Whether to show the current utilization on the progress bar, as ``gpu_busy``.
+        memory_history: Whether torch records its last 100,000 allocations on the GPU with their call stacks, at some
+            2 us each, and writes ``cuda_memory_snapshot.pickle`` (on other ranks ``..._rank<n>.pickle``) for
+            pytorch.org/memory_viz beside the report when memory runs out.
+        stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
+            (:class:`~lightning_gpu_tools.StalledTrainingWarning`) with phase, stack, and the rank that all wait for,
+            and again at four times that; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest
+            that this phase has taken, and 600 s before it has been seen to its end.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -118,7 +104,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
         if self.report:
-            # Asking for the folder is a collective call, so every rank does it.
+            # A collective call: every rank makes it.
             self._folder = trainer.log_dir or trainer.default_root_dir
             if trainer.is_global_zero:
                 warn_if_not_writable(self._folder)
@@ -136,7 +122,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             rank = f"_rank{trainer.global_rank}" if trainer.global_rank else ""
             session.ending.allocator.record_history(Path(self._folder) / f"cuda_memory_snapshot{rank}.pickle")
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
-            self._wrappers.put(trainer, "progress_bar_callback.get_metrics", _with_utilization(session.gpus))
+            self._wrappers.put(trainer, "progress_bar_callback.get_metrics", partial(_with_utilization, session.gpus))
 
     @override
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
@@ -147,7 +133,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     @override
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
-        if session.recorder is None or not self.report:  # without a recorder, no training
+        if session.recorder is None or not self.report:  # training has not begun
             return
         if not trainer.is_global_zero:
             if session.ending.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:
@@ -159,7 +145,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             return
         report = describe(session, outcome)
         running, self._running = self._running, None
-        # There is none if another callback failed when training started, before it was this one's turn.
+        # None if another callback failed when training started.
         file = ReportFile(self._folder) if running is None else running.file
         publish(report, file, session.run, session.ending.snapshot)
 
@@ -172,15 +158,11 @@ class GPUUtilizationMonitor(MeasuringCallback):
             running.give_up()
 
 
-def _with_utilization(gpus: GpuWatch) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that adds the running utilization to what the progress bar shows when it is drawn."""
+def _with_utilization(gpus: GpuWatch, get_metrics: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return what the progress bar shows with the current utilization added."""
 
-    def wrapper(get_metrics: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            percent = gpus.latest_percent
-            shown: dict[str, Any] = {} if percent is None else {"gpu_busy": f"{percent:.0f}%"}
-            return {**get_metrics(*args, **kwargs), **shown}
+    def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        percent, shown = gpus.latest_percent, get_metrics(*args, **kwargs)
+        return shown if percent is None else {**shown, "gpu_busy": f"{percent:.0f}%"}
 
-        return with_utilization
-
-    return wrapper
+    return with_utilization

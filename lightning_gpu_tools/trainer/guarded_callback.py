@@ -1,29 +1,30 @@
-"""Keeps an error of what only measures from ending the training that it measures."""
+"""Keeps errors of this package from ending a training."""
 
 from __future__ import annotations
 
 import functools
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_gpu_tools.loaders.workers import is_of_dead_worker
-from lightning_gpu_tools.trainer.families import Callback
+from lightning_gpu_tools.trainer.families import Callback, only_warn
 from lightning_gpu_tools.units import printable
 
 
+def warn_that_off(what: str, error: Exception) -> None:
+    """Warn that something is off because of an error in it."""
+    text = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
+    only_warn(f"{what}, because of an error in it: {text}")
+
+
 class GuardedCallback(Callback):
-    """A callback whose hooks turn each of their errors into a warning: the training has nothing to do with it.
+    """A callback whose hooks turn their errors into warnings."""
 
-    Attributes:
-        intended: Errors that are meant for the user, and so end the training.
-    """
-
-    intended: ClassVar[tuple[type[Exception], ...]] = ()
+    intended: ClassVar[tuple[type[Exception], ...]] = ()  # errors that are meant to end the training
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -35,16 +36,10 @@ class GuardedCallback(Callback):
         """Do nothing more in this fit."""
 
     def turn_off(self, error: Exception) -> None:
-        """Do nothing more in this fit, because of an error, and warn."""
+        """Give up because of an error, and warn."""
         with suppress(Exception):  # what is broken may break here, too
             self._give_up()
-        what = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")  # no filter hides it, or turns it into an error of the training
-            rank_zero_warn(
-                f"{type(self).__name__} is off for the rest of this fit, without a report of it, because of an "
-                f"error in it: {what}"
-            )
+        rank_zero_only(warn_that_off)(f"{type(self).__name__} is off for the rest of this fit, without a report", error)
 
 
 def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +50,7 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
         except self.intended:
             raise
         except Exception as error:
-            if is_of_dead_worker(error):  # which has nothing to do with what was done here
+            if is_of_dead_worker(error):  # raised wherever the main thread was
                 raise
             self.turn_off(error)
             return None

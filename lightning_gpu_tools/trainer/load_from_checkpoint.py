@@ -1,4 +1,4 @@
-"""Build a LightningModule from a checkpoint, and load its weights."""
+"""Build a LightningModule from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,19 +22,17 @@ from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, wei
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
-from lightning_gpu_tools.trainer.families import LightningModule, lookup, version_of
+from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
 from lightning_gpu_tools.units import printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
 
-# How LightningCLI says in a checkpoint that nested classes are to be built. Anything else there could run any function.
+# LightningCLI's mark in a checkpoint whose nested classes are to be built. Anything else there could run any function.
 _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
-    """Return a checkpoint in the form of this version of Lightning; bare weights become one without hyperparameters.
-
-    ``taker`` is the Trainer, or the class of the model, whose package it is for.
+    """Return a checkpoint, or bare weights, as a checkpoint of the version of Lightning that ``taker`` is of.
 
     Raises:
         BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.
@@ -46,9 +44,7 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: o
 
 
 def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
-    """Return a Lightning checkpoint in the form of this version of Lightning; the original is not changed.
-
-    Takes the arguments of :func:`as_lightning_checkpoint`.
+    """Return a copy of a Lightning checkpoint for the version of Lightning that ``taker`` is of.
 
     Raises:
         BrokenCheckpointError: It is not what the version that it names has written.
@@ -57,9 +53,8 @@ def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker:
     changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
     try:
         migrate = lookup(taker, "utilities.migration.utils:migrate_checkpoint")
-        current: dict[str, Any] = migrate({**checkpoint, **copy.deepcopy(changed_in_place)})[0]
-        return current
-    except Exception as error:  # noqa: BLE001 - only Lightning's own functions run here, and check nothing they read
+        return cast(dict[str, Any], migrate({**checkpoint, **copy.deepcopy(changed_in_place)})[0])
+    except Exception as error:  # noqa: BLE001 - Lightning's own functions check nothing they read
         version = printable(checkpoint[LIGHTNING_VERSION])
         raise BrokenCheckpointError(
             f'{printable_path(path)} says that Lightning "{version}" has written it, but cannot be migrated from that '
@@ -68,22 +63,14 @@ def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker:
         ) from None
 
 
-def build_module(
+def _build_module(
     model_class: type[Module],
     checkpoint: Mapping[str, Any],
     path: str | os.PathLike[str],
     hparams_file: str | os.PathLike[str] | None,
     arguments: Mapping[str, Any],
 ) -> Module:
-    """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them.
-
-    What ``model_class`` itself raises is not changed.
-
-    Raises:
-        BrokenCheckpointError: The hyperparameters are not what Lightning writes.
-        ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
-        UnsafeCheckpointError: The checkpoint asks for a function or class that only LightningCLI may name.
-    """
+    """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them."""
     check_entries(checkpoint, path, HYPERPARAMETERS_FORM)
     if hparams_file is None:
         check_entries(checkpoint, path, [model_class.CHECKPOINT_HYPER_PARAMS_KEY])
@@ -142,39 +129,23 @@ def _read_hparams(path: str | os.PathLike[str], model_class: type[LightningModul
     readers = {".csv": "tags_csv", ".yaml": "yaml", ".yml": "yaml"}
     if suffix not in readers:
         raise ValueError(f"hparams_file must end in .yaml, .yml or .csv, got {os.fspath(path)!r}.")
-    hparams: Mapping[str, Any] = lookup(model_class, f"core.saving:load_hparams_from_{readers[suffix]}")(
-        os.fspath(path)
-    )
-    return hparams
-
-
-def _is_lightnings(model_class: type[LightningModule]) -> bool:
-    """Whether the class has Lightning's own ``load_from_checkpoint``, of either of its two packages."""
-    owner = next(base for base in model_class.__mro__ if "load_from_checkpoint" in vars(base))
-    return owner.__module__.startswith(("lightning.", "pytorch_lightning."))
+    read: Callable[[str], Mapping[str, Any]] = lookup(model_class, f"core.saving:load_hparams_from_{readers[suffix]}")
+    return read(os.fspath(path))
 
 
 def _built_by_its_class(
-    model_class: type[Module],
-    path: str | os.PathLike[str],
-    root: Root,
-    device: Any,
-    hparams_file: str | os.PathLike[str] | None,
-    strict: bool | None,
-    arguments: Mapping[str, Any],
+    build: Callable[..., Module], path: str | os.PathLike[str], root: Root, strict: bool | None
 ) -> Module:
-    """Let the class build itself from a file that is trusted; fit the weights to it if they do not fit as they are."""
-    own: Any = model_class.load_from_checkpoint
-    if "weights_only" in inspect.signature(own).parameters:
-        own = functools.partial(own, weights_only=False)
-    build = functools.partial(own, path, map_location=device, hparams_file=hparams_file, **arguments)
+    """Let a class build itself from a trusted file, and fit the weights if they do not fit as they are."""
+    if "weights_only" in inspect.signature(build).parameters:
+        build = functools.partial(build, weights_only=False)
     with _trusting_files():
         if root is None:
             with contextlib.suppress(RuntimeError):  # of load_state_dict; any other comes again
-                return cast(Module, build(strict=strict))
-        model: Module = build(strict=False)
+                return build(path, strict=strict)
+        model = build(path, strict=False)
     content, _ = read_weights(path, weights_only=False)
-    with naming_file(path, model_class):
+    with naming_file(path, type(model)):
         fit = fit_weights(model, weights_in(content, path), root, model.strict_loading if strict is None else strict)
         copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
@@ -183,7 +154,7 @@ def _built_by_its_class(
 
 @contextlib.contextmanager
 def _trusting_files() -> Iterator[None]:
-    """Let ``torch.load`` open any file where nothing else is said, as before torch 2.6: not every class says it."""
+    """Let ``torch.load`` open any file by default, as before torch 2.6."""
     name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -210,10 +181,10 @@ def load_from_checkpoint(
 ) -> Module:
     """Build a LightningModule with the hyperparameters in a checkpoint and load its weights, whatever wrapped them.
 
-    The same as ``model_class.load_from_checkpoint``, which no plugin and no callback can reach, with three differences:
-    keys are fitted to the model as in :func:`load_weights`, the model is on the CPU unless ``map_location`` says
-    otherwise, and files that hold more than plain data are refused, also those from a URL. A class with a
-    ``load_from_checkpoint`` of its own, which opens files in its own way, is asked only if ``weights_only`` is false.
+    Like ``model_class.load_from_checkpoint``, which no plugin can reach, but keys are fitted to the model as in
+    :func:`load_weights`, the model is on the CPU by default, and files that hold more than plain data are refused, also
+    those from a URL. A class's own ``load_from_checkpoint``, which opens files in its own way, is used only with
+    ``weights_only=False``.
 
     Args:
         model_class: The LightningModule's class.
@@ -223,12 +194,12 @@ def load_from_checkpoint(
         hparams_file: A ``.yaml`` or ``.csv`` file with hyperparameters, in place of those in the checkpoint.
         strict: As for :func:`load_weights`; ``None`` leaves it to the model's ``strict_loading``.
         weights_only: If false, opening the file may run code that is in it.
-        **kwargs: Arguments of ``model_class``; they come before those in the checkpoint.
+        **kwargs: Arguments of ``model_class``, in place of those in the checkpoint.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
         UnsafeCheckpointError: It holds more than plain data, as hyperparameters of other classes are.
-        BrokenCheckpointError: An entry is not what Lightning writes there, or the file is damaged.
+        BrokenCheckpointError: An entry is not what Lightning writes, or the file is damaged.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
         TypeError: ``model_class`` is not the class of a LightningModule.
     """
@@ -238,8 +209,11 @@ def load_from_checkpoint(
             "load_weights(model, path) loads weights into any module."
         )
     device = "cpu" if map_location is None else map_location
-    if not weights_only and not _is_lightnings(model_class):
-        return _built_by_its_class(model_class, path, root, device, hparams_file, strict, kwargs)
+    owner = next(base for base in model_class.__mro__ if "load_from_checkpoint" in vars(base))
+    if not weights_only and not is_lightnings(owner):
+        own: Callable[..., Module] = model_class.load_from_checkpoint
+        build = functools.partial(own, map_location=device, hparams_file=hparams_file, **kwargs)
+        return _built_by_its_class(build, path, root, strict)
     try:
         content = read_checkpoint(path, map_location=device, weights_only=weights_only)
     except UnsafeCheckpointError as error:
@@ -250,10 +224,10 @@ def load_from_checkpoint(
         raise
     check_contents(content, path)
     checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path, model_class)
-    model = build_module(model_class, checkpoint, path, hparams_file, kwargs)
+    model = _build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()
-    # The hook sees the model's own names, as it does in a Trainer. It may also be what makes the weights fit.
+    # The hook sees the model's own names, as in a Trainer, and may be what makes the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
     chosen = None
     with naming_file(path, model_class), contextlib.suppress(*may_wait):

@@ -1,42 +1,32 @@
-"""What is known of a loop of the user's own, and of one with Fabric. Neither needs Lightning to be installed."""
+"""What is known of a loop of the user's own, and of one with Fabric; Lightning need not be installed."""
 
 from __future__ import annotations
 
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_gpu_tools.trainer.facts import gpus_of, place_of, settings_of
 from lightning_gpu_tools.training.rank_exchange import Place
 
-# Lightning's own default.
-_LOG_EVERY_N_STEPS = 50
-# Private names of Fabric. Without the first one nothing is known of the loader that it has set up, without the second
-# one moving a batch to the device is part of waiting for it.
+# Private names of Fabric. Lost without them: the loader that it has set up, and the time of moving a batch.
 _GIVEN_LOADER = "_dataloader"
 MOVE_BATCH = "move_data_to_device"
 
 
 class LoopRun:
-    """A training in a loop of the user's own.
-
-    Make it where the first batch is asked for: by then the ranks have met and the model is on its device.
-
-    Attributes:
-        optimizers: Those that have made a step.
-        optimizer_steps: How many steps they have made.
-        logged_step: How many batches are done.
-    """
+    """The ``Run`` of a loop of the user's own; make it when the first batch is asked for."""
 
     has_trainer = False
-    log_every_n_steps = _LOG_EVERY_N_STEPS
-    checkpoint_folder: str | None = None  # the loop knows
+    log_every_n_steps = 50  # Lightning's own default
+    checkpoint_folder: str | None = None
     module: torch.nn.Module | None = None  # nothing leads from a loop to its model
     loggers: Sequence[Any] = ()
     precision: str | None = None
@@ -45,13 +35,12 @@ class LoopRun:
         self.place = self._find_place()
         self.gpus, self._device = self._find_devices()
         self._iterator: Callable[[], object | None] = lambda: None
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._known: set[int] = set()
+        self.optimizers: list[torch.optim.Optimizer] = []  # those that have made a step
         self.optimizer_steps = self.logged_step = 0
         self._loader: object = None
 
     def _find_place(self) -> Place:
-        """Return which rank this is: by the process group, or without one by what torchrun says."""
+        """Ask the process group, or without one torchrun's variables."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
@@ -67,7 +56,7 @@ class LoopRun:
         )
 
     def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
-        """Return the GPUs of this node that are trained on, where torch has memory, and the one of this rank."""
+        """Return the GPUs of this node on which torch has memory, and this rank's."""
         used: list[torch.device] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             count = torch.cuda.device_count()
@@ -78,27 +67,29 @@ class LoopRun:
         device = current if current in used else used[0]
         local_ranks = self.place.local_ranks
         if local_ranks > 1 and device.index == self.place.local_rank and count >= local_ranks:
-            used = [torch.device("cuda", i) for i in range(local_ranks)]  # each rank has the GPU of its number
+            used = [torch.device("cuda", i) for i in range(local_ranks)]  # rank i has GPU i
         return used, device
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        return (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains; without a GPU, where its weights are."""
-        weights = (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
-        return self._device or next((weight.device for weight in weights), torch.device("cpu"))
+        """Without a GPU, where the weights are."""
+        return self._device or next((weight.device for weight in self._weights()), torch.device("cpu"))
 
     @property
     def gpu(self) -> torch.device | None:
-        """That device if torch has memory on it."""
+        """``None`` where torch has no memory on a GPU."""
         return self._device if self.gpus else None
 
     def follow(self, loader: object) -> None:
-        """Say that steps come from this loader from now on."""
+        """Note the loader that steps come from."""
         self._loader = getattr(loader, _GIVEN_LOADER, loader)
 
     @property
     def iterator(self) -> object | None:
-        """That of the loader in use."""
+        """The one in use."""
         return self._iterator()
 
     @iterator.setter
@@ -109,29 +100,27 @@ class LoopRun:
             self._iterator = lambda: None
 
     def forget(self) -> None:
-        """Keep nothing of the loop's alive."""
+        """Keep nothing of the loop alive."""
         self._loader, self.optimizers, self._iterator = None, [], lambda: None
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say that this optimizer makes a step."""
-        if id(optimizer) not in self._known:
-            self._known.add(id(optimizer))
+        """Note an optimizer that makes a step."""
+        if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
 
     @property
     def loader(self) -> DataLoader[Any] | None:
-        """The loader in use, if it is a ``torch.utils.data.DataLoader``."""
+        """The one in use, if it is a ``torch.utils.data.DataLoader``."""
         return self._loader if isinstance(self._loader, DataLoader) else None
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether ranks meet at the end of backward alone: sharded models have parameters of other classes."""
-        weights = (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
-        return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in weights)
+        """By the weights: those of sharded models are of other classes."""
+        return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in self._weights())
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches for each step of an optimizer, by what was seen."""
+        """As far as was seen."""
         return max(1, round(self.logged_step / self.optimizer_steps)) if self.optimizer_steps else 1
 
     @property
@@ -144,17 +133,17 @@ class LoopRun:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The name of the program, in the place of the model's."""
+        """The program's name stands for the model's."""
         return {"model": _program()}
 
     @property
     def folder(self) -> str:
-        """Where the report goes unless the user says: the current directory."""
+        """Where the report goes by default."""
         return os.getcwd()
 
 
 class FabricRun(LoopRun):
-    """A training in a loop with a Fabric, of ``lightning`` or ``lightning_fabric``, which has been launched."""
+    """The ``Run`` of a loop with a Fabric that has been launched."""
 
     def __init__(self, fabric: Any) -> None:
         self._fabric = fabric
@@ -169,13 +158,13 @@ class FabricRun(LoopRun):
         return gpus_of(self._fabric), self._fabric.device
 
     @property
+    @override
     def settings(self) -> Mapping[str, Any]:
-        """Also the accelerator and Lightning's version."""
         return {**super().settings, **settings_of(self._fabric)}
 
     @property
+    @override
     def folder(self) -> str:
-        """Where the first logger writes, or the current directory."""
         logger = next(iter(self.loggers), None)
         return getattr(logger, "log_dir", None) or getattr(logger, "root_dir", None) or super().folder
 

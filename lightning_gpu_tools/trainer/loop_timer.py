@@ -1,20 +1,22 @@
-"""Times a loop without a Trainer: what happens between its batches is told apart by what the loop calls."""
+"""Times a loop without a Trainer, by what it calls between its batches."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
+from lightning_gpu_tools.runs.session import Timer
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.loop_run import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -47,38 +49,25 @@ _Function = Callable[..., Any]
 
 
 class Loop:
-    """One pass over one loader.
-
-    Attributes:
-        around: What the time was booked on before its iterator was made, or before it asked for a batch of a step that
-            another loop has begun.
-        is_validation: Whether it is validation.
-        batches: How many batches of it have come, if it is validation.
-    """
+    """One pass over one loader."""
 
     def __init__(self) -> None:
+        # Booked before its iterator was made, or before it asked for a batch of another loop's step.
         self.around: Account | None = None
         self.is_validation = False
-        self.batches = 0
+        self.batches = 0  # of validation
 
 
-class LoopTimer:
+class LoopTimer(Timer):
     """Drives a step clock from the loops of one thread.
 
-    A step lasts from one batch to the next. From its batch up to backward it is in forward; from the last step of an
-    optimizer up to the next batch, in code that a Trainer would have in callbacks. A loop that asks for a batch before
-    an optimizer has made a step, in a step that another loop has begun, loads data for the same step: so the loops in
-    ``zip(run.batches(a), run.batches(b))`` are one. A loop without gradients, in a training that has had some, is
-    validation.
+    A step lasts from one batch to the next. Up to backward it is in forward; from the last step of an optimizer on it
+    is in code that a Trainer would have in callbacks. A loop that asks for a batch in a step of another loop, before an
+    optimizer's step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. A loop without gradients,
+    in a training that has had some, is validation.
 
-    The run is told what is seen of the loader and the optimizers. ``enter`` is called with the phase when validation
-    begins and when training goes on, ``after_step`` after each step, before the next one begins.
-
-    Attributes:
-        rank_waits: Takes waiting for other ranks out of the clock's phases.
-        memory: Counts the memory of this rank's GPU; ``None`` on another device.
-        fault: The error that has ended the timing of what the loop calls; ``None`` if all is well.
-        is_trial: Nobody tries anything here.
+    ``enter`` is called with the phase when validation begins and when training goes on, ``after_step`` after each step,
+    before the next one begins.
     """
 
     is_trial = False
@@ -113,18 +102,17 @@ class LoopTimer:
         self._step_is_open = False
         self._gpu_is_in_step = False
         self._asides = 0
-        self._booked: dict[str, AbstractContextManager[str]] = {}
         self._has_trained = self._has_evaluated = False
         self._optimizer_depth = self._optimizer_steps = 0
         self._usual_optimizer_steps = 1
 
     @property
+    @override
     def unseen(self) -> list[str]:
-        """What could not be timed."""
-        return list(self._wrappers.missing)
+        return self._wrappers.missing
 
     def start(self) -> None:
-        """Start the clock, and listen to what the loop calls."""
+        """Start the clock, and listen to the loop."""
         clock, put = self._clock, self._wrappers.put
         self._hooks = [
             torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
@@ -147,8 +135,8 @@ class LoopTimer:
         clock.start()
         clock.switch(self._outside)
 
+    @override
     def stop(self) -> None:
-        """Stop the clock, and put everything back; nothing happens the second time."""
         self._clock.stop()
         self._wrappers.undo()
         self._on_loader.undo()
@@ -156,10 +144,8 @@ class LoopTimer:
             hook.remove()
         self._hooks = []
 
-    # The loops
-
     def open(self, loop: Loop, loader: object) -> None:
-        """Begin a pass: its iterator is made."""
+        """Begin a pass: its iterator is about to be made."""
         if self._is_elsewhere():
             return
         if self._has_trained and not torch.is_grad_enabled():
@@ -182,7 +168,7 @@ class LoopTimer:
         return remembered
 
     def opened(self, loop: Loop) -> None:
-        """The iterator is made, and the first batch is asked for next."""
+        """The iterator is made."""
         if loop.around is not None and not loop.is_validation:
             self._clock.switch(loop.around)
 
@@ -201,7 +187,7 @@ class LoopTimer:
         clock.begin_fetch()
 
     def end_fetch(self, loop: Loop) -> bool:
-        """The batch has come; return whether a step begins with it."""
+        """Return whether a step begins with the batch that has come."""
         if loop.is_validation or self._is_elsewhere():
             return False
         if self._fetching is not loop:
@@ -231,7 +217,7 @@ class LoopTimer:
                 self._clock.cut_at_edge()
                 self._enter("training")
             return
-        # The iterator could not be made, or one loop of several in a step has no more data.
+        # Its iterator could not be made, or another loop goes on.
         waits = self._clock.current in (self._epoch_start, self._data_loading) and self._fetching is None
         if is_own_thread and waits and loop.around is not None:
             self._clock.switch(loop.around)
@@ -265,38 +251,36 @@ class LoopTimer:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Book what is done meanwhile on a phase: a phase of the report, or a name of the user's."""
+        """Book what is done meanwhile on a phase of the report or the user's."""
         if self._is_elsewhere(even_aside=True):
             yield
             return
         phase = name if name in PHASES else f"{CALLBACK}/{name}"
-        is_validation = phase == VALIDATION
-        if phase not in self._booked:
-            self._booked[phase] = self._clock.booked(phase)
         self._asides += 1
-        if is_validation:
+        if phase == VALIDATION:
             self._enter("validation")
         try:
-            apart = self._clock.span_of_its_own() if phase in PAUSES else nullcontext()
-            with apart, self._booked[phase]:
-                yield
+            with self._clock.span_of_its_own() if phase in PAUSES else nullcontext():
+                around = self._clock.switch(self._clock.account(phase))
+                try:
+                    yield
+                finally:
+                    self._clock.switch(around)
         finally:
             self._asides -= 1
-            if is_validation:
+            if phase == VALIDATION:
                 self._enter("training")
 
     def _is_elsewhere(self, *, even_aside: bool = False) -> bool:
-        """Return whether this is another thread, or in a phase that has no steps."""
+        """Return whether this is another thread, or a phase that has no steps."""
         return threading.get_ident() != self._thread or (self._asides > 0 and not even_aside)
 
-    # What the loop calls
-
     def _safely(self, action: _Function, *arguments: Any) -> Any:
-        """Do something where the loop is not to hear of an error; the measuring ends after the step."""
+        """Act; an error ends the measuring after the step."""
         if self.fault is None:
             try:
                 return action(*arguments)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the loop has nothing to do with it
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is not the loop's
                 self.fault = error
         return None
 
@@ -311,17 +295,18 @@ class LoopTimer:
     def _note_training(self) -> None:
         if not self._has_trained:
             self._has_trained = True
-            if self._has_evaluated:  # those steps were of another kind
+            if self._has_evaluated:  # steps of another kind
                 self._clock.begin_anew()
 
     def _meeting_backward(self, backward: _Function) -> _Function:
-        """Return ``torch.autograd.backward``, timed, with the wait at its end for other ranks booked as such."""
+        """Return ``torch.autograd.backward``, timed, with its wait for other ranks apart."""
         timed = self._timed_backward(backward)
+        if self._run.place.world_size == 1:
+            return timed
         meeting = self._timed_backward(self.rank_waits.around_backward(backward))
-        is_alone = self._run.place.world_size == 1
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            return (timed if is_alone or not args else meeting)(*args, **kwargs)
+            return (meeting if args else timed)(*args, **kwargs)
 
         return called
 
@@ -337,7 +322,7 @@ class LoopTimer:
         return timed
 
     def _backward_begins(self) -> Account | None:
-        """Return in what to go on afterward; ``None`` if this is not part of a step."""
+        """Return what comes after it; ``None`` if this is not part of a step."""
         if not self._is_in_step():
             return None
         self._note_training()

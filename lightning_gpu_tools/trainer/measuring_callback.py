@@ -1,4 +1,4 @@
-"""What the monitor and the advisor have in common: a session from ``setup`` to the end of the fit."""
+"""What the monitor and the advisor have in common."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 
 
 class MeasuringCallback(GuardedCallback):
-    """Takes part in the session of each fit.
-
-    Attributes:
-        yields: Whether it does nothing where the user has a callback of the same class: one that an entry point added.
-    """
+    """Takes part in the session of each fit, from ``setup`` to its end."""
 
     def __init__(self) -> None:
-        self.yields = False
+        self.yields = False  # to a callback of the user's of the same class
         self._session: FitSession | None = None
         self._next_step = 0.0
 
@@ -32,29 +28,28 @@ class MeasuringCallback(GuardedCallback):
         return {**vars(self), "_session": None}
 
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
-        """Prepare the session of a fit that is about to begin."""
+        """Act before the fit begins."""
 
     def _began(self, trainer: Trainer, session: FitSession) -> None:
-        """Do what is to be done when training starts."""
+        """Act when training starts."""
 
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
-        """Do what is to be done after a step; return the step of the clock after which there is more to do."""
+        """Act after a step; return the clock's step after which to be called again."""
         return math.inf
 
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
-        """Use what the session has measured of a fit that has ended."""
+        """Act when the fit has ended."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.yields and self._is_replaced(trainer.callbacks):  # type: ignore[attr-defined]
-            return
-        if stage == "fit" and not is_disabled():
+        is_replaced = self.yields and self._is_replaced(trainer.callbacks)  # type: ignore[attr-defined]
+        if stage == "fit" and not is_disabled() and not is_replaced:
             self._give_up()  # a fit whose end was not announced
             self._session = FitSession.of(trainer)
             self._opened(trainer, self._session)
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
-        # Lightning adds what an entry point gives to the user's own list, which the next Trainer may get, too.
+        # Lightning has added ours to the user's list, perhaps for an earlier Trainer, too.
         same = [other for other in callbacks if isinstance(other, type(self))]
         return any(not other.yields for other in same) or self not in same[:1]
 

@@ -1,4 +1,4 @@
-"""Finds the DataLoader settings that feed the training step, in a short pause of the training itself."""
+"""Finds DataLoader settings in a short pause of the training."""
 
 from __future__ import annotations
 
@@ -41,49 +41,38 @@ from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import number_ranges
 
-# The ranks wait for each other in every step, so they come to a search at the same time; a trial that hangs ends with
-# the budget. Our default.
+# Our default: ranks come to a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
 _POLL_S = 0.005
+_OBSTACLE = "The training loader is left as it is: {}."
 
 
 class NumWorkersFinder(GuardedCallback):
     """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory``, and applies them.
 
-    It measures 25 steps with the original settings. If training waits for data, it pauses, usually for 2 to 10 s and at
-    most for ``budget_s``. Meanwhile a few settings that suit the cost of a batch are tried. Each trial is a plain
-    ``DataLoader`` in worker processes, with a stand-in for the training step. They stay within the cores (affinity and
-    cgroup quota), the memory and the ``/dev/shm`` that this machine grants, shared with the other ranks on it. The
-    fewest workers within 3 % of the best load from the next batch on. If the next hundred steps are slower than those
-    before, the original settings come back.
+    If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. The few settings that suit the
+    cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
+    The fewest workers within 3 % of the best load from the next batch on. If the next hundred steps are slower than
+    those before, or if loading fails, the original settings come back.
 
-    Batches, their order and the random numbers of the training process are those of a training without this callback.
-    The one exception: with ``num_workers=0``, random numbers that the dataset itself draws (augmentation) come from the
-    workers afterwards, as with every change of ``num_workers``. The result says so. If anything fails under other
-    settings (a worker killed for lack of memory, a full ``/dev/shm``, ...) the same batches are loaded with the
-    original ones. No failure of this callback reaches your training.
+    Batches, their order and the random numbers of the training process stay the same. Only with ``num_workers=0``,
+    random numbers that the dataset itself draws come from the workers afterwards, as with every change of
+    ``num_workers``; the result says so. No failure of this callback reaches your training.
 
-    These loaders keep their settings, with the reason in the result:
+    These keep their settings, with the reason in the result: a dataset that is iterable, that holds an open file, a
+    lock or a running generator, or that changes while it is used (a cache, a random generator of its own); a sampler
+    that draws random numbers during the epoch; a loader with a position (``StatefulDataLoader``) or a
+    ``_get_iterator`` of its own, or ``in_order=False``. Of several training loaders the first that can be changed is.
 
-    - a dataset that is iterable, a loader with a position of its own (``StatefulDataLoader``) or its own
-      ``_get_iterator``, and ``in_order=False``;
-    - a sampler that draws random numbers during the epoch;
-    - a dataset that holds an open file, a lock or a running generator, or that changes while it is used (a cache, a
-      random generator of its own).
-
-    Of several training loaders the first one that can be changed is. Validation loaders keep their settings. With
-    several ranks all try at the same time and decide the same.
-
-    Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trial runs of a tuner. Where the
-    training step computes on the CPU it needs the same cores as the workers; settings are changed then only for a
-    predicted gain of more than 15 %.
+    All ranks decide the same. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trials
+    of a tuner. Where the step computes on the CPU, it takes a predicted gain of more than 15 %.
 
     Args:
-        budget_s: How long training may pause, in seconds; a hard limit, also if an item of the dataset hangs.
-        apply: Whether to use what was found. Else it is only measured.
+        budget_s: Most seconds that training may pause, also if an item of the dataset hangs.
+        apply: Whether to use what was found; else it is only measured.
 
     Attributes:
-        result: What was found: ``.settings``, ``.reason``, ``.trials``; ``None`` until it is known.
+        result: Has ``.settings``, ``.reason`` and ``.trials``; ``None`` until it is known.
 
     Raises:
         ValueError: ``budget_s`` is not a positive number.
@@ -139,7 +128,7 @@ class NumWorkersFinder(GuardedCallback):
         fit = self._fit
         if fit is not None:
             fit.close()
-            self._fit = None  # not before: if Ctrl-C comes meanwhile, this is called once more
+            self._fit = None  # last: if Ctrl-C comes meanwhile, this is called once more
             fit.release()
 
     @override
@@ -153,11 +142,11 @@ class NumWorkersFinder(GuardedCallback):
 
 
 class _Adopted(NamedTuple):
-    """A training loader: what the Trainer was given, what it got, and why that cannot be changed if it cannot."""
+    """A training loader as the Trainer was given it, and as it got it."""
 
     given: object
     made: object
-    fixed: str | None = None
+    fixed: str | None = None  # why its settings cannot be changed
 
     @property
     def switch(self) -> Switch | None:
@@ -169,7 +158,7 @@ class _Adopted(NamedTuple):
 
 
 class _Fit:
-    """One fit: its training loaders, and the search for the settings of one of them."""
+    """The training loaders of one fit, and the search."""
 
     def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
@@ -178,7 +167,7 @@ class _Fit:
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
         self._place: int | None = None  # of the next training loader, while these are made
-        self._tuned: int | None = None
+        self._tuned: int | None = None  # the place of the loader that the search is for
         self._study: list[Step] = []
         self._steps = 0
         self._next: Callable[[], None] | None = None
@@ -186,8 +175,7 @@ class _Fit:
         self._round = self._ramp_up = 0
         self._published: dict[str, Any] | None = None
         self._board: Board | None = None
-        # Every training loader goes through here, each time it is made. So do those that a tuner (LearningRateFinder,
-        # BatchSizeFinder) makes for its trials, because it may leave the last one to the training.
+        # Also in a tuner's trials (LearningRateFinder, BatchSizeFinder): the training may get their last loader.
         self._wrappers = Wrappers()
         self._wrappers.put(trainer, "fit_loop.setup_data", self._in_order)
         self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
@@ -219,10 +207,10 @@ class _Fit:
     def _adopt(self, loader: object, place: int) -> object:
         before = self._adopted.get(place)
         if before is not None and (loader is before.given or loader is before.made):
-            return before.made  # made again, but the same one: its persistent workers go on
+            return before.made  # its persistent workers go on
         try:
             after = _Adopted(loader, switchable(loader))  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - anybody's subclass, which may not let itself be copied
+        except Exception as error:  # noqa: BLE001 - a subclass may not let itself be copied
             after = _Adopted(loader, loader, str(error))
         self._adopted[place] = after
         replaced = None if before is None else before.switch
@@ -236,8 +224,15 @@ class _Fit:
         return after.made
 
     @property
+    def _switches(self) -> list[Switch]:
+        return [switch for one in self._adopted.values() if (switch := one.switch) is not None]
+
+    @property
+    def _switch(self) -> Switch | None:
+        return None if self._tuned is None else self._adopted[self._tuned].switch
+
+    @property
     def result(self) -> LoaderResult | None:
-        """What was found; the session has it, so that the report can tell it."""
         return self._finder.result
 
     @result.setter
@@ -245,33 +240,28 @@ class _Fit:
         self._finder.result = self._session.loader_result = found
 
     def start(self) -> None:
-        """Begin to count the steps, without those of a tuner's trial."""
+        # Steps of a tuner's trial do not count.
         for switch in self._switches:
             switch.fetches = []
         self._board = self._session.board("loader")
         self._next = self._search
 
     def after_step(self) -> None:
-        """Count the step; search when enough of them were seen, and look at the result once more later."""
         self._steps += 1
         if self._next is not None and self._steps >= self._due:
             action, self._next = self._next, None
             try:
                 self._as_own_work(action)
             except SilentRankError as error:
-                self._take_back(f"The original settings are back, because {error}.")
+                self._take_back(f"They could not be confirmed ({error})")
                 if self.result is None:
-                    self._leave(f"The training loader is left as it is: {error}.")
+                    self._leave(_OBSTACLE.format(error))
 
     def _as_own_work(self, action: Callable[[], object]) -> None:
         self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
 
-    @property
-    def _switches(self) -> list[Switch]:
-        return [switch for one in self._adopted.values() if (switch := one.switch) is not None]
-
     def _gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the facts of all ranks, in their order."""
+        """Return the facts of all ranks, by rank."""
         board, world_size = self._board, self._trainer.world_size
         assert board is not None
         if world_size == 1:
@@ -290,18 +280,16 @@ class _Fit:
             if late:
                 time.sleep(max(_POLL_S, waited_s / 8))
         self._published = facts
-        # A rank that has read this round of all may have published the next one already.
+        # A rank that has read all of this round may have published the next one already.
         rounds = {self._round: "now", self._round + 1: "before"}
         found: list[dict[str, Any]] = [one[rounds[one["round"]]] for _, one in sorted(board.entries.items())]
         return found
 
-    # The search, and what follows
-
     def _search(self) -> None:
-        trainer = self._trainer
+        trainer, run = self._trainer, self._session.run
         begun = (place for place, one in self._adopted.items() if one.switch is not None and one.switch.begun)
         self._tuned = min(begun, default=None)
-        switch = None if self._tuned is None else self._adopted[self._tuned].switch
+        switch = self._switch
         self._study = [] if switch is None else list(settled(steps_between(switch.fetches or [])))
         for one in self._switches:
             one.fetches = None
@@ -309,28 +297,25 @@ class _Fit:
         cost = None if obstacle else dataclasses.asdict(step_cost(self._study, torch.get_num_threads()))
         everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in everyones if facts["obstacle"]), None)
-        if obstacle or switch is None:
-            self._leave(f"The training loader is left as it is: {obstacle}.")
+        if obstacle or switch is None or self._tuned is None:
+            self._leave(_OBSTACLE.format(obstacle))
             return
-        if all(facts["nothing"] for facts in everyones):
-            self._leave(nothing or "")
+        if nothing and all(facts["nothing"] for facts in everyones):
+            self._leave(nothing)
             return
-        given = self._adopted[self._tuned].given if self._tuned is not None else None
+        given = self._adopted[self._tuned].given
         assert isinstance(given, DataLoader)
-        steps = trainer.num_training_batches
-        rank_zero_info(
-            f"NumWorkersFinder: training pauses for at most {self._finder.budget_s:g} s to try DataLoader settings."
-        )
+        _say(f"training pauses for at most {self._finder.budget_s:g} s to try DataLoader settings.")
         found = search(
             given,
-            # Who waits for other ranks does so inside the step, so the shortest one is the step itself.
+            # Ranks wait for each other inside the step, so the shortest one is the step itself.
             step=StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"]))),
-            host=read_host_budget(local_ranks=self._session.run.place.local_ranks),
+            host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,
             alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),
-            # Where loaders are made again for an epoch their workers cannot live on.
-            epoch_steps=None if _reloads(trainer) or math.isinf(steps) else int(steps),
+            # Workers cannot outlive an epoch whose loader is made again.
+            epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,  # type: ignore[attr-defined]
             bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
             gather=self._gather,
         )
@@ -341,33 +326,34 @@ class _Fit:
         if self._wrappers.missing:
             return f"this version of Lightning has no {self._wrappers.missing[0]}", None
         if switch is None:
-            reasons = [
-                one.fixed or f"a {type(one.made).__qualname__} is iterated in a way of its own"
-                for one in self._adopted.values()
-            ]
-            return next(iter(reasons), "there is none"), None
+            one = next(iter(self._adopted.values()), None)
+            if one is None:
+                return "there is none", None
+            return one.fixed or f"a {type(one.made).__qualname__} is iterated in a way of its own", None
         if not self._study:
             return "its epochs are too short to measure a step", None
         return switch.obstacle(), why_no_search(self._study)
 
     def _use(self, switch: Switch, found: LoaderResult) -> None:
-        self.result = found
-        if found.settings is not None and found.settings != found.original and self._finder.apply:
-            switch.use(found.settings)
-            moved = (
-                " The dataset draws random numbers (augmentation): they come from the workers now, no longer from the "
-                "training process."
-            )
-            reason = found.reason + (moved if switch.moved_draws else "")
-            self.result = dataclasses.replace(found, applied=True, reason=reason)
+        chosen = found.settings
+        if chosen is not None and chosen != found.original and self._finder.apply:
+            switch.use(chosen)
+            reason = found.reason
+            if switch.moved_draws:
+                reason += (
+                    " The dataset draws random numbers (augmentation): they come from the workers now, no longer from "
+                    "the training process."
+                )
+            found = dataclasses.replace(found, applied=True, reason=reason)
             switch.fetches = []
-            self._ramp_up = found.settings.num_workers * (1 + (found.settings.prefetch_factor or 0)) + 2
+            self._ramp_up = chosen.num_workers * (1 + (chosen.prefetch_factor or 0)) + 2
             self._due = self._steps + self._ramp_up + CONFIRM_STEPS
             self._next = self._confirm
-        self._show()
+        self.result = found
+        self._show(found)
 
     def _confirm(self) -> None:
-        switch = None if self._tuned is None else self._adopted[self._tuned].switch
+        switch = self._switch
         if switch is None or self.result is None:
             return
         steps, switch.fetches = steps_between(switch.fetches or [])[self._ramp_up :], None
@@ -375,23 +361,22 @@ class _Fit:
         everyones = self._gather({"fault": switch.fault, "slower": slower})
         fault = next((facts["fault"] for facts in everyones if facts["fault"]), None)
         if fault:
-            self._take_back(f"They failed in use ({fault}), so the original settings are back.")
+            self._take_back(f"They failed in use ({fault})")
         elif any(facts["slower"] for facts in everyones):
-            self._take_back("In their first hundred steps they were slower, so the original settings are back.")
+            self._take_back("In their first hundred steps they were slower")
         elif steps:
             self.result = dataclasses.replace(self.result, confirmed=True, wait_share=wait_share(steps))
 
     def _take_back(self, why: str) -> None:
-        """Go back to the original settings, where others are in use."""
         for switch in self._switches:
             switch.fetches = None
             if switch.in_use != switch.original:
                 switch.use(switch.original)
         result = self.result
         if result is not None and result.applied:
-            reason = f"{result.reason} {why}"
+            why = f"{why}, so the original settings are back."
             self.result = dataclasses.replace(
-                result, settings=result.original, applied=False, confirmed=False, reason=reason
+                result, settings=result.original, applied=False, confirmed=False, reason=f"{result.reason} {why}"
             )
             rank_zero_warn(f"NumWorkersFinder: {why}")
 
@@ -400,72 +385,63 @@ class _Fit:
         original = settings_of(given) if isinstance(given, DataLoader) else None
         share = wait_share(self._study) if self._study else None
         self.result = LoaderResult(original=original, settings=original, reason=reason, wait_share=share)
-        rank_zero_info(f"NumWorkersFinder: {reason}")
+        _say(reason)
 
-    def _show(self) -> None:
-        result = self.result
-        assert result is not None
+    def _show(self, result: LoaderResult) -> None:
         for trial in result.trials:
             if trial.failed is not None:
-                rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {trial.failed}")
+                _say(f"{_words(trial.settings)}: {trial.failed}")
         for trial in combined(result.trials):
-            rank_zero_info(f"NumWorkersFinder: {_words(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
+            _say(f"{_words(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
         if result.settings is None:
             return
         state = "is in use now" if result.applied else "was found and is not in use (apply=False)"
         if result.settings == result.original:
             state = "stays"
-        rank_zero_info(f"NumWorkersFinder: {_words(result.settings)} {state}. {result.reason}")
+        _say(f"{_words(result.settings)} {state}. {result.reason}")
         if self._trainer.is_global_zero:
             settings = {**dataclasses.asdict(result.settings), "applied": result.applied}
             for logger in self._trainer.loggers:
                 _log_to(logger, {"num_workers_finder": settings})
 
     def give_up(self) -> None:
-        """Go back to the original settings, because of a fault in here."""
         self._next = None
-        self._take_back("An error ended their use, so the original settings are back.")
+        self._take_back("An error ended their use")
 
     def release(self) -> None:
-        """Give the session back, if it was not yet."""
         if not self._released:
             self._released = True
             self._session.release()
 
     def end(self) -> None:
-        """Say, before the report is made, how it went to the end."""
-        fault = next((switch.fault for switch in self._switches if switch.fault is not None), None)
-        if fault is not None:
-            self._take_back(f"They failed in use ({fault}), so the original settings came back.")
+        # Before the report is made.
+        for switch in self._switches:
+            if switch.fault is not None:
+                self._take_back(f"They failed in use ({switch.fault})")
         if self.result is None:
             self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
 
     def close(self) -> None:
-        """End all workers and take everything off again; after Ctrl-C, what the first time has not come to."""
+        # May be called again after Ctrl-C, for what the first time has not come to.
         self._wrappers.undo()
         for one in self._adopted.values():
             one.restore()
 
 
-def _reloads(trainer: Trainer) -> bool:
-    return bool(trainer.reload_dataloaders_every_n_epochs)  # type: ignore[attr-defined]
+def _say(text: str) -> None:
+    rank_zero_info(f"NumWorkersFinder: {text}")
 
 
 def _words(settings: LoaderSettings) -> str:
-    words = f"num_workers={settings.num_workers}"
-    if settings.prefetch_factor is not None:
-        words += f", prefetch_factor={settings.prefetch_factor}"
-    if settings.persistent_workers:
-        words += ", persistent_workers=True"
-    return f"{words}, pin_memory=True" if settings.pin_memory else words
+    others = ("prefetch_factor", "persistent_workers", "pin_memory")
+    set_ones = [f"{name}={value}" for name in others if (value := getattr(settings, name))]
+    return ", ".join([f"num_workers={settings.num_workers}", *set_ones])
 
 
 def _log_to(logger: Logger, found: dict[str, Any]) -> None:
+    # Without metrics TensorBoard's leaves the user's summary and hp_metric as they are.
+    options: dict[str, Any] = {"metrics": {}} if base_of(logger, "TensorBoardLogger") else {}
     try:
-        if base_of(logger, "TensorBoardLogger"):
-            # Without metrics it adds them to hparams.yaml and leaves the user's summary and hp_metric as they are.
-            logger.log_hyperparams(found, metrics={})
-        else:
-            logger.log_hyperparams(found)
+        logger.log_hyperparams(found, **options)
     except Exception as error:  # noqa: BLE001 - a logger of anybody's; training must go on
         rank_zero_warn(f"{type(logger).__name__} did not take the DataLoader settings: {error!r}")

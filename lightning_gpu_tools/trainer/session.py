@@ -1,4 +1,4 @@
-"""The session of a Trainer's fit, shared by all callbacks: the first one opens it, the last one closes it."""
+"""The session of a Trainer's fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_gpu_tools.trainer.fit_timer import FitTimer
 
 
 class FitSession(Session):
-    """Ask for it with :meth:`of` in ``Callback.setup``, and :meth:`release` it at the end."""
+    """Shared by all who ask for it with :meth:`of`; the last to :meth:`release` it closes it."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
@@ -21,7 +21,7 @@ class FitSession(Session):
 
     @classmethod
     def of(cls, trainer: Trainer) -> FitSession:
-        """Return the session of the Trainer's fit that is about to begin, the same one for everybody who asks."""
+        """Return the session of the fit that is about to begin."""
         session = _sessions.get(trainer)
         if session is not None and session.clock.ran:  # of an earlier fit whose end was not announced
             session._end()
@@ -32,7 +32,7 @@ class FitSession(Session):
         return session
 
     def release(self) -> None:
-        """Give the session back; the last one to do so closes it. What it measured stays readable."""
+        """Give the session back; what it measured stays readable."""
         self._users -= 1
         if self._users <= 0:
             self._end()

@@ -1,7 +1,4 @@
-"""Lightning's strategies on the GPUs with the most free memory, for each of its packages.
-
-``Trainer(strategy="ddp_free_memory", devices=2)``, or with options ``Trainer(strategy=FreeMemoryDDPStrategy(...))``.
-"""
+"""Lightning's strategies on the GPUs with the most free memory, for each of its packages."""
 
 from __future__ import annotations
 
@@ -23,13 +20,11 @@ from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, ba
 
 @documented
 class _FreeMemory(FamilyStrategy):
-    """The options with which a strategy picks its GPUs, and the picking.
+    """Picks GPUs for a strategy, with the options of :func:`lightning_gpu_tools.select_gpus`.
 
-    The options are those of :func:`lightning_gpu_tools.select_gpus`. ``devices=[0, 1]`` means 2 here, because a
-    strategy cannot tell the two apart; other lists are respected and checked.
-    :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` can tell them apart. With ``devices="auto"`` every visible
-    GPU has to qualify. A strategy belongs to the first Trainer or Fabric that takes it, and is one of that package's
-    strategies from then on.
+    ``devices=[0, 1]`` means 2 here, because a strategy cannot tell the two apart, as
+    :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` can; other lists are respected and checked. With
+    ``devices="auto"`` every visible GPU has to qualify. It belongs to the first Trainer or Fabric that takes it.
 
     Args:
         bind_numa: Keep each process on the CPU cores near its GPU (Linux).
@@ -40,8 +35,7 @@ class _FreeMemory(FamilyStrategy):
         TypeError: An option is unknown.
     """
 
-    # What Lightning's strategy passes on the options to that it does not know.
-    _wrapper: ClassVar[str | None] = None
+    _wrapper: ClassVar[str | None] = None  # gets the options that Lightning's strategy does not know
     _runs_on_cpu: ClassVar[bool] = False
     _max_devices: ClassVar[int | None] = None
 
@@ -65,14 +59,14 @@ class _FreeMemory(FamilyStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this machine that the job trains on; picked when the ``Trainer`` sets them."""
+        """The devices of this machine; picked when the ``Trainer`` sets them."""
         return self._picked
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and devices[0].type == "cuda":
             indices = [device.index for device in devices][: self._max_devices]
-            is_count = indices == list(range(len(indices)))  # so it is where the Trainer was given a number
+            is_count = indices == list(range(len(indices)))  # as where the Trainer was given a number
             placed = placement.place(len(indices) if is_count else indices, self._request, cuda_uuids)
             self._refuse_numbers(placed)
             devices = [torch.device("cuda", index) for index in placed]
@@ -89,14 +83,13 @@ class _FreeMemory(FamilyStrategy):
         self._picked = devices
 
     def _refuse_numbers(self, indices: list[int]) -> None:
-        """Refuse device numbers that the strategy cannot use."""
+        """Raise an error for numbers that the strategy cannot use."""
 
     @override
     def setup_environment(self) -> None:
-        """Set the process up as Lightning does, and keep it near its GPU if asked to."""
         super().setup_environment()
         if self._bind_numa and self._picked and self._picked[0].type == "cuda":
-            ranks: Any = self  # SingleDeviceStrategy and the others have no base in common that has ranks
+            ranks: Any = self  # each of Lightning's strategies has them
             cores = bind_to_gpus([cuda_uuids()[self._picked[ranks.local_rank].index]])
             placement.log().info(
                 "Rank %d: %s.", ranks.global_rank, f"on cores {sorted(cores)}" if cores else "cores left as is"
@@ -104,9 +97,9 @@ class _FreeMemory(FamilyStrategy):
 
     @override
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        # A misspelled option, which Lightning would find when the training starts, or never.
+        # Lightning finds a misspelled option when training starts, or never.
         bases = bases_of(type(self))
-        if not bases:  # no package of Lightning's is imported yet
+        if not bases:  # no Lightning is imported yet
             return
         known = {name for base in bases for name in inspect.signature(base).parameters} - {"kwargs"}
         if self._wrapper and not options.keys() <= known:
@@ -132,7 +125,6 @@ class FreeMemoryStrategy(_FreeMemory, _FirstDevice):
     @property
     @override
     def root_device(self) -> torch.device:
-        """The one device."""
         return self.parallel_devices[0] if self.parallel_devices else super().root_device  # type: ignore[safe-super]
 
 

@@ -1,8 +1,8 @@
 """Whether a Trainer can resume from the loops, callbacks, optimizers and schedulers of a checkpoint.
 
-Lightning and torch index these entries without asking what is in them, some of it only at the first step. So progress
-is compared with what the Trainer's own loops would save, and everything else is loaded into a stand-in first, by the
-very code that is about to load it. Classes of the user's are left alone, and so are their errors.
+Lightning and torch index these unchecked, some only at the first step. So progress is compared with what the Trainer's
+loops would save, and the rest is loaded into a stand-in by the code that is about to load it. The user's own classes,
+and their errors, are left alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +20,14 @@ from torch.optim import Optimizer
 
 from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, fault_in_progress, is_like
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.trainer.families import Callback, Trainer
+from lightning_gpu_tools.trainer.families import Callback, Trainer, is_lightnings
 from lightning_gpu_tools.units import printable, printable_path
 
 _START_ANEW = "To start anew from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
 
 
 def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
-    """Check the progress of the loop that is about to run.
-
-    Raises:
-        BrokenCheckpointError: It is not what such a loop saves.
-    """
+    """Raise ``BrokenCheckpointError`` if the loop that is about to run does not save such progress."""
     loops = checkpoint.get("loops")
     if loops is None or trainer.state.fn is None:
         return
@@ -51,15 +46,11 @@ def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) ->
 
 
 def check_callbacks(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
-    """Check the states of those callbacks that Lightning's own code loads.
-
-    Raises:
-        CheckpointMismatchError: One cannot be loaded.
-    """
+    """Raise ``CheckpointMismatchError`` if a callback's state that Lightning's own code loads cannot be loaded."""
     states = checkpoint.get("callbacks") or {}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if callback.state_key not in states or not _is_lightnings(callback.load_state_dict, callback.state_dict):
+        if callback.state_key not in states or not is_lightnings(callback.load_state_dict, callback.state_dict):
             continue
         name = f'the state of {type(callback).__name__} in "callbacks"'
         stand_in = copy.copy(callback)
@@ -70,11 +61,9 @@ def check_callbacks(checkpoint: Mapping[str, Any], trainer: Trainer, path: objec
 
 
 def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
-    """Check what ``fit`` is about to restore; when the optimizers are there and hooks may have changed the checkpoint.
+    """Raise an error for what ``fit`` cannot restore, once the optimizers are there and hooks have run.
 
-    Raises:
-        BrokenCheckpointError: An entry is not what Lightning writes.
-        CheckpointMismatchError: There are weights only, or the states of other optimizers or schedulers.
+    ``BrokenCheckpointError`` if Lightning does not write such an entry, else ``CheckpointMismatchError``.
     """
     missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
     if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
@@ -89,7 +78,7 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
             _check_scheduler(config.scheduler, state, path)
     precision = trainer.precision_plugin
     name = type(precision).__qualname__
-    if name in checkpoint and _is_lightnings(precision.load_state_dict):
+    if name in checkpoint and is_lightnings(precision.load_state_dict):
         with _explaining(f'"{name}"', path):
             copy.deepcopy(precision).load_state_dict(copy.deepcopy(checkpoint[name]))
     saved = len(checkpoint.get("optimizer_states", trainer.optimizers))
@@ -103,24 +92,18 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
 
 
 def _check_when_it_loads(optimizer: Optimizer, name: str, path: object) -> None:
-    # Not now: hooks that run later may still add groups of parameters, as finetuning does. And only once.
+    # Until then hooks may add groups of parameters, as finetuning does. Only once.
     pending = [name]
 
     def check(optimizer: Optimizer, state: dict[str, Any]) -> None:
         if pending:
-            check_optimizer(optimizer, state, pending.pop(), path)
+            _check_optimizer(optimizer, state, pending.pop(), path)
 
     optimizer.register_load_state_dict_pre_hook(check)
 
 
-def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, path: object) -> None:
-    """Check that an optimizer can load a state, and take a step with it.
-
-    It loads as torch's base class does. More than its groups is checked if the class is torch's.
-
-    Raises:
-        CheckpointMismatchError: It is the state of another optimizer, or of other parameters.
-    """
+def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, path: object) -> None:
+    """Check that one of torch's optimizers can load a state and step with it; of other classes the groups."""
     with _explaining(name, path):
         saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -130,43 +113,18 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any], name: str, p
     if not _is_torchs(optimizer):
         return
     with _explaining(name, path):
-        kinds = _one_of_each_kind(optimizer, state)
-        small = _in_small(optimizer, kinds)
-        small.load_state_dict(_state_in_small(state, kinds))
-        if _can_step(_in_small(optimizer, kinds)):
+        small = _in_small(optimizer)
+        small.load_state_dict(_state_in_small(state, optimizer))
+        if _can_step(_in_small(optimizer)):
             _step(small)
     for group, own_group in zip(small.param_groups, optimizer.param_groups, strict=True):
         _compare(group, {**own_group, "params": None}, name, path)  # also what schedulers have put there
 
 
-_Kinds = list[list[tuple[Any, torch.Tensor]]]
-
-
-def _one_of_each_kind(optimizer: Optimizer, state: Mapping[str, Any]) -> _Kinds:
-    """Return (key in the state, parameter) for each group; of those that are alike and have a state alike, the last.
-
-    A network has thousands of parameters and, but for their numbers, a few dozen kinds of them.
-    """
-    kinds: _Kinds = []
-    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        alike = {
-            (parameter.shape, parameter.device, _form(state["state"].get(key))): (key, parameter)
-            for key, parameter in zip(saved["params"], own["params"], strict=True)
-        }
-        kinds.append([*alike.values()])
-    return kinds
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((key, _form(item)) for key, item in value.items())
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
-
-
 def _can_step(optimizer: Optimizer) -> bool:
     try:
         _step(optimizer)
-    except Exception:  # noqa: BLE001 - LBFGS wants the loss, SparseAdam sparse gradients: torch has the word there
+    except Exception:  # noqa: BLE001 - LBFGS wants the loss, SparseAdam sparse gradients
         return False
     return True
 
@@ -178,29 +136,22 @@ def _step(optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _in_small(optimizer: Optimizer, kinds: _Kinds) -> Optimizer:
-    """Return an optimizer of the same class and options that has a few numbers for each parameter, and no state."""
+def _in_small(optimizer: Optimizer) -> Optimizer:
+    """Return a like optimizer without a state, with a few numbers for each parameter."""
     groups = [
-        {**group, "params": [_few(value, value.shape).to(value.device) for _, value in chosen]}
-        for group, chosen in zip(optimizer.param_groups, kinds, strict=True)
+        {**group, "params": [_few(value, value.shape).to(value.device) for value in group["params"]]}
+        for group in optimizer.param_groups
     ]
     small = type(optimizer).__new__(type(optimizer))
     small.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
     return small
 
 
-def _state_in_small(state: Mapping[str, Any], kinds: _Kinds) -> dict[str, Any]:
-    """Return the state of an optimizer as it would be for the parameters of :func:`_in_small`."""
-    groups = zip(state["param_groups"], kinds, strict=True)
-    entries = (
-        (key, _few_of(state["state"][key], parameter.shape))
-        for key, parameter in chain.from_iterable(kinds)
-        if key in state["state"]
-    )
-    return {
-        "state": dict(entries),
-        "param_groups": [{**group, "params": [key for key, _ in chosen]} for group, chosen in groups],
-    }
+def _state_in_small(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    keys = (key for group in state["param_groups"] for key in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    shapes = {key: parameter.shape for key, parameter in zip(keys, parameters, strict=True)}
+    return {**state, "state": {key: _few_of(value, shapes.get(key, ())) for key, value in state["state"].items()}}
 
 
 def _few_of(value: Any, shape: Sequence[int]) -> Any:
@@ -208,11 +159,11 @@ def _few_of(value: Any, shape: Sequence[int]) -> Any:
         return {key: _few_of(item, shape) for key, item in value.items()}
     if not isinstance(value, torch.Tensor):
         return value
-    return _few(value, shape) if value.ndim else value.clone()  # such as the count of steps, which a step changes
+    return _few(value, shape) if value.ndim else value.clone()  # the count of steps, which a step changes
 
 
 def _few(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return zeros: two in each dimension that a tensor has in common with ``shape``, one or three in others."""
+    """Return zeros: two along each dimension in common with ``shape``, one or three along others."""
     wanted = [*[None] * value.ndim, *shape][len(shape) :]
     size = [min(have, 2 if have == want else 3) for have, want in zip(value.shape, wanted, strict=True)]
     return torch.zeros(size, dtype=value.dtype)
@@ -225,10 +176,6 @@ def _check_scheduler(scheduler: Any, state: Mapping[str, Any], path: object) -> 
     with _explaining(name, path):
         stand_in.load_state_dict(copy.deepcopy(dict(state)))
     _compare(stand_in.state_dict(), own, name, path)
-
-
-def _is_lightnings(*methods: Callable[..., Any]) -> bool:
-    return all(method.__module__.startswith(("lightning.", "pytorch_lightning.")) for method in methods)
 
 
 def _compare(values: Mapping[str, Any], own: Mapping[str, Any], name: str, path: object) -> None:
@@ -252,7 +199,7 @@ def _mismatch(name: str, path: object, fault: str) -> CheckpointMismatchError:
 def _explaining(name: str, path: object) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is about to load it warns, too
+            warnings.simplefilter("ignore")  # what loads it later warns, too
             yield
-    except Exception as error:  # noqa: BLE001 - only Lightning's and torch's code runs here, and checks little it reads
+    except Exception as error:  # noqa: BLE001 - Lightning's and torch's code checks little it reads
         raise _mismatch(name, path, f"cannot be used ({type(error).__name__}: {printable(error, 300)})") from None

@@ -69,7 +69,7 @@ def test_training_goes_on_and_the_report_names_the_unseen(
     assert all(map(torch.equal, trained, weights))
     report = load_report(tmp_path)
     assert unseen is None or unseen in report.unseen
-    assert report.steps == 30
+    assert report.steps == (0 if gone == "epoch_loop" else 30)  # fetches are called there
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     assert "run" not in vars(trainer.fit_loop.epoch_loop)  # every wrapper is off
 

@@ -328,9 +328,10 @@ def test_a_fit_that_never_ended_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_fetch_of_another_name_is_named_as_unseen(
     time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "fetch_action", lambda trainer: "renamed")
+    monkeypatch.setattr(compat, "BEFORE_FETCH", "fit_loop.epoch_loop.renamed")
+    monkeypatch.setattr(compat, "AFTER_FETCH", "fit_loop.epoch_loop.renamed")
     watch = watched_fit(time, tmp_path, Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
-    assert watch.timer.unseen == ["renamed"]
+    assert watch.timer.unseen == ["_TrainingEpochLoop.renamed"]
     assert watch.clock.seconds == {"training_step/forward": 8.0, "trainer": 4.0}
 
 

@@ -22,6 +22,7 @@ from lightning_gpu_tools.runs.advisor import Advisor
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer.loop_run import LoopRun
 from lightning_gpu_tools.trainer.loop_timer import LoopTimer
+from lightning_gpu_tools.trainer.watch import _Training
 
 TAIL = "callback/code after optimizer.step()"
 
@@ -330,7 +331,7 @@ def test_a_senseless_argument_is_refused(options: dict[str, Any]) -> None:
 OURS = [
     *(LoopTimer.__init__, LoopTimer.start, LoopTimer.open, LoopTimer.begin_fetch, LoopTimer.end_fetch),
     *(LoopTimer.close, LoopTimer.end_step, LoopTimer._go_on, LoopTimer._optimizer_begins, LoopTimer._optimizer_ends),
-    *(LoopTimer._backward_begins, LoopRun.follow, TrainingWatch._begin, TrainingWatch._finish),
+    *(LoopTimer._backward_begins, LoopRun.follow, TrainingWatch._finish, _Training.begin),
     *(Advisor.after_step, RunRecorder.measurements, RunRecorder.after_step, session.Session.begin),
 ]
 
