@@ -1,15 +1,16 @@
-"""What processes and threads of this job do, by /proc: nothing is sent to them, and none is stopped for it."""
+"""What processes and threads of this job do, by /proc, which does not disturb them."""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_gpu_tools.training.stall_facts import Activity, Wait
 
-# The kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (arm64): calls that wait,
-# by what they wait for. Which file read and write wait for is said by their file descriptor.
+# System calls by what they wait for, as the kernel numbers them in arch/x86/entry/syscalls/syscall_64.tbl and
+# include/uapi/asm-generic/unistd.h (arm64). What read and write wait for is said by their file descriptor.
 _CALLS: dict[str, dict[Wait, frozenset[int]]] = {
     "x86_64": {
         "storage": frozenset({2, 3, 4, 5, 6, 17, 18, 21, 26, 72, 73, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258})
@@ -36,51 +37,68 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")
 
 
+def read_proc(*path: str) -> str:
+    """Return a file below ``/proc``; nothing if its process has ended or is private, or if this is not Linux."""
+    try:
+        return _PROC.joinpath(*path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def stat_fields(*path: str) -> list[str]:
+    """Return what the kernel says of a process behind its name (proc_pid_stat(5)), the state first; empty as above."""
+    return read_proc(*path, "stat").rpartition(")")[2].split()
+
+
+def io_bytes(pid: str, counter: str) -> int | None:
+    """Return a counter of proc_pid_io(5)."""
+    lines = read_proc(pid, "io").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{counter}:")), None)
+
+
 def activity(pid: int, thread: int | None = None) -> Activity | None:
     """Return what a process does, or one of its threads; ``None`` if it is gone, hidden, or this is not Linux.
 
     Some 50 us. The kernel answers also if the process hangs in it.
     """
-    folder = _PROC / str(pid) if thread is None else _PROC / str(pid) / "task" / str(thread)
-    fields = _text(folder / "stat").rpartition(")")[2].split()  # the name before that may hold anything
+    folder = (str(pid),) if thread is None else (str(pid), "task", str(thread))
+    fields = stat_fields(*folder)
     if not fields:
         return None
     waits_for, target = _wait(folder, fields[0])
     return Activity(pid, fields[0], waits_for, target, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
 
 
-def _wait(folder: Path, state: str) -> tuple[Wait | None, str | None]:
-    call = _text(folder / "syscall").split()  # a number and its arguments; "running"; "-1" outside of a call
+def _wait(folder: tuple[str, ...], state: str) -> tuple[Wait | None, str | None]:
+    call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; "-1" outside of a call
     number = int(call[0]) if call and call[0].lstrip("-").isdecimal() else -1
-    target = None
     if number in _OF_DESCRIPTORS.get(_MACHINE, ()):
-        try:
-            target = os.readlink(folder / "fd" / str(int(call[1], 16)))  # the kernel's own text: no file is asked
-        except OSError:
-            return ("storage" if state == "D" else None), None
-        kind = target.partition(":")[0]
-        return ("pipe" if kind == "pipe" else "network" if kind == "socket" else "storage"), target
-    found = (wait for wait, numbers in _CALLS.get(_MACHINE, {}).items() if number in numbers)
-    return ("storage" if state == "D" else next(found, None)), None
+        with suppress(OSError):
+            target = os.readlink(_PROC.joinpath(*folder, "fd", str(int(call[1], 16))))  # asks the kernel, not a disk
+            kind = target.partition(":")[0]
+            return ("pipe" if kind == "pipe" else "network" if kind == "socket" else "storage"), target
+    if state == "D":
+        return "storage", None
+    return next((wait for wait, numbers in _CALLS.get(_MACHINE, {}).items() if number in numbers), None), None
 
 
 def catches(pid: int, signal_number: int) -> bool:
     """Return whether a process has a handler for a signal, which would end it otherwise."""
-    lines = _text(_PROC / str(pid) / "status").splitlines()
+    lines = read_proc(str(pid), "status").splitlines()
     mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 
 def swapped_pages() -> int:
     """Return how many pages the machine has swapped in and out since it started; take differences."""
-    words = _text(_PROC / "vmstat").split()
+    words = read_proc("vmstat").split()
     counts = dict(zip(words[::2], words[1::2], strict=False))
     return int(counts.get("pswpin", 0)) + int(counts.get("pswpout", 0))
 
 
 def memory_stall_percent() -> float:
     """Return in which share of the last ten seconds all tasks waited for memory; 0 if the kernel does not say."""
-    for line in _text(_PROC / "pressure" / "memory").splitlines():
+    for line in read_proc("pressure", "memory").splitlines():
         kind, average, *_ = line.split()
         if kind == "full":
             return float(average.partition("=")[2])
@@ -89,12 +107,4 @@ def memory_stall_percent() -> float:
 
 def written_bytes() -> int:
     """Return how many bytes this process has handed to the kernel to write; 0 if it does not say."""
-    lines = _text(_PROC / "self" / "io").splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except (OSError, ValueError):  # ended, hidden, or not Linux
-        return ""
+    return io_bytes("self", "wchar") or 0
