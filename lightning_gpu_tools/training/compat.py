@@ -25,8 +25,8 @@ def default_store() -> Any:
 def own_store() -> Any:
     """Return another connection to that store, which no blocked call of the first one holds up.
 
-    Without it, as where the ranks have met in a file, which grows with every message, a rank that stalls does not learn
-    where the others stand.
+    Without it a rank that stalls does not learn where the others stand. Ranks that met in a file have none: the file
+    grows with every message.
     """
     store = bare = default_store()
     distributed: Any = torch.distributed  # of which type checkers do not know all
@@ -45,7 +45,7 @@ _OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
 
 
 def missing_of_iterator(iterator: object) -> set[str]:
-    """Return what is not there of a DataLoader's iterator that has workers."""
+    """Return the names that the functions below would miss of a DataLoader's iterator."""
     if iterator is None:
         return {"the DataLoader's iterator"}
     return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
@@ -71,7 +71,7 @@ _WAITS = ("__next__", "_next_data", "_get_data", "_try_get_data")
 
 
 def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
-    """Return the DataLoader's iterator that a stack waits for, outermost call first; ``None`` if it waits for none.
+    """Return the DataLoader's iterator that a stack (outermost call first) waits for; ``None`` if it waits for none.
 
     Without these names a stall while waiting for data is put down to the training process.
     """
@@ -89,11 +89,8 @@ def awaited_worker(iterator: object) -> int | None:
 
 
 def ready_share(iterator: object) -> float | None:
-    """Return the share of ordered batches that are ready out of turn. Without it one slow worker seems slow loading.
-
-    torch keeps a batch that comes before its turn beside the number of its worker.
-    """
-    ordered = getattr(iterator, "_task_info", None)
+    """Return the share of ordered batches that are ready out of turn. Without it one slow worker seems slow loading."""
+    ordered = getattr(iterator, "_task_info", None)  # (worker,), or (worker, batch) once the batch is there
     return sum(len(entry) == 2 for entry in ordered.values()) / len(ordered) if ordered else None
 
 
@@ -107,7 +104,7 @@ def is_batch_ready(iterator: object) -> bool | None:
 
 
 def is_profiling() -> bool | None:
-    """Return whether the profiler is in use, of which a process has one. Without it no step is profiled."""
+    """Return whether the process's one profiler is in use. Without it no step is profiled."""
     enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
     return None if enabled is None else bool(enabled())
 
@@ -127,19 +124,19 @@ def value_operation() -> object:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is compiled. Without it a compiled step is compiled anew once while it is profiled."""
+    """Return whether a module is compiled. Without it profiling compiles a compiled step once more."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def queue_in_backward() -> Any:
-    """Return what has autograd call a function when it has computed a graph. Without it backward is not told apart."""
+    """Return what queues a function for when autograd has computed a graph. Without it backward is not told apart."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
 def out_of_memory_observer() -> Any:
-    """Return what attaches a function to be called when torch's allocator fails.
+    """Return what has a function called when torch's allocator fails; calling it starts CUDA.
 
-    Without it, as in a build for the CPU, an error's message alone says what was allocated. It starts CUDA.
+    Without it, as in a build for the CPU, an error's message alone says what was allocated.
     """
     return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -16,7 +16,7 @@ _MAX_DEPTH = 3
 
 
 def device_facts(device: torch.device) -> GpuFacts:
-    """Return what torch knows of the GPU that a model trains on; all of it is ``None`` on another device."""
+    """Return what torch knows of the GPU that a model trains on; nothing on another device."""
     if device.type != "cuda":
         return GpuFacts()
     properties = torch.cuda.get_device_properties(device)
@@ -30,7 +30,7 @@ def device_facts(device: torch.device) -> GpuFacts:
 def optimizers_on_cpu(
     device: torch.device, optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, Literal["torch", "fusible", "own"]]:
-    """Return the optimizers of a training on the CPU, as ``RunMeasurements`` has them; none on another device."""
+    """Return ``RunMeasurements.optimizers``."""
     return {type(one).__name__: _kind(one) for one in optimizers if device.type == "cpu"}
 
 
@@ -41,7 +41,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> Literal["torch", "fusible", "own"
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer gains much from its fused kernel, and does not use it; torch's SGD gains little."""
+    """Return whether an optimizer would gain much from its fused kernel; torch's SGD gains little."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
@@ -61,28 +61,24 @@ def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(found)[:_MAX_NAMES]
 
 
-def _on_cpu(value: Any) -> str | None:
+def _on_cpu(value: object) -> str | None:
     if isinstance(value, torch.Tensor):
         return "a tensor" if _is_left(value) else None
-    if isinstance(value, dict):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    else:
+    if not isinstance(value, (dict, list, tuple)):
         return None
-    count = sum(1 for tensor in _tensors(parts, _MAX_DEPTH) if _is_left(tensor))
+    count = sum(map(_is_left, _tensors(value, _MAX_DEPTH)))
     return f"a {type(value).__name__} with {count} tensor{'s' if count > 1 else ''}" if count else None
 
 
-def _tensors(parts: Iterable[Any], deep: int) -> Iterator[torch.Tensor]:
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            yield part
-        elif isinstance(part, torch.nn.Module):
-            yield from part.parameters()
-            yield from part.buffers()
-        elif isinstance(part, (list, tuple, dict)) and deep > 1:
-            yield from _tensors(part.values() if isinstance(part, dict) else part, deep - 1)
+def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, (dict, list, tuple)) and depth:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part, depth - 1)
 
 
 def _is_left(tensor: torch.Tensor) -> bool:

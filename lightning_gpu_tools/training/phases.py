@@ -29,25 +29,16 @@ UNEXPLAINED = "unexplained"
 
 
 class Phase(NamedTuple):
-    """The names, color and meaning of a phase.
+    """What the training thread is doing, and how it is shown."""
 
-    Attributes:
-        name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
-        label: In the text of the report.
-        color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays, a wine, an indigo, an olive and a purple.
-        group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
-        meaning: What the training thread is doing.
-    """
-
-    name: str
-    label: str
-    color: str
-    group: Literal["step", "between", "pause"]
+    name: str  # in phase_s; after a slash follows the class of a callback or logger, or the part of a training step
+    label: str  # in the text of the report
+    color: str  # Okabe and Ito's palette, for every common color blindness, with three grays and four dark colors
+    group: Literal["step", "between", "pause"]  # a pause is not part of a steady step
     meaning: str
 
 
-# In the order in which the host passes through them from the end of one step to the end of the next.
+# In the order in which the host goes through them from the end of one step to the end of the next.
 PHASES = {
     phase.name: phase
     for phase in (
@@ -78,7 +69,7 @@ PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause"
 
 
 def base_phase(phase: str) -> str:
-    """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
+    """Return a phase without its slash and what follows: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
 
 
@@ -88,7 +79,7 @@ def is_backward(phase: str) -> bool:
 
 
 def is_beside_step(phase: str) -> bool:
-    """Return whether a phase is a rank's own work that is not in every step; ``self.log`` may wait for others."""
+    """Return whether a phase is a rank's own work beside its steps, unlike ``self.log``, which may wait for others."""
     return base_phase(phase) in (CALLBACK, LOGGING, CHECKPOINT, VALIDATION) and phase != f"{LOGGING}/{SELF_LOG}"
 
 

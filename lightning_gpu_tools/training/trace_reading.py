@@ -1,22 +1,22 @@
 """What a trace of torch.profiler says of a few training steps. Pure.
 
-It reads the events that ``torch.profiler.profile.export_chrome_trace`` writes: dictionaries with ``cat``, ``name``,
-``ts`` and ``dur`` in microseconds, on one clock for the host and the GPU.
+Events are as ``export_chrome_trace`` writes them: ``cat``, ``name``, ``ts`` and ``dur`` in microseconds, on one clock
+for the host and the GPU.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 from lightning_gpu_tools.training.run_measurements import ProfiledSteps
 
-# The annotation around each step.
-STEP = "lightning_gpu_tools.step"
+STEP = "lightning_gpu_tools.step"  # the annotation around each step
 
-Span = tuple[float, float]  # begin and end, in microseconds
+Span = tuple[float, float]  # begin and end in microseconds
 
 # What makes the host wait until the GPU has run dry.
 _SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize",
@@ -34,10 +34,14 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> ProfiledSteps | None:
     )
     if not steps:
         return None
-    kernels = _of(complete, steps, "kernel")
-    copies = _of(complete, steps, "gpu_memcpy")
-    waits = [_span(event) for event in _of(complete, steps, "cuda_runtime") if event["name"].startswith(_SYNC_CALLS)]
-    values = sum(1 for event in _of(complete, steps, "cpu_op") if event["name"] == _VALUE_OF_TENSOR)
+
+    def of(category: str) -> list[Mapping[str, Any]]:
+        begin, end = steps[0][0], steps[-1][1]
+        return [event for event in complete if event.get("cat") == category and begin <= event["ts"] <= end]
+
+    kernels, copies = of("kernel"), of("gpu_memcpy")
+    waits = [_span(event) for event in of("cuda_runtime") if event["name"].startswith(_SYNC_CALLS)]
+    values = sum(event["name"] == _VALUE_OF_TENSOR for event in of("cpu_op"))
     count = len(steps)
     return ProfiledSteps(
         steps=count,
@@ -55,41 +59,32 @@ def _span(event: Mapping[str, Any]) -> Span:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _of(events: Sequence[Mapping[str, Any]], steps: Sequence[Span], category: str) -> list[Mapping[str, Any]]:
-    """Return the events of a category from the beginning of the first step to the end of the last one."""
-    begin, end = steps[0][0], steps[-1][1]
-    return [event for event in events if event.get("cat") == category and begin <= event["ts"] <= end]
-
-
 def _idle(
     steps: Sequence[Span], kernels: Sequence[Span], copies: Sequence[Span], waits: Sequence[Span]
 ) -> dict[str, float]:
-    """Return the seconds in which no kernel ran while the host was in a step, by reason."""
+    """Return the seconds within steps in which no kernel ran, by reason."""
     if not kernels:
         return {}
     idle = {"copy": 0.0, "sync": 0.0, "launch": 0.0}
     busy, copying = union(kernels), union(copies)
-    ends = sorted(end for _, end in waits)
+    waits = sorted(waits, key=itemgetter(1))
     for gap in _between(busy, steps[0][0], steps[-1][1]):
         in_step = sum(_overlap(gap, step) for step in steps)
         copied = min(in_step, sum(_overlap(gap, copy) for copy in copying))
         idle["copy"] += copied / 1e6
-        idle["sync" if _follows_wait(gap, waits, ends) else "launch"] += (in_step - copied) / 1e6
+        idle["sync" if _follows_wait(gap, waits) else "launch"] += (in_step - copied) / 1e6
     return idle
 
 
-def _follows_wait(gap: Span, waits: Sequence[Span], ends: Sequence[float]) -> bool:
-    """Return whether the host had waited for the GPU, and could only go on when it had run dry."""
-    first = bisect_left(ends, gap[0] - _SLACK_US)
-    return (
-        first < len(ends)
-        and ends[first] <= gap[1]
-        and any(begin <= gap[0] + _SLACK_US and gap[0] - _SLACK_US <= end <= gap[1] for begin, end in waits)
-    )
+def _follows_wait(gap: Span, waits: Sequence[Span]) -> bool:
+    """Return whether the host had waited until the GPU was idle; waits are sorted by their ends."""
+    first = bisect_left(waits, gap[0] - _SLACK_US, key=itemgetter(1))
+    last = bisect_right(waits, gap[1], key=itemgetter(1))
+    return any(begin <= gap[0] + _SLACK_US for begin, _ in waits[first:last])
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans with those that touch or overlap made one, in order."""
+    """Return the spans in order, those that touch or overlap made one."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
