@@ -1,4 +1,4 @@
-"""What the training thread can be doing: the table of phases for the clock, diagnoses, reports and docs."""
+"""What the training thread can be doing: the table of phases for the clock, diagnoses and reports."""
 
 from __future__ import annotations
 
@@ -29,42 +29,34 @@ UNEXPLAINED = "unexplained"
 
 
 class Phase(NamedTuple):
-    """What the training thread is doing, and how it is shown."""
+    """What the training thread is doing."""
 
     name: str  # in phase_s; after a slash follows the class of a callback or logger, or the part of a training step
     label: str  # in the text of the report
     color: str  # Okabe and Ito's palette, for every common color blindness, with three grays and four dark colors
     group: Literal["step", "between", "pause"]  # a pause is not part of a steady step
-    meaning: str
 
 
 # In the order in which the host goes through them from the end of one step to the end of the next.
 PHASES = {
     phase.name: phase
     for phase in (
-        Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between",
-              "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler"),
-        Phase(LOGGING, "logging", "#F0E442", "between", "in a logger, or collecting the metrics of `self.log`"),
-        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
-        Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
-        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause",
-              "in a loop without a Trainer: in code outside of `run.batches`"),
-        Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
-        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between",
-              "in Python's garbage collector, beyond its youngest generation"),
-        Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
-        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between",
-              "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
-              "signals, where a rank waits for its own GPU, too"),
-        Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
-        Phase(EPOCH_START, "starting epochs", "#882255", "pause",
-              "starting an epoch: its iterator, its workers, its first batch"),
-        Phase(DATA_LOADING, "waiting for data", "#D55E00", "between", "waiting for a batch"),
-        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between",
-              "moving the batch to the device"),
-        Phase(TRAINING_STEP, "training step", "#009E73", "step", "in forward, backward and optimizer"),
+        Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between"),
+        Phase(LOGGING, "logging", "#F0E442", "between"),
+        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause"),
+        Phase(VALIDATION, "validation", "#56B4E9", "pause"),
+        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause"),
+        Phase(MONITORING, "this package", "#000000", "between"),
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between"),
+        Phase(TRAINER, "Trainer overhead", "#999999", "between"),
+        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between"),
+        Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between"),
+        Phase(EPOCH_START, "starting epochs", "#882255", "pause"),
+        Phase(DATA_LOADING, "waiting for data", "#D55E00", "between"),
+        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between"),
+        Phase(TRAINING_STEP, "training step", "#009E73", "step"),
     )
-}  # fmt: skip
+}
 PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause")
 
 
