@@ -26,11 +26,10 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 
-# By which the GPU's clock and the host's may drift apart; crystals keep within 50 parts in a million.
+# Between the GPU's clock and the host's; crystals keep within 50 parts in a million.
 _DRIFT = 50e-6
-# Our default: the mean interval between sampled gaps. It is random, so that nothing periodic is always or never hit.
-_SAMPLE_EVERY = 8
 # Our defaults.
+_SAMPLE_EVERY = 8  # on average: at random, so that nothing periodic is always or never hit
 _MAX_UNREAD = 64  # samples, where the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; the rest counts as part of the one around them
 _MAX_LAST_STEPS = 64
@@ -52,9 +51,9 @@ class Gap(NamedTuple):
 
 
 def idle_by_phase(gap: Gap) -> dict[str, float]:
-    """Return the seconds in which the GPU was idle, by what the host did meanwhile, without validation and its kernels.
+    """Return the seconds in which the GPU was idle, by what the host did meanwhile; validation has kernels of its own.
 
-    What the GPU still does when the host is already in the next step is to copy the batch, without a kernel.
+    What the GPU does when the host is already in the next step is to copy the batch, without a kernel.
     """
     idle: defaultdict[str, float] = defaultdict(float)
     end_s = gap.host_end_s
@@ -73,8 +72,8 @@ def idle_by_phase(gap: Gap) -> dict[str, float]:
 class HostTime:
     """Converts the GPU's time to the host's.
 
-    The GPU comes to an event only after the host has recorded it. So each event gives a lower bound of the difference
-    between their clocks, which is exact where the GPU was idle, as in every gap to be measured.
+    The GPU comes to an event only after the host has recorded it. So each event gives a lower bound of the difference,
+    which is exact where the GPU was idle, as in every gap to be measured.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class HostTime:
         self._gpu_s = 0.0
 
     def learn(self, host_s: float, gpu_s: float) -> None:
-        """Learn that the host recorded an event at ``host_s`` which the GPU came to at ``gpu_s``."""
+        """Learn that the GPU came at ``gpu_s`` to an event that the host recorded at ``host_s``."""
         self._ahead_s -= _DRIFT * max(0.0, gpu_s - self._gpu_s)
         self._gpu_s = max(self._gpu_s, gpu_s)
         self._ahead_s = max(self._ahead_s, host_s - gpu_s)
@@ -163,7 +162,7 @@ class GpuTimeline:
             self._do(self._step_ended)
 
     def part(self, phase: str, function: _Function) -> _Function:
-        """Return what runs a part of a step, with its ends marked; an optimizer's closure has parts within its part."""
+        """Return what runs a part of a step, which may be within another one, with its ends marked."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             if self._sample is None or len(self._sample.parts) >= _MAX_PARTS:

@@ -1,7 +1,6 @@
 """Reads torch's counters of GPU memory in some steps of a training, and counts what the training holds.
 
-Only the training thread reads them: the allocator holds their lock while it asks the driver for memory. No reading
-waits for the GPU or starts CUDA.
+Only the training thread does so, because the allocator may hold their lock. Nothing waits for the GPU or starts CUDA.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ from lightning_gpu_tools.training.memory_readings import (
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
 
-# Our default: what reading may cost on average a step. A step that is read costs some 100 us.
-_BUDGET_S = 5e-6
-# Our default: the most steps between two that are read, so that growth is seen even where reading is slow.
-_MAX_INTERVAL = 200
-# Our default: each of the first steps is read until the optimizer makes one; gradients are hardly ever accumulated over
-# more.
-_MAX_EARLY_STEPS = 64
-# Our default: an optimizer without a state after so many steps never has one. A gradient scaler skips the first few.
-_MAX_SKIPPED_STEPS = 4
+# Our defaults.
+_BUDGET_S = 5e-6  # of reading, a step on average; a step that is read costs some 100 us
+_MAX_INTERVAL = 200  # steps, even if reading is slow
+_MAX_EARLY_STEPS = 64  # read until the optimizer makes a step; gradients are hardly ever accumulated over more
+_MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer without a state after more never has one
 _MAX_POINTS = 200
-# Where DeepSpeed's optimizers keep their part of the master weights and of the gradients (0.19: ZeRO 3; 1 and 2).
+# Of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
 _MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
 _GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")
 
@@ -67,34 +62,25 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
     if not stats:
         return None
 
-    def of(name: str, value: str = "current") -> int:
-        return stats[name]["all"][value]  # type: ignore[no-any-return]
-
+    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes")
     return MemoryReading(
-        allocated_bytes=of("allocated_bytes"),
-        peak_allocated_bytes=of("allocated_bytes", "peak"),
-        reserved_bytes=of("reserved_bytes"),
-        peak_reserved_bytes=of("reserved_bytes", "peak"),
-        active_bytes=of("active_bytes"),
-        requested_bytes=of("requested_bytes"),
-        inactive_split_bytes=of("inactive_split_bytes"),
+        **{name: stats[name]["all"]["current"] for name in names},
+        peak_allocated_bytes=stats["allocated_bytes"]["all"]["peak"],
+        peak_reserved_bytes=stats["reserved_bytes"]["all"]["peak"],
         retries=stats["num_alloc_retries"],
         ooms=stats["num_ooms"],
     )
 
 
 def count_holdings(training: _Training) -> MemoryHoldings:
-    """Return what a training holds on its GPU now. For 1,000 parameters this takes some 7 ms.
-
-    Without a model, as in a loop, only what is optimized counts as parameters, and buffers are unknown.
-    """
+    """Return what a training holds on its GPU now; without a model, no buffers. Takes 7 ms for 1,000 parameters."""
     module, optimizers, weights = training.module, training.optimizers, _weights(training)
     gradients_bytes = count_gradients(training)
     sends_copies = training.is_plain_ddp and not any(map(_is_part, _gradients(weights)))
     seen: set[int] = set()
 
     def size(*objects: object) -> int:
-        return sum(_storage_sizes(objects, training.device, seen))
+        return _size(objects, training.device, seen)
 
     return MemoryHoldings(
         parameters_bytes=size(weights, [getattr(weight, "ds_tensor", None) for weight in weights]),
@@ -109,7 +95,7 @@ def count_holdings(training: _Training) -> MemoryHoldings:
 def count_gradients(training: _Training) -> int:
     """Return the size of the gradients that exist now."""
     gradients = [_gradients(_weights(training)), _attributes(training.optimizers, _GRADIENTS)]
-    return sum(_storage_sizes(gradients, training.device, set()))
+    return _size(gradients, training.device, set())
 
 
 def _weights(training: _Training) -> list[torch.nn.Parameter]:
@@ -131,17 +117,19 @@ def _is_part(gradient: torch.Tensor) -> bool:
     return gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
-def _storage_sizes(objects: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
+def _size(objects: object, device: torch.device, seen: set[int]) -> int:
+    """Return the size of the storages on a device that were not seen before."""
+    size = 0
     for tensor in _tensors(objects):
         if tensor.device == device:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage.nbytes()
+            size += 0 if storage.data_ptr() in seen else storage.nbytes()
+            seen.add(storage.data_ptr())
+    return size
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a structure, also those inside a DTensor or another tensor that wraps some."""
+    """Yield the plain tensors in a structure, also those that a tensor such as DTensor wraps."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
@@ -158,13 +146,13 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 class MemoryCounters:
     """Reads the counters at the moments of a step, in some steps.
 
-    Every step is read up to the one after the optimizer's first; then as many as the time budget allows, at random, so
-    that nothing periodic is always or never hit. In a step that is not read each call is a comparison.
+    Every step is read up to the one after the optimizer's first; then, at random, as many as the budget allows. In
+    others each call is a comparison.
     """
 
     def __init__(self, training: _Training, clock: StepClock) -> None:
         assert training.gpu is not None
-        self.when_read: Callable[[], None] = lambda: None  # is called after each step that is read
+        self.when_read: Callable[[], None] = lambda: None  # after a step
         self.failure: Exception | None = None  # why nothing more is read
         self._reading = False
         self._training = training
@@ -185,7 +173,7 @@ class MemoryCounters:
         self._peak_bytes = self._total_bytes = 0
         self._peaks: dict[str, int] = {}
         self._timelines = [Timeline(_MAX_POINTS, 1.0) for _ in MemoryPoint._fields[1:]]
-        self._before: MemoryReading | None = None  # None before CUDA has begun: then nothing trains on this GPU
+        self._before: MemoryReading | None = None  # None before CUDA has begun: nothing trains on it
         self._do(self._begin)
 
     def _begin(self) -> None:
@@ -218,7 +206,7 @@ class MemoryCounters:
             self.note("begin", "training")
 
     def note(self, moment: str, phase: str) -> None:
-        """Read the counters at a moment, a field of ``StepMemory``, after a phase; the first one of each counts."""
+        """Read the counters at the first such moment (a field of ``StepMemory``) of the step, after this phase."""
         if self._reading:
             self._do(self._note, moment, phase)
 
@@ -305,7 +293,7 @@ class MemoryCounters:
 
     @property
     def room_bytes(self) -> int | None:
-        """How much more would fit beside the peak, if nobody else used the GPU."""
+        """How much more would fit if nobody else used the GPU."""
         return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
 
     def facts(self) -> RankMemory | None:

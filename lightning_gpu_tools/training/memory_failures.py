@@ -1,6 +1,6 @@
 """What torch's allocator counted when it failed, and what led to it.
 
-torch calls a function of this module right then: when the error reaches a hook, backward's graph and more are freed.
+torch calls a function of this module right then: when the error reaches a hook, much is free again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median_high
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -22,13 +23,11 @@ from lightning_gpu_tools.training.memory_readings import MemoryReading
 from lightning_gpu_tools.training.timeline import Timeline
 from lightning_gpu_tools.units import printable
 
-# Our default: what is in tensors is read as each of the first 64 steps begins, then every eighth, for 10 to 20 us.
-_EARLY_STEPS = 64
-_EVERY_STEPS = 8
+# Our defaults.
+_EARLY_STEPS, _EVERY_STEPS = 64, 8  # all up to here, then every eighth, are read when they begin, for 10 to 20 us
 _MAX_POINTS = 200
 _MAX_BATCHES = 101
-# As in the guide to torch's snapshots: https://pytorch.org/blog/understanding-gpu-memory-1/
-_MAX_EVENTS = 100_000
+_MAX_EVENTS = 100_000  # as in https://pytorch.org/blog/understanding-gpu-memory-1/
 
 
 class Failure(NamedTuple):
@@ -59,7 +58,7 @@ class MemoryFailures:
         self._validation = Timeline(_MAX_POINTS, 1.0)
 
     def listen(self) -> None:
-        """Be called when the allocator fails, from when on CUDA has begun; this does not start it."""
+        """Be called when the allocator fails, if CUDA has begun."""
         global _is_attached
         attach = compat.out_of_memory_observer()
         if attach is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -71,7 +70,7 @@ class MemoryFailures:
                 _is_attached = True
 
     def record_history(self, snapshot: Path) -> None:
-        """Have torch record allocations with their call stacks, and write them to a file when memory runs out."""
+        """Have torch record allocations with their stacks, and write them to a file when memory runs out."""
         if torch.cuda.is_initialized() and (record := compat.memory_recorder()) is not None:  # type: ignore[no-untyped-call]
             snapshot.unlink(missing_ok=True)  # of an earlier run
             try:
@@ -119,7 +118,7 @@ class MemoryFailures:
         return None
 
     def note(self) -> None:
-        """Note that the allocator has failed, in the thread that allocates, without the allocator's lock."""
+        """Note, in the thread that allocates and without the allocator's lock, that it has failed."""
         self.count += 1
         self.last = Failure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.snapshot is not None and (dump := compat.memory_dumper()) is not None:
@@ -127,9 +126,8 @@ class MemoryFailures:
 
     @property
     def usual_items(self) -> float | None:
-        """Median size of the first tensor of a batch, in numbers, of the steps that came to their end."""
-        items = sorted(self._items)
-        return float(items[len(items) // 2]) if items else None
+        """Median size of the first tensor of a batch, in numbers, over steps that came to their end."""
+        return float(median_high(self._items)) if self._items else None
 
     @property
     def begins(self) -> list[tuple[float, float]]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-# Our default: the medians of this many equal parts of the run all have to rise; by chance 1 run of 8! = 40320 does so.
-_PARTS = 8
-# Our default: the part of a run that is left out, because caches, workers and the allocator fill up.
-_WARM_UP_SHARE = 0.2
+# Our defaults.
+_PARTS = 8  # of a run, whose medians all have to rise; by chance those of 1 run in 8! = 40320 do
+_WARM_UP_SHARE = 0.2  # left out: caches, workers and the allocator fill up
 _MIN_POINTS_PER_PART = 3
-_MIN_GROWTH_BYTES = 64 * 2**20  # our default
+_MIN_GROWTH_BYTES = 64 * 2**20
 # What levels off grows less in the second half: a square root gains 0.7 as much there.
 _MIN_SECOND_HALF = 0.8
 

@@ -13,15 +13,13 @@ from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_growth import MemoryGrowth, Whose, steady_growth
 from lightning_gpu_tools.training.timeline import Timeline
 
+# Our defaults.
 _MAX_POINTS = 500
 _INTERVAL_S = 1.0
-# Our default: twice as often as growth needs to be judged after 12 s, because a thread is late on a busy machine.
-_EARLY_INTERVAL_S = 0.25
-_EARLY_S = 60.0
-# Our default: 1 % of this thread's time goes into the workers' memory, for which the kernel walks through all pages.
-_WORKERS_EVERY = 100
-# Our default: what was seen to grow for five minutes is reported if it will be full within a day; what was seen for a
-# shorter time in proportion: after 12 s, if it will be full within an hour.
+_EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm needs, because a thread may be late
+_WORKERS_EVERY = 100  # 1 % of this thread's time: for the workers' memory the kernel walks through all pages
+# What has grown for five minutes is reported if it will be full within a day; what has grown for less, in proportion:
+# after 12 s, if it will be full within an hour.
 _ALARM_S = 24 * 3600.0
 _ALARM_EVERY_S = 300.0
 _FIRST_ALARM_S = 12.0

@@ -1,4 +1,4 @@
-"""What was counted of the GPU memory of one rank: plain data, the input of the account of memory. Bytes throughout."""
+"""What was counted of the GPU memory of one rank, as plain data. Bytes throughout."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ class MemoryReading:
 
     allocated_bytes: int  # in tensors
     peak_allocated_bytes: int
-    reserved_bytes: int  # what the allocator holds of the GPU; beyond the tensors it is its cache
+    reserved_bytes: int  # held by the allocator: tensors and its cache
     peak_reserved_bytes: int
     active_bytes: int = 0  # in tensors, or freed while another stream may still use it
     requested_bytes: int = 0  # the rest of allocated_bytes is due to rounding
-    # Free parts of blocks in use, which cannot go back to the driver. 0 with expandable segments and cudaMallocAsync.
+    # Free parts of blocks, which cannot go back to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
-    retries: int = 0  # how often the allocator has emptied its cache to try again
-    ooms: int = 0  # how often it has failed; cuDNN survives some of these
+    retries: int = 0  # after the allocator has emptied its cache
+    ooms: int = 0  # failures, some of which cuDNN survives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """The readings of one training step; ``None`` where the step has no such moment, or did not get there."""
+    """The readings of one training step, as far as it has such moments and got there."""
 
     step: int  # by the step clock, from 1
     batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
-    begin: MemoryReading | None = None  # with the batch on the GPU; a Trainer's old gradients are still there
-    after_forward: MemoryReading | None = None  # old gradients still there; with automatic optimization alone
-    before_backward: MemoryReading | None = None  # the step's first one
+    begin: MemoryReading | None = None  # with the batch, and with a Trainer the old gradients
+    after_forward: MemoryReading | None = None  # likewise; with automatic optimization alone
+    before_backward: MemoryReading | None = None  # of the first one
     after_backward: MemoryReading | None = None
     end: MemoryReading | None = None  # after the optimizer
 
@@ -44,11 +44,11 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryHoldings:
-    """What a training holds on this rank's GPU from step to step: of shards, those here; of shared storage, once."""
+    """What a training holds on this rank's GPU from step to step: its own shards, and shared storage once."""
 
     parameters_bytes: int = 0
     gradients_bytes: int = 0  # after the first backward
-    gradients_kept_bytes: int = 0  # the part of them that is still there when the step has ended
+    gradients_kept_bytes: int = 0  # of them, when the step has ended
     gradient_buckets_bytes: int = 0  # DistributedDataParallel's copies; 0 with gradient_as_bucket_view=True
     optimizer_bytes: int = 0  # master weights included
     buffers_bytes: int = 0
@@ -83,10 +83,10 @@ class RankMemory:
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step
     first_step: StepMemory | None = None  # the one with the optimizer's first step
     last_step: StepMemory | None = None  # the last one that was read to its end
-    # How high the peak of the tensors rose in each phase: before_training, forward, backward, optimizer, validation, or
-    # training where it rose between two readings.
+    # Where the tensors' peak rose, how high: before_training, forward, backward, optimizer, validation, or training
+    # if it was between two readings.
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
-    timeline: tuple[MemoryPoint, ...] = ()  # at most 200 points; empty in what one rank sends to another
+    timeline: tuple[MemoryPoint, ...] = ()  # at most 200 points; not sent to other ranks
 
     @property
     def peak_bytes(self) -> int:

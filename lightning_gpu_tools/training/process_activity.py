@@ -37,31 +37,28 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")
 
 
-def read_proc(*path: str) -> str:
-    """Return a file below ``/proc``; nothing if its process has ended or is private, or if this is not Linux."""
+def read_proc(*path: object) -> str:
+    """Return a file below ``/proc``; nothing if its process has ended or is private, or without Linux."""
     try:
-        return _PROC.joinpath(*path).read_text(errors="replace")
+        return _PROC.joinpath(*map(str, path)).read_text(errors="replace")
     except OSError:
         return ""
 
 
-def stat_fields(*path: str) -> list[str]:
-    """Return what the kernel says of a process behind its name (proc_pid_stat(5)), the state first; empty as above."""
+def stat_fields(*path: object) -> list[str]:
+    """Return the fields of proc_pid_stat(5) behind the name, from the state on; none as above."""
     return read_proc(*path, "stat").rpartition(")")[2].split()
 
 
-def io_bytes(pid: str, counter: str) -> int | None:
+def io_bytes(pid: object, counter: str) -> int | None:
     """Return a counter of proc_pid_io(5)."""
     lines = read_proc(pid, "io").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{counter}:")), None)
 
 
 def activity(pid: int, thread: int | None = None) -> Activity | None:
-    """Return what a process does, or one of its threads; ``None`` if it is gone, hidden, or this is not Linux.
-
-    Some 50 us. The kernel answers also if the process hangs in it.
-    """
-    folder = (str(pid),) if thread is None else (str(pid), "task", str(thread))
+    """Return what a process or a thread does, also if it hangs in the kernel; ``None`` if unknown. Some 50 us."""
+    folder = (pid,) if thread is None else (pid, "task", thread)
     fields = stat_fields(*folder)
     if not fields:
         return None
@@ -69,12 +66,12 @@ def activity(pid: int, thread: int | None = None) -> Activity | None:
     return Activity(pid, fields[0], waits_for, target, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
 
 
-def _wait(folder: tuple[str, ...], state: str) -> tuple[Wait | None, str | None]:
+def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | None]:
     call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; "-1" outside of a call
     number = int(call[0]) if call and call[0].lstrip("-").isdecimal() else -1
     if number in _OF_DESCRIPTORS.get(_MACHINE, ()):
         with suppress(OSError):
-            target = os.readlink(_PROC.joinpath(*folder, "fd", str(int(call[1], 16))))  # asks the kernel, not a disk
+            target = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))  # asks no disk
             kind = target.partition(":")[0]
             return ("pipe" if kind == "pipe" else "network" if kind == "socket" else "storage"), target
     if state == "D":
@@ -84,20 +81,20 @@ def _wait(folder: tuple[str, ...], state: str) -> tuple[Wait | None, str | None]
 
 def catches(pid: int, signal_number: int) -> bool:
     """Return whether a process has a handler for a signal, which would end it otherwise."""
-    lines = read_proc(str(pid), "status").splitlines()
+    lines = read_proc(pid, "status").splitlines()
     mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 
 def swapped_pages() -> int:
-    """Return how many pages the machine has swapped in and out since it started; take differences."""
+    """Return how many pages the machine has swapped in and out since it started."""
     words = read_proc("vmstat").split()
     counts = dict(zip(words[::2], words[1::2], strict=False))
     return int(counts.get("pswpin", 0)) + int(counts.get("pswpout", 0))
 
 
 def memory_stall_percent() -> float:
-    """Return in which share of the last ten seconds all tasks waited for memory; 0 if the kernel does not say."""
+    """Return for how much of the last ten seconds all tasks waited for memory; 0 if unknown."""
     for line in read_proc("pressure", "memory").splitlines():
         kind, average, *_ = line.split()
         if kind == "full":
@@ -106,5 +103,5 @@ def memory_stall_percent() -> float:
 
 
 def written_bytes() -> int:
-    """Return how many bytes this process has handed to the kernel to write; 0 if it does not say."""
+    """Return how many bytes this process has handed to the kernel to write; 0 if unknown."""
     return io_bytes("self", "wchar") or 0

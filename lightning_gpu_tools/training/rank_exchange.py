@@ -1,7 +1,7 @@
-"""Facts that the ranks of a job exchange without a collective, through the store in which they have met.
+"""What the ranks of a job exchange without a collective, through the store in which they have met.
 
-They come to rank 0 in two steps, so that its cost grows with the nodes and not with the ranks: the first rank of each
-node joins the entries of its node, and rank 0 reads all of these with one request.
+The first rank of each node joins the entries of its node, and rank 0 reads these with one request, so that its cost
+grows with the nodes and not with the ranks.
 """
 
 from __future__ import annotations
@@ -17,24 +17,18 @@ from typing import Any, NamedTuple
 
 from lightning_gpu_tools.training.background import BackgroundJobs
 
-# How long the end of a training waits for all ranks together. They end almost at once, because each step averages
-# gradients over all.
-TIMEOUT_S = 5.0
-# Our default: the entries of 128 ranks fit in the 8 MiB that torch's store takes for one value. Usually an entry has
-# about 1 KiB, that of a node's first rank 2 to 3 KiB for each GPU.
-MAX_ENTRY_BYTES = 64 << 10
-# Our defaults: when to publish first, by which factor the interval grows, and the longest one.
-_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0
-# After which share of that interval a node's first rank gathers its node, and rank 0 all nodes.
-_OF_NODE, _OF_ALL = 1 / 4, 1 / 2
-# Our defaults, at the end: for which share of the time limit a node's first rank waits for its node, and after which
-# rank 0 reads entries directly.
-_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5
-# Our defaults: the shortest time between two polls, and how long the end of a failed training waits for an answer.
+# Our defaults.
+TIMEOUT_S = 5.0  # the end of a training waits for all ranks together, which end almost at once
+MAX_ENTRY_BYTES = 64 << 10  # 128 of them fit in the 8 MiB that torch's store takes for one value; most have 1 to 20 KiB
+_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # interval of publishing: the first, its growth, the longest
+_OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and rank 0 all
+_FOR_NODE, _FOR_NODES = (
+    1 / 2,
+    1 / 5,
+)  # of the time limit: how long a node is waited for; when rank 0 reads ranks directly
 _POLL_S = 0.005
-_ANSWER_S = 1.0
-# Our default: a rank that begins before rank 0 has learned the name of the run by this many entries.
-_FIRST_ENTRIES = 12
+_ANSWER_S = 1.0  # the end of a failed training waits for the store
+_FIRST_ENTRIES = 12  # with which a rank that began before rank 0 learns the name of the run
 
 Entry = dict[str, Any]
 
@@ -51,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def mates(self) -> Sequence[int]:
-        """The other ranks of its node if it is the first one there, as launchers number them."""
+        """The other ranks of its node if it is the first one there."""
         last = self.rank + self.local_ranks if self.local_rank == 0 else 0
         return range(self.rank + 1, min(last, self.world_size))
 
@@ -64,13 +58,13 @@ class Place(NamedTuple):
 class Board:
     """Where each rank of a job has one entry that the others can read. No call waits for another rank.
 
-    An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises with each entry of the rank, and what was
-    posted. It names the run, by a name that rank 0 makes: entries that an earlier start of the job has left in the
-    store do not count. ``store`` is ``None`` if the ranks have none in common.
+    An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises, what was posted, and the name of the run,
+    which rank 0 makes: what an earlier start of the job has left in the store does not count. Without a ``store``,
+    ``None``, this rank is all there is.
     """
 
     def __init__(self, name: str, place: Place, store: Any) -> None:
-        self.entries: dict[int, Entry] = {}  # by rank, the last one that was read, and the own one
+        self.entries: dict[int, Entry] = {}  # by rank, its last one that was read
         self._place = place
         self._name = name
         self._store = store if place.world_size > 1 else None
@@ -83,14 +77,11 @@ class Board:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks can be heard at all."""
+        """Whether other ranks can be heard."""
         return self._store is not None
 
     def post(self, **facts: Any) -> None:
-        """Replace this rank's entry by facts that JSON can hold, the most important first.
-
-        Of more than ``MAX_ENTRY_BYTES`` the last ones are left out, and ``left_out`` names them.
-        """
+        """Replace this rank's entry by facts for JSON, if too long without the last ones, which ``left_out`` names."""
         place = self._place
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
@@ -105,18 +96,18 @@ class Board:
         self._set(f"rank {place.rank}", f"[{text}]")
 
     def post_node(self) -> None:
-        """Post the entries of this rank's node as one, as far as they were read."""
+        """Post the entries of this rank's node that were read as one."""
         ranks = (self._place.rank, *self._place.mates)
         self._set(f"node {self._place.node}", json.dumps([self.entries[one] for one in ranks if one in self.entries]))
 
     def read(self, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> None:
-        """Read the entries of these ranks, and what the first ranks of these nodes have posted, with one request."""
+        """Read, with one request, the entries of these ranks and what :meth:`post_node` has posted for these nodes."""
         for value in self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]):
             for entry in json.loads(value):
                 known = self.entries.get(entry["rank"])
                 if entry["run"] == self._run and (known is None or known["turn"] < entry["turn"]):
                     self.entries[entry["rank"]] = entry
-            time.sleep(0)  # the training thread need not wait for Python's lock until all nodes are read
+            time.sleep(0)  # lets the training thread have Python's lock
 
     def read_all(self) -> None:
         """Read the entries of all ranks: by way of their nodes, and directly where that brings nothing new."""
@@ -164,16 +155,15 @@ def _existing(store: Any, keys: list[str]) -> set[str]:
 
 
 class RankExchange:
-    """Publishes the facts of this rank and gathers those of others, in a thread: a training never waits for that.
+    """Publishes the facts of this rank and gathers those of others, in a thread.
 
-    ``hear`` is called on rank 0, in the thread, with all entries when they were gathered. A blocked call of another
-    thread on the same connection to the store delays the exchange.
+    ``hear`` is called in the thread of rank 0 with all entries that it has gathered.
     """
 
     def __init__(
         self, name: str, place: Place, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
     ) -> None:
-        self.wanted = False  # whether it is time to publish again: ever more rarely, at least once a minute
+        self.wanted = False  # whether it is time to publish again
         self._hear = hear
         self._place = place
         self._board = Board(name, place, store)
@@ -202,11 +192,11 @@ class RankExchange:
         return self._jobs.cpu_s
 
     def entries(self) -> list[Entry]:
-        """Return the last entry of each rank that was heard, by rank: on rank 0 all, on others those of the node."""
+        """Return the last entry of each rank that was heard, by rank; others than rank 0 hear their node alone."""
         return [entry for _, entry in sorted(self._board.entries.copy().items())]
 
     def publish(self, **facts: Any) -> None:
-        """Publish facts, added to those before; see ``Board.post``."""
+        """Publish facts beside those before; see ``Board.post``."""
         self.wanted = False
         self._facts = {**self._facts, **facts}
         self._is_new = True
@@ -218,10 +208,7 @@ class RankExchange:
             self._jobs.run_now()
 
     def finish(self, timeout_s: float) -> list[int]:
-        """Publish for the last time; on rank 0 wait for the other ranks to do so, and return those that are late.
-
-        The first ranks of other nodes wait for the ranks of their node, half as long.
-        """
+        """Publish for the last time, and wait for the ranks that this one gathers; return those that did not come."""
         self._facts = {"is_last": True, **self._facts}
         self._is_new = True
         self._ending = time.monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
@@ -237,7 +224,6 @@ class RankExchange:
         self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
 
     def _late(self) -> list[int]:
-        """Return the ranks whose last entry this one still waits for."""
         place, entries = self._place, self._board.entries
         ranks = place.mates if place.rank else range(1, place.world_size)
         return [rank for rank in ranks if not entries.get(rank, {}).get("is_last")]
@@ -245,7 +231,7 @@ class RankExchange:
     # In the thread
 
     def _exchange(self) -> float:
-        ending = self._ending  # asked first: the last facts are there before it is set
+        ending = self._ending  # read first: it is set after the last facts
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)

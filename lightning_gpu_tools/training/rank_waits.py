@@ -21,9 +21,8 @@ _Function = Callable[..., Any]
 class RankWaits:
     """Takes the waiting for other ranks out of the phases of a clock, on the thread that makes this.
 
-    DistributedDataParallel waits when autograd has computed the graph, in a callback. Autograd calls callbacks in the
-    order in which it got them, so one that is queued at the loss, before all others, marks the end of this rank's
-    computing, whichever parameters take part.
+    DistributedDataParallel waits in an autograd callback, after the graph is computed. Autograd calls them in order,
+    so one that is queued at the loss, before all others, marks the end of this rank's computing.
     """
 
     def __init__(self, clock: StepClock) -> None:

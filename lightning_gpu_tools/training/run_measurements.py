@@ -62,11 +62,11 @@ class LoaderSettings:
     """The settings of a ``torch.utils.data.DataLoader`` that decide how fast it delivers.
 
     Attributes:
-        num_workers: Worker processes; 0 = the training process loads by itself.
-        prefetch_factor: Batches each worker loads ahead; ``None`` without workers.
-        persistent_workers: Whether the workers live on after an epoch.
+        num_workers: Worker processes; 0 = the training process loads.
+        prefetch_factor: Batches that each worker loads ahead; ``None`` without workers.
+        persistent_workers: Whether workers outlive an epoch.
         pin_memory: Whether batches are put into page-locked memory, from which a GPU can copy in the background.
-        batch_size: Samples in a batch; ``None`` if the loader does not batch by itself.
+        batch_size: Samples in a batch; ``None`` if the loader does not batch.
     """
 
     num_workers: int
@@ -140,21 +140,33 @@ class LoadingFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """A step of one rank: its own work, and how long it waits for other ranks."""
+    """A step of one rank: its own work, and how long it waits for other ranks.
+
+    Attributes:
+        rank: Global rank.
+        node: Number of its node.
+        own_step_s: Mean time of its own work on a step: the sum of ``phase_s``.
+        phase_s: Its parts by phase: of steady steps ``data_loading``, ``host_to_device_copy``, ``forward``,
+            ``backward`` and ``optimizer``, the last three by the GPU's clock if there is one; of other phases the mean
+            over all steps. Without the Trainer's own work, and what cannot be told apart from waiting for other ranks.
+        own_s_over_time: The mean in each of at most 16 consecutive parts of the steady steps.
+        steps_over_time: How many steps each part has; 0 if there are none.
+        wait_s: Mean wait for other ranks on a steady step; ``None`` on a GPU, where the host does not see it.
+        gpu: Device index of its GPU on the node; ``None`` without one.
+        throttled_percent: Share of the time in which power or heat held its clocks down; ``None`` if unknown.
+        storage_wait_percent: Share of the time in which a worker of its loader waited for a disk; likewise.
+    """
 
     rank: int
     node: int
-    own_step_s: float  # mean: the sum of phase_s
-    # Of steady steps data_loading, host_to_device_copy, forward, backward and optimizer (the last three by the GPU's
-    # clock where there is one); of other phases the mean over all steps. Without the Trainer's own work, and without
-    # what cannot be told from waiting for other ranks.
+    own_step_s: float
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    own_s_over_time: tuple[float, ...] = ()  # mean in each of at most 16 consecutive parts of the steady steps
-    steps_over_time: int = 0  # steps of each part
-    wait_s: float | None = None  # mean over steady steps; None on a GPU, where the host does not see it
-    gpu: int | None = None  # torch's index on the node
-    throttled_percent: float | None = None  # of the time, power or heat held the GPU's clocks down
-    storage_wait_percent: float | None = None  # of the time, a worker of its loader waited for a disk
+    own_s_over_time: tuple[float, ...] = ()
+    steps_over_time: int = 0
+    wait_s: float | None = None
+    gpu: int | None = None
+    throttled_percent: float | None = None
+    storage_wait_percent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _MAX_FRAMES = 100
 # The last real-time signals are the least likely to be in use.
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-# Our default: how long a process may take to write its stack: microseconds, but for a busy core.
+# Our default: how long to wait for a stack, which takes microseconds on an idle core.
 _ANSWER_S = 0.3
 _POLL_S = 0.02
 _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
@@ -37,7 +37,7 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """Return the stack of a thread of this process, outermost call first; empty if it has ended. Some 40 us."""
+    """Return the stack of a thread, outermost call first; empty if it has ended. Some 40 us."""
     frame = sys._current_frames().get(thread)
     found: list[FrameType] = []
     while frame is not None and len(found) < _MAX_FRAMES:
@@ -51,7 +51,7 @@ _TRAINER_FILE, _TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit
 
 
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
-    """Return the calls below the Trainer's own, or all of them without a Trainer; without those of this package."""
+    """Return the calls below the Trainer's, all without a Trainer, but none of this package."""
     calls = [(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames]
     stack = tuple(_frame(*call) for call in calls if not call[0].startswith(_OWN))
     trainers = [
@@ -61,21 +61,21 @@ def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
 
 
 class ForkedStacks:
-    """Has processes that are forked from now on write their stacks when they are asked, even while they run C code.
+    """Has processes that are forked from now on write their stacks on request, even while they run C code.
 
-    They inherit a signal handler, which writes into a file in memory. Processes without it, as spawned ones, are not
-    asked: the signal would end them.
+    They inherit a signal handler that writes into a file in memory. Others are not asked: the signal would end them.
     """
 
     def __init__(self) -> None:
         self._file = -1
-        # A handler of somebody else's stays.
-        if _SIGNAL is not None and hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+        if (
+            _SIGNAL is not None and hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL
+        ):  # nobody else's
             self._file = os.memfd_create("stacks")
             faulthandler.register(_SIGNAL, file=self._file, all_threads=False)
 
     def ask(self, pid: int) -> tuple[Frame, ...]:
-        """Return the stack of a process, innermost call last; empty if it cannot be asked or does not answer."""
+        """Return the stack of a process, innermost call last; empty if it does not answer."""
         if self._file < 0 or _SIGNAL is None or not catches(pid, _SIGNAL):
             return ()
         before = os.fstat(self._file).st_size
@@ -91,7 +91,7 @@ class ForkedStacks:
         return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
 
     def close(self) -> None:
-        """Listen no more in this process."""
+        """Take off this process's handler."""
         if self._file >= 0 and _SIGNAL is not None:
             faulthandler.unregister(_SIGNAL)
             os.close(self._file)
@@ -101,7 +101,7 @@ class ForkedStacks:
 class LockAlarm:
     """Has all stacks written to the terminal if C code holds Python's lock for too long.
 
-    By faulthandler's timer, of which a process has one: it is left alone where anybody else may use it.
+    It uses faulthandler's only timer, unless anybody else may.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ _arming = threading.Lock()
 
 @functools.cache
 def _stop_at_forks() -> None:
-    """Stop the timer at each fork: a child's end would wait for the timer's thread, which it does not have."""
+    """Stop the timer at each fork: a child's end would wait for the timer's thread, which is not there."""
 
     def stop() -> None:
         _arming.acquire()

@@ -26,14 +26,14 @@ class Activity(NamedTuple):
     """What a process or a thread does at a moment."""
 
     pid: int
-    state: str  # the kernel's letter: R runs, S waits, D waits for a device, Z has ended
+    state: str  # R runs, S waits, D waits for a device, Z has ended
     waits_for: Wait | None  # None if it runs, or if that is unknown
     target: str | None  # the file or socket that it reads or writes
     cpu_s: float  # used so far
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone, though its parent may not have asked yet."""
+        """Whether it is gone."""
         return self.state in "ZX"
 
 
@@ -59,10 +59,10 @@ class RankFacts:
     phase: str  # of its training thread
     stuck_s: float  # without progress
     is_over: bool  # that is longer than it should be
-    silent_s: float = 0.0  # without a message, where one was due; else 0
+    silent_s: float = 0.0  # without a message that was due
     ended: str | None = None  # how its training has ended
     collective: str | None = None  # where it waits for other ranks, in words
-    cause: str | None = None  # as it sees that itself; None before it is over
+    cause: str | None = None  # by its own judgment, as the next two
     why: str | None = None
     next_step: str | None = None
     stack: Sequence[str] = ()  # the innermost calls of its training thread then
@@ -79,7 +79,7 @@ class StallFacts:
     workers: tuple[WorkerFacts, ...] = ()  # of the loader that is waited for
     gpu_busy_percent: float | None = None
     swapped_pages_per_s: float = 0.0  # by the whole machine
-    memory_stall_percent: float = 0.0  # of the last 10 s, every task waited for memory; 0 if the kernel does not say
+    memory_stall_percent: float = 0.0  # of the last 10 s, for every task; 0 if unknown
 
 
 def users_frame(stack: tuple[Frame, ...]) -> Frame | None:

@@ -1,7 +1,6 @@
 """Where the wall time of a training goes, phase by phase, for a few microseconds a step and without synchronizing CUDA.
 
-Every instant belongs to the innermost phase that the training thread is in, so the phases add up to the wall time. What
-is not timed is ``unexplained``.
+The phases add up to the wall time; what is not timed is ``unexplained``.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
 from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 
-# Kernels are chosen, caches are filled and workers come up during the first steps.
+# In which kernels are chosen, caches filled and workers started.
 WARM_UP_STEPS = 20
-# Our defaults. Steps are added up, and the CPU time of a fetch is taken, only where a block ends: that costs more than
-# all the rest of a step.
+# Our defaults. Only where a block ends are steps added up and the CPU time of a fetch taken, which costs more than all
+# the rest.
 _STEPS_PER_BLOCK = 10
 _MAX_BLOCKS = 128
 _PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
@@ -62,28 +61,28 @@ class StepClock(Stopwatch):
         super().__init__(UNEXPLAINED, clock)
         self.steps = self.epochs = 0  # begun
         self.last_fetch_s = 0.0
-        # Not steady: at least these, and twice as many as a loader has batches ready when training begins.
-        self.warm_up_steps = WARM_UP_STEPS
         self.timeline = PhaseTimeline()
-        self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first of each epoch
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
-        self.times = self._new_times()
         self._around_fetch = self._around_collection = self.current
         self._collection, self._thread = self.account(GARBAGE_COLLECTION), 0
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
         self._first_of_epoch = True
-        self._next_sum = 0
-        self._sum_from: StepBlock | None = None
         self._fetch_cpu_since_s: tuple[float, float] | None = None
         self._fetch_cpu_s = self._fetch_process_cpu_s = 0.0
-        self._open = StepBlock()
-        self._steps_per_block = _STEPS_PER_BLOCK
+        self.begin_anew()
 
-    def _new_times(self) -> StepTimeRecord:
-        return StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
+    def begin_anew(self) -> None:
+        """Forget the steady steps; the next ones are warm-up again."""
+        self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
+        self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first of each epoch
+        # At the beginning, twice as many as a loader has batches ready, if those are more.
+        self.warm_up_steps = self.steps + WARM_UP_STEPS
+        self._open, self._steps_per_block = StepBlock(), _STEPS_PER_BLOCK
+        self._sum_from: StepBlock | None = None
+        self._next_sum = 0
 
     def start(self) -> None:
         """Begin to book time."""
@@ -123,10 +122,7 @@ class StepClock(Stopwatch):
         return (self._clock() if self.running else self._stopped_s) - self._started_s
 
     def so_far(self) -> dict[str, float]:
-        """Return the time by phase up to now, from any thread; it adds up to ``wall_s``.
-
-        The current phase gets what is not booked yet.
-        """
+        """Return the time by phase up to now, which adds up to ``wall_s``. From any thread."""
         seconds = self.seconds
         if self.running:
             phase = self.current.phase
@@ -147,7 +143,7 @@ class StepClock(Stopwatch):
 
     @contextmanager
     def span_of_its_own(self) -> Iterator[None]:
-        """Give what is done meanwhile a span of its own in the timeline."""
+        """Return a context with a span of its own in the timeline."""
         self.cut_at_edge()
         try:
             yield
@@ -159,7 +155,7 @@ class StepClock(Stopwatch):
         self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
 
     def timed_here(self, phase: str, function: _Function, except_in: str = "") -> _Function:
-        """Return the function timed on this thread alone; some loggers write from one of their own."""
+        """Return the function timed on this thread alone; some loggers have their own."""
         thread, timed = threading.get_ident(), self.timed(phase, function, except_in)
 
         def timed_here(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +164,7 @@ class StepClock(Stopwatch):
         return timed_here
 
     def timed_optimizer_step(self, function: _Function) -> _Function:
-        """Return what runs an optimizer's step, timed without its closure, which belongs to what is around it."""
+        """Return what runs an optimizer's step, timed without its closure."""
         booked = self.booked(OPTIMIZER)
 
         def timed(optimizer: Any, closure: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +183,7 @@ class StepClock(Stopwatch):
         return timed
 
     def measure_gpu(self) -> GpuTimeline:
-        """Measure by the GPU's own times, too; whoever drives the training calls what this returns."""
+        """Measure by the GPU's own times, too; whoever drives the training marks them."""
         self._gpu = GpuTimeline(self._clock, self._seconds_now, self.as_own_work)
         return self._gpu
 
@@ -196,7 +192,7 @@ class StepClock(Stopwatch):
         return self.seconds
 
     def gpu_idle(self) -> GpuIdle | None:
-        """Return when the GPU was idle between the sampled steps; ``None`` without a GPU or samples."""
+        """Return when the GPU was idle between sampled steps; ``None`` without any."""
         facts = None if self._gpu is None else self._gpu.facts()
         return facts if facts is not None and facts.samples else None
 
@@ -211,19 +207,8 @@ class StepClock(Stopwatch):
         finally:
             self.switch(around)
 
-    def begin_anew(self) -> None:
-        """Forget the steady steps so far, because what they depend on has changed; the next ones are warm-up again."""
-        self.blocks, self._open, self._sum_from = [], StepBlock(), None
-        self.times = self._new_times()
-        self._steps_per_block = _STEPS_PER_BLOCK
-        self.warm_up_steps = self.steps + WARM_UP_STEPS
-        self._next_sum = 0
-
     def cost_s(self) -> float:
-        """Return what this clock has cost the training thread so far: how often it acted, times what that costs.
-
-        The latter is measured with warm caches; between the kernels of a training it is more.
-        """
+        """Return what this clock has cost the training thread so far, or less, because caches are warm in the test."""
         scratch = StepClock()
         pair_s = seconds_per_call(scratch.timed(TRAINER, int)) - seconds_per_call(int)
 
@@ -249,7 +234,7 @@ class StepClock(Stopwatch):
         self.since_s = now_s
         self._before_fetch_s = (around if around is self._epoch_start else self._data_loading).seconds
         if around is self._epoch_start:
-            return  # with a loader of unknown length, Lightning fetches a batch while it makes the epoch's iterator
+            return  # of unknown length: Lightning fetches its first batch while it makes the epoch's iterator
         self.steps += 1
         self.current = self._data_loading
         if self.steps > self.warm_up_steps:
@@ -264,7 +249,7 @@ class StepClock(Stopwatch):
         """The batch has come."""
         now_s = self._clock()
         self.current.seconds += now_s - self.since_s
-        # Without what was booked on something else meanwhile, as by `as_own_work`.
+        # Without what was booked elsewhere meanwhile, as by `as_own_work`.
         self.last_fetch_s = self.current.seconds - self._before_fetch_s
         self.since_s, self.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
@@ -274,7 +259,7 @@ class StepClock(Stopwatch):
             self._fetch_cpu_since_s = None
 
     def end_of_data(self) -> None:
-        """End a fetch that has found no batch, and take back the step that began with it."""
+        """End a fetch that found no batch, and take back its step."""
         fetched = self.current
         self.end_fetch()
         self.steps -= 1
@@ -289,7 +274,7 @@ class StepClock(Stopwatch):
             self._open += replace(
                 passed,
                 data_loading_cpu_s=self._fetch_cpu_s * passed.steps,
-                # PyTorch's threads spin for some milliseconds after a step, which is no work.
+                # Without PyTorch's threads, which spin for some milliseconds after a step.
                 cpu_s=max(0.0, passed.cpu_s - self._fetch_process_cpu_s * passed.steps),
             )
             self._sum_from = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
-from itertools import zip_longest
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain, repeat
 from statistics import median
 
 from lightning_gpu_tools.training.run_measurements import SlowSteps, StepTimes
@@ -13,30 +13,22 @@ from lightning_gpu_tools.training.stopwatch import Account
 
 # gpuprof's rule: the times of steps are uneven where the 99th percentile exceeds twice the median.
 _SLOW_TIMES_MEDIAN = 2.0
-# Our default: a bin is 1 to 2 % wide, and stands for the mean of its steps.
-_BINS_PER_OCTAVE = 64
-# Our defaults: the first median is taken after so many steps, and so many slow steps of a phase are kept.
-_FIRST_MEDIAN = 8
-_MAX_KEPT = 64
-# The batches of one step in eight show how long they usually are.
-_SEE_BATCH_EVERY = 8
+# Our defaults.
+_BINS_PER_OCTAVE = 64  # each 1 to 2 % wide
+_FIRST_MEDIAN = 8  # steps after which it is taken
+_MAX_KEPT = 64  # slow steps of a phase
+_SEE_BATCH_EVERY = 8  # steps, to know the usual size
 
 
 class StepTimeRecord:
     """Keeps how long steps took: all of them in bins, and by phase those that took more than twice the median.
 
-    A month of training takes as much memory as an hour, and a step costs one to two microseconds.
-
-    Args:
-        accounts: The time by phase, as a stopwatch books it; may grow.
-        pauses: Those of them that are no part of a step's time.
-
-    Attributes:
-        batch_items: Numbers in the first tensor of the current batch, set by whoever sees it; ``None`` if unknown.
+    Its memory is bounded, and a step costs one to two microseconds. ``accounts`` may grow; the ``pauses`` among them
+    are no part of a step's time.
     """
 
     def __init__(self, accounts: Collection[Account], pauses: Collection[Account]) -> None:
-        self.batch_items: int | None = None
+        self.batch_items: int | None = None  # numbers in the first tensor of the current batch
         self._accounts, self._pauses = accounts, pauses
         self._bins: dict[int, tuple[int, float]] = {}  # number of the bin -> steps, seconds
         self._count = 0
@@ -53,10 +45,7 @@ class StepTimeRecord:
         self._items: deque[int] = deque(maxlen=_MAX_KEPT)
 
     def begin_step(self, step: int, now_s: float) -> None:
-        """Begin a step, which ends the one before; its number is the same again if that had no batch.
-
-        The accounts are booked up to ``now_s``.
-        """
+        """Begin a step, which ends the one before; its number is the same again if that had no batch."""
         before, self._before = self._before, [account.seconds for account in self._accounts]
         began_s, self._began_s = self._began_s, now_s
         paused_before_s, self._paused_s = self._paused_s, 0.0
@@ -87,35 +76,32 @@ class StepTimeRecord:
 
     def _add_slow(self, step: int, whole_s: float, before: list[float]) -> None:
         assert self._first is not None
-        phase, most_s, in_phase_s = "", -math.inf, 0.0
-        for i, account in enumerate(self._accounts):
-            seconds = self._before[i] - (before[i] if i < len(before) else 0.0)
-            if seconds <= 0:
-                continue
-            self._in_slow_s[account.phase] += seconds
-            mean_s = (self._before[i] - (self._first[i] if i < len(self._first) else 0.0)) / self._count
-            if seconds - mean_s > most_s:
-                phase, most_s, in_phase_s = account.phase, seconds - mean_s, seconds
+        spent_s = {phase: seconds for phase, seconds in self._booked_since(before).items() if seconds > 0}
+        in_all_s = self._booked_since(self._first)
+        phase = max(spent_s, key=lambda one: spent_s[one] - in_all_s[one] / self._count)
+        for one, seconds in spent_s.items():
+            self._in_slow_s[one] += seconds
         slow = self._slow.get(phase) or _SlowSteps()
         slow.count += 1
         slow.seconds += whole_s
-        slow.in_phase_s += in_phase_s
+        slow.in_phase_s += spent_s[phase]
         slow.steps.append(step)
         if self.batch_items is not None:
             slow.items.append(self.batch_items)
         self._slow[phase] = slow
 
+    def _booked_since(self, before: Iterable[float]) -> dict[str, float]:
+        """Return the seconds by phase since the accounts had these; later accounts had none."""
+        times = zip(list(self._accounts), self._before, chain(before, repeat(0.0)), strict=False)
+        return {account.phase: now_s - before_s for account, now_s, before_s in times}
+
     def facts(self) -> StepTimes | None:
-        """Return what is known so far; ``None`` before the second step. May be asked in any thread."""
+        """Return what is known so far; ``None`` before the second step. From any thread."""
         bins, slow_steps, in_slow_s = dict(self._bins), dict(self._slow), dict(self._in_slow_s)
         if not bins or self._first is None:
             return None
         count = sum(steps for steps, _ in bins.values())
-        booked_s = {
-            account.phase: now_s - before_s
-            for account, now_s, before_s in zip_longest(list(self._accounts), self._before, self._first, fillvalue=0.0)
-            if isinstance(account, Account)
-        }
+        booked_s = self._booked_since(self._first)
         others = max(1, count - sum(slow.count for slow in slow_steps.values()))
 
         def summary(phase: str, slow: _SlowSteps) -> SlowSteps:
@@ -142,7 +128,7 @@ class StepTimeRecord:
 
 
 def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:
-    """Return the nearest-rank percentile, as the mean of its bin."""
+    """Return the nearest-rank percentile: the mean of its bin."""
     rank, of_bin = share * sum(steps for steps, _ in bins.values()), 0.0
     for number in sorted(bins):
         steps, seconds = bins[number]
@@ -153,8 +139,6 @@ def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:
 
 
 class _SlowSteps:
-    """Slow steps that lost most of their time in the same phase."""
-
     def __init__(self) -> None:
         self.count = 0
         self.seconds = self.in_phase_s = 0.0

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,18 +20,16 @@ class PhaseSpan(NamedTuple):
     steps: int  # begun in it
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """The time booked on one phase, up to the last change of phase."""
 
-    __slots__ = ("phase", "seconds")
-
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
-        self.seconds = 0.0
+    phase: str
+    seconds: float = 0.0
 
 
 class Stopwatch:
-    """Books every instant on exactly one phase, the innermost one, so that the phases add up to the time."""
+    """Books every instant on the innermost phase alone, so that the phases add up to the time."""
 
     __slots__ = ("_accounts", "_around", "_clock", "current", "entered", "since_s")
 
@@ -62,7 +61,7 @@ class Stopwatch:
         self.since_s = self._clock()
 
     def switch(self, account: Account) -> Account:
-        """Book the time up to now, go on in another phase, and return the one before."""
+        """Go on in another phase, and return the one before."""
         now_s, before = self._clock(), self.current
         before.seconds += now_s - self.since_s
         self.since_s, self.current = now_s, account
@@ -73,7 +72,7 @@ class Stopwatch:
         watch, account, excepted = self, self.account(phase), self.account(except_in) if except_in else None
         clock, push, pop = self._clock, self._around.append, self._around.pop
 
-        # Both methods do themselves what `switch` does, by closures: between kernels every call and attribute counts.
+        # Both methods do themselves what `switch` does, by closures: every call and attribute counts.
         class Booked:
             __slots__ = ()
 
@@ -105,7 +104,7 @@ class Stopwatch:
 
 
 def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: int = 5) -> float:
-    """Return the CPU seconds that a call of this function costs this thread: the median of some rounds."""
+    """Return the CPU seconds of a call, the median of some rounds."""
     costs = []
     for _ in range(rounds):
         began_s = time.thread_time()
@@ -116,7 +115,7 @@ def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: i
 
 
 class PhaseTimeline:
-    """What a run was spent on, in a bounded number of spans: when they are used up, neighbors become one."""
+    """What a run was spent on, in a bounded number of spans: at the limit, each two neighbors become one."""
 
     def __init__(self, max_spans: int = 400, width_s: float = 0.25) -> None:
         self.due_s = width_s  # when to cut the next regular span
@@ -133,7 +132,7 @@ class PhaseTimeline:
         self.due_s = now_s + self._width_s
 
     def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span, by the seconds by phase and the training steps since the start."""
+        """End a span; seconds by phase and steps are those since the start."""
         spent: dict[str, float] = {}
         for phase, total_s in seconds.items():
             since_s = total_s - self._before.get(phase, 0.0)
@@ -144,12 +143,12 @@ class PhaseTimeline:
         self._before, self._begin_s, self._steps_before = dict(seconds), now_s, steps
         if len(self._spans) > self._max_spans:
             self._spans = [_join(self._spans[i : i + 2]) for i in range(0, len(self._spans), 2)]
-            # Not shorter than these spans: if steps are longer than a span, the first ones would be joined ever again.
+            # Not shorter than these spans, or with long steps the first ones would be joined ever again.
             self._width_s = max(2 * self._width_s, (now_s - self._start_s) / len(self._spans))
         self.due_s = now_s + self._width_s
 
     def cut_at_edge(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span early, so that what begins or ends here has an edge, unless it has hardly begun."""
+        """End a span early, because something begins or ends here, unless it has hardly begun."""
         if now_s - self._begin_s > self._width_s / 8:
             self.cut(now_s, seconds, steps)
 

@@ -10,11 +10,17 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A quantity over time, as its mean in each of many intervals of one length."""
+    """A quantity over time, as its mean in each of many intervals of one length.
 
-    begin_s: float  # since training started
+    Attributes:
+        begin_s: When the first interval began: in seconds since training started.
+        interval_s: Length of each interval.
+        values: Mean in each interval, the first one first; ``None`` where nothing was reported.
+    """
+
+    begin_s: float
     interval_s: float
-    values: Sequence[float | None]  # None where nothing was reported
+    values: Sequence[float | None]
 
     def points(self) -> list[tuple[float, float]]:
         """Return (middle of an interval, mean) where something was reported, oldest first."""
@@ -50,10 +56,9 @@ class Series:
 
 
 class Timeline:
-    """A quantity over time in a bounded number of intervals: when they are used up, two neighbors become one.
+    """A quantity over time in a bounded number of intervals: at the limit, each two neighbors become one.
 
-    ``width_s`` is their length at first. They begin at ``origin_s``, by default the first entry; what was before counts
-    as then.
+    They are ``width_s`` long at first, and begin at ``origin_s``, by default the first entry.
     """
 
     def __init__(self, max_points: int, width_s: float, origin_s: float | None = None) -> None:

@@ -11,18 +11,16 @@ from lightning_gpu_tools.training.process_activity import io_bytes, read_proc, s
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
 
 _INTERVAL_S = 1.0
-# Our default: the most points at which it is known how much was read from storage; then every second one goes.
-_MAX_POINTS = 60
-# Our default: a shorter wait for data is none; the diagnosis draws the same line.
-LONG_WAIT_S = 0.001
+# Our defaults.
+_MAX_POINTS = 60  # of bytes read from storage; then every second one goes
+LONG_WAIT_S = 0.001  # a shorter wait for data is none, also for the diagnosis
 
 
 class WorkerWatch:
-    """Samples what the workers of a DataLoader do, by the iterator that is in use, if it can be known."""
+    """Samples what the workers of a DataLoader do, by the iterator in use, if it can be known."""
 
     def __init__(self, iterator: Callable[[], object]) -> None:
-        # Names of torch's that no poll has found since this was None; without workers, all of them.
-        self.unseen: set[str] | None = None
+        self.unseen: set[str] | None = None  # names of torch's that no poll has found, also for lack of workers
         self._iterator = iterator
         self._due_s = 0.0
         self._polls = self._states = self._waiting = 0
@@ -35,7 +33,7 @@ class WorkerWatch:
         self._points: list[tuple[int, int]] = []  # steps done, bytes read from storage
 
     def after_long_wait(self) -> None:
-        """Count how many batches lay ready when one that had been waited for came; right after that step."""
+        """After a step that waited for its batch, count how many others lay ready."""
         iterator = self._iterator()
         ready_share = compat.ready_share(iterator)
         if ready_share is not None and len(compat.worker_pids(iterator)) > 1:
@@ -43,7 +41,7 @@ class WorkerWatch:
             self._ready_share += ready_share
 
     def before_fetch(self) -> None:
-        """Count whether a batch lies ready for the step that comes."""
+        """Count whether a batch lies ready for the next step."""
         ready = compat.is_batch_ready(self._iterator())
         if ready is not None:
             self._ready_polls += 1
@@ -61,12 +59,12 @@ class WorkerWatch:
         pids = compat.worker_pids(iterator)
         self._polls += bool(pids)
         for pid in pids:
-            if fields := stat_fields(str(pid)):
+            if fields := stat_fields(pid):
                 self._states += 1
                 self._waiting += fields[0] == "D"
             self._add_cpu(pid, now_s)
         for pid in pids or [os.getpid()]:
-            read = io_bytes(str(pid), "read_bytes")
+            read = io_bytes(pid, "read_bytes")
             if read is not None:
                 self._read_bytes[pid] = read
         self._points.append((steps, sum(self._read_bytes.values())))
@@ -74,8 +72,7 @@ class WorkerWatch:
             self._points = self._points[::2]
 
     def _add_cpu(self, pid: int, now_s: float) -> None:
-        """Add up for how long a worker has run, and for how long it wanted to and no core was free."""
-        counts = read_proc(str(pid), "schedstat").split()  # nanoseconds: the kernel's sched-stats.rst
+        counts = read_proc(pid, "schedstat").split()  # nanoseconds: the kernel's sched-stats.rst
         if counts:
             ran_s, delayed_s = int(counts[0]) / 1e9, int(counts[1]) / 1e9
             before_s, ran_before_s, delayed_before_s = self._runs.get(pid, (now_s, ran_s, delayed_s))
