@@ -1,4 +1,4 @@
-"""One thread that does small jobs beside a training, now and then. Standard library only."""
+"""One thread that does small jobs beside a training, now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the model and its GPU without asking the driver: the kind of GPU, tensors left behind."""
+"""What torch knows of a model's GPU, what the model has left on the CPU, and its optimizers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from lightning_gpu_tools.training.run_measurements import GpuFacts
 from lightning_gpu_tools.units import printable
 
-# Our default: enough names to begin with.
-_MAX_NAMES = 5
-_MAX_DEPTH = 3
+_MAX_NAMES, _MAX_DEPTH = 5, 3  # our defaults
 
 
 def device_facts(device: torch.device) -> GpuFacts:
-    """Return what torch knows of the GPU that a model trains on; nothing on another device."""
+    """Return what torch knows of a GPU; nothing of another device."""
     if device.type != "cuda":
         return GpuFacts()
     properties = torch.cuda.get_device_properties(device)
@@ -48,8 +46,7 @@ def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
 def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
     """Return what a model on a GPU has left on the CPU, in words.
 
-    ``Module.to`` moves parameters, buffers and submodules. A tensor that is a plain attribute stays, and so does
-    whatever is in a list, a tuple or a dictionary.
+    ``Module.to`` moves no tensor that is a plain attribute, and nothing in a list, a tuple or a dictionary.
     """
     found: dict[str, None] = {}
     for path, submodule in module.named_modules():

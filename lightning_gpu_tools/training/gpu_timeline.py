@@ -271,9 +271,9 @@ class GpuTimeline:
 
 
 def _in_order(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float]]:
-    spent = [(phase, seconds - before.get(phase, 0.0)) for phase, seconds in after.items()]
-    return sorted(((phase, seconds) for phase, seconds in spent if seconds > 0), key=lambda one: _order(one[0]))
+    spent = [(phase, after[phase] - before.get(phase, 0.0)) for phase in sorted(after, key=_place)]
+    return [(phase, seconds) for phase, seconds in spent if seconds > 0]
 
 
-def _order(phase: str) -> int:
+def _place(phase: str) -> int:
     return _ORDER.index(base_phase(phase))

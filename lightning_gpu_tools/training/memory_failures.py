@@ -75,10 +75,9 @@ class MemoryFailures:
             snapshot.unlink(missing_ok=True)  # of an earlier run
             try:
                 record(max_entries=_MAX_EVENTS)
+                self.snapshot = snapshot
             except RuntimeError as error:  # cudaMallocAsync has no history
                 warnings.warn(f"memory_history=True has no effect: {printable(error, 300)}", stacklevel=2)
-            else:
-                self.snapshot = snapshot
 
     def close(self) -> None:
         """Listen no more."""

@@ -22,10 +22,7 @@ TIMEOUT_S = 5.0  # the end of a training waits for all ranks together, which end
 MAX_ENTRY_BYTES = 64 << 10  # 128 of them fit in the 8 MiB that torch's store takes for one value; most have 1 to 20 KiB
 _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # interval of publishing: the first, its growth, the longest
 _OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and rank 0 all
-_FOR_NODE, _FOR_NODES = (
-    1 / 2,
-    1 / 5,
-)  # of the time limit: how long a node is waited for; when rank 0 reads ranks directly
+_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and that before ranks are read directly
 _POLL_S = 0.005
 _ANSWER_S = 1.0  # the end of a failed training waits for the store
 _FIRST_ENTRIES = 12  # with which a rank that began before rank 0 learns the name of the run
@@ -59,8 +56,7 @@ class Board:
     """Where each rank of a job has one entry that the others can read. No call waits for another rank.
 
     An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises, what was posted, and the name of the run,
-    which rank 0 makes: what an earlier start of the job has left in the store does not count. Without a ``store``,
-    ``None``, this rank is all there is.
+    which rank 0 makes: what an earlier start of the job has left in the store does not count.
     """
 
     def __init__(self, name: str, place: Place, store: Any) -> None:
@@ -96,7 +92,7 @@ class Board:
         self._set(f"rank {place.rank}", f"[{text}]")
 
     def post_node(self) -> None:
-        """Post the entries of this rank's node that were read as one."""
+        """Post, as one, the entries of this rank's node that were read."""
         ranks = (self._place.rank, *self._place.mates)
         self._set(f"node {self._place.node}", json.dumps([self.entries[one] for one in ranks if one in self.entries]))
 

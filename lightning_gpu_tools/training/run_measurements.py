@@ -16,13 +16,10 @@ from lightning_gpu_tools.training.stopwatch import PhaseSpan
 DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
 TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
-# Our default: the GPU's idle time in a phase comes from sampled steps once this many of them had the phase; before, all
-# of the phase counts.
-_MIN_SAMPLES = 5
-# Our default: the first blocks count as warm-up while they are this much slower than the rest, up to a quarter of all
-# blocks. Monitoring tools let two windows of ten steps differ by 10 %.
-_UNSETTLED = 1.10
-_MAX_UNSETTLED_SHARE = 0.25
+# Our defaults.
+_MIN_SAMPLES = 5  # of a phase, to know the GPU's idle time in it; with fewer, all of it counts
+_UNSETTLED = 1.10  # first blocks that are slower than the rest by this: monitoring tools let windows differ by 10 %
+_MAX_UNSETTLED_SHARE = 0.25  # of all blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,8 +286,7 @@ class RunMeasurements:
     def idle_in_step_share(self) -> float | None:
         """Fraction of the wall time in which the GPU was idle inside the training step.
 
-        It is the idle time that the phases outside of the step leave: a lower bound where the GPU's own times were not
-        measured, because there the phases count in full.
+        A lower bound where the GPU's own times were not measured: phases outside of the step count in full then.
         """
         if not self.on_gpu or self.utilization_percent is None:
             return None
@@ -298,14 +294,14 @@ class RunMeasurements:
 
     @property
     def idle_residual(self) -> float:
-        """How far the phases' idle times exceed what the driver reports, as a fraction of the wall time."""
+        """How far the idle times of phases exceed what the driver reports, as a fraction of the wall time."""
         if self.gpu_idle is None or self.utilization_percent is None:
             return 0.0
         return max(0.0, sum(self.idle_by_phase().values()) - self.idle_share)
 
 
 def settled(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
-    """Return the blocks without those at the beginning in which the training was still getting faster."""
+    """Return the blocks without the first ones, in which the training was still getting faster."""
     times = [block.step_s for block in blocks]
     first = 0
     while first + 1 <= _MAX_UNSETTLED_SHARE * len(blocks) and times[first] > _UNSETTLED * median(times[first + 1 :]):

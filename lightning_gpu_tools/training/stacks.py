@@ -18,14 +18,12 @@ from types import FrameType
 from lightning_gpu_tools.training.process_activity import catches
 from lightning_gpu_tools.training.stall_facts import Frame
 
-# Of installed packages and of Python itself.
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _MAX_FRAMES = 100
-# The last real-time signals are the least likely to be in use.
-_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-# Our default: how long to wait for a stack, which takes microseconds on an idle core.
-_ANSWER_S = 0.3
+# Hardly ever in use: one of Linux's last real-time signals.
+_SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3
+_ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
 _POLL_S = 0.02
 _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
 # They import faulthandler without using its timer.
@@ -51,32 +49,31 @@ _TRAINER_FILE, _TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit
 
 
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
-    """Return the calls below the Trainer's, all without a Trainer, but none of this package."""
+    """Return the calls below the Trainer's, if there is one, without those of this package."""
     calls = [(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames]
     stack = tuple(_frame(*call) for call in calls if not call[0].startswith(_OWN))
-    trainers = [
-        i for i, one in enumerate(stack) if one.function in _TRAINER_FUNCTIONS and one.file.endswith(_TRAINER_FILE)
-    ]
-    return stack[trainers[-1] + 1 :] if trainers else stack
+    for i, call in reversed(list(enumerate(stack))):
+        if call.function in _TRAINER_FUNCTIONS and call.file.endswith(_TRAINER_FILE):
+            return stack[i + 1 :]
+    return stack
 
 
 class ForkedStacks:
     """Has processes that are forked from now on write their stacks on request, even while they run C code.
 
-    They inherit a signal handler that writes into a file in memory. Others are not asked: the signal would end them.
+    They inherit a signal handler that writes into a file in memory; the signal would end others, which are not asked.
     """
 
     def __init__(self) -> None:
         self._file = -1
-        if (
-            _SIGNAL is not None and hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL
-        ):  # nobody else's
+        # A handler of somebody else's stays.
+        if hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             self._file = os.memfd_create("stacks")
             faulthandler.register(_SIGNAL, file=self._file, all_threads=False)
 
     def ask(self, pid: int) -> tuple[Frame, ...]:
         """Return the stack of a process, innermost call last; empty if it does not answer."""
-        if self._file < 0 or _SIGNAL is None or not catches(pid, _SIGNAL):
+        if self._file < 0 or not catches(pid, _SIGNAL):
             return ()
         before = os.fstat(self._file).st_size
         try:
@@ -92,7 +89,7 @@ class ForkedStacks:
 
     def close(self) -> None:
         """Take off this process's handler."""
-        if self._file >= 0 and _SIGNAL is not None:
+        if self._file >= 0:
             faulthandler.unregister(_SIGNAL)
             os.close(self._file)
             self._file = -1

@@ -52,9 +52,8 @@ _Function = Callable[..., Any]
 class StepClock(Stopwatch):
     """Times the phases of one training, on the thread that trains.
 
-    Whoever drives the training calls :meth:`start`, :meth:`begin_epoch`, :meth:`begin_fetch`, :meth:`end_fetch` and
-    :meth:`stop`, and puts :meth:`timed` or :meth:`booked` around the rest. A step lasts from the start of its fetch to
-    the start of the next one.
+    A step lasts from the start of its fetch to that of the next one; :meth:`timed` or :meth:`booked` goes around what
+    is neither.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

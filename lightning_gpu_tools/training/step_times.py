@@ -1,4 +1,4 @@
-"""How long each training step took, in bounded memory: percentiles, and the steps that took far longer than others."""
+"""How long training steps took, in bounded memory: percentiles, and the steps that took far longer than others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from statistics import median
 from lightning_gpu_tools.training.run_measurements import SlowSteps, StepTimes
 from lightning_gpu_tools.training.stopwatch import Account
 
-# gpuprof's rule: the times of steps are uneven where the 99th percentile exceeds twice the median.
-_SLOW_TIMES_MEDIAN = 2.0
+_SLOW_TIMES_MEDIAN = 2.0  # as gpuprof, to which steps are uneven if the 99th percentile is above that
 # Our defaults.
 _BINS_PER_OCTAVE = 64  # each 1 to 2 % wide
 _FIRST_MEDIAN = 8  # steps after which it is taken

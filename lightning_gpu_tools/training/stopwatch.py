@@ -1,4 +1,4 @@
-"""Books time on phases, and keeps when which phase took how much. Standard library only."""
+"""Books time on phases, and keeps when which phase took how much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantity over time, in a bounded number of points. Standard library only, no clock."""
+"""A quantity over time, in a bounded number of points. Pure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Timeline:
         return Series(self._origin_s or 0.0, self._width_s, means)
 
     def points(self) -> list[tuple[float, float]]:
-        """Return ``Series.points``."""
+        """Return those of the series."""
         return self.series().points()
 
 

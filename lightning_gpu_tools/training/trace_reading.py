@@ -18,12 +18,7 @@ STEP = "lightning_gpu_tools.step"  # the annotation around each step
 
 Span = tuple[float, float]  # begin and end in microseconds
 
-# What makes the host wait until the GPU has run dry.
-_SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize",
-               "hipDeviceSynchronize")  # fmt: skip
-_VALUE_OF_TENSOR = "aten::_local_scalar_dense"
-# The clocks of host and GPU agree to some microseconds in a trace.
-_SLACK_US = 5.0
+_SLACK_US = 5.0  # by which the clocks of host and GPU may differ in a trace
 
 
 def read_trace(events: Iterable[Mapping[str, Any]]) -> ProfiledSteps | None:
@@ -40,18 +35,20 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> ProfiledSteps | None:
         return [event for event in complete if event.get("cat") == category and begin <= event["ts"] <= end]
 
     kernels, copies = of("kernel"), of("gpu_memcpy")
-    waits = [_span(event) for event in of("cuda_runtime") if event["name"].startswith(_SYNC_CALLS)]
-    values = sum(event["name"] == _VALUE_OF_TENSOR for event in of("cpu_op"))
+    busy = union(map(_span, kernels))
+    computing = [_span(event) for event in kernels if "nccl" not in event["name"].lower()]
+    waits = [_span(event) for event in of("cuda_runtime") if "Synchronize" in event["name"]]
+    values = sum(event["name"] == "aten::_local_scalar_dense" for event in of("cpu_op"))  # .item() and its like
     count = len(steps)
     return ProfiledSteps(
         steps=count,
-        wall_s=sum(end - begin for begin, end in steps) / 1e6,
+        wall_s=_length(steps) / 1e6,
         kernels_per_step=len(kernels) / count,
         kernel_median_us=median(event["dur"] for event in kernels) if kernels else None,
         syncs_per_step=max(values, len(waits)) / count,
         pageable_copies_per_step=sum("Pageable" in event["name"] for event in copies) / count,
-        idle_s=_idle(steps, [_span(event) for event in kernels], [_span(event) for event in copies], waits),
-        exposed_communication_s=_exposed_communication(kernels) / 1e6,
+        idle_s=_idle(steps, busy, union(map(_span, copies)), waits),
+        exposed_communication_s=(_length(busy) - _length(union(computing))) / 1e6,
     )
 
 
@@ -60,13 +57,12 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _idle(
-    steps: Sequence[Span], kernels: Sequence[Span], copies: Sequence[Span], waits: Sequence[Span]
+    steps: Sequence[Span], busy: Sequence[Span], copying: Sequence[Span], waits: Sequence[Span]
 ) -> dict[str, float]:
-    """Return the seconds within steps in which no kernel ran, by reason."""
-    if not kernels:
+    """Return the seconds within steps in which no kernel ran, by reason; none without kernels."""
+    if not busy:
         return {}
     idle = {"copy": 0.0, "sync": 0.0, "launch": 0.0}
-    busy, copying = union(kernels), union(copies)
     waits = sorted(waits, key=itemgetter(1))
     for gap in _between(busy, steps[0][0], steps[-1][1]):
         in_step = sum(_overlap(gap, step) for step in steps)
@@ -103,9 +99,5 @@ def _overlap(one: Span, other: Span) -> float:
     return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
-def _exposed_communication(kernels: Sequence[Mapping[str, Any]]) -> float:
-    """Return the microseconds in which the GPU did nothing but communicate."""
-    talking = union(_span(event) for event in kernels if "nccl" in event["name"].lower())
-    computing = union(_span(event) for event in kernels if "nccl" not in event["name"].lower())
-    hidden = sum(_overlap(one, other) for one in talking for other in computing)
-    return sum(end - begin for begin, end in talking) - hidden
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
