@@ -10,7 +10,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ from lightning_gpu_tools.training.phases import (
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.training.step_clock import StepClock
 
 # Between the GPU's clock and the host's; crystals keep within 50 parts in a million.
 _DRIFT = 50e-6
@@ -116,19 +119,11 @@ def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], N
 
 
 class GpuTimeline:
-    """Measures gaps between training steps, and the steps after them.
+    """Measures gaps between training steps, and the steps after them."""
 
-    ``seconds`` returns the host's seconds by phase up to now; ``book`` calls a function with its time booked on this
-    package.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float], seconds: Callable[[], dict[str, float]], book: Callable[..., None]
-    ) -> None:
+    def __init__(self, clock: StepClock) -> None:
         self.samples = 0  # read so far
         self._clock = clock
-        self._seconds = seconds
-        self._book = book
         self._random = random.Random(0)  # its own: the training's random numbers stay as they are
         self._steps_to_sample = 1.0
         self._sampling = True
@@ -199,7 +194,7 @@ class GpuTimeline:
         )
 
     def _do(self, action: _Function, *args: str) -> None:
-        self._book(self._guard, action, *args)
+        self._clock.as_own_work(self._guard, action, *args)
 
     def _guard(self, action: _Function, *args: str) -> None:
         """Do something with CUDA; an error that it brings to light is the training's, which will meet it, too."""
@@ -216,7 +211,8 @@ class GpuTimeline:
         return event
 
     def _mark(self) -> _Mark:
-        return _Mark(self._clock(), self._seconds(), self._event())
+        self._clock.switch(self._clock.current)  # books the time up to now
+        return _Mark(self._clock.since_s, self._clock.seconds, self._event())
 
     def _step_ended(self) -> None:
         self._steps_to_sample = self._random.randint(1, 2 * _SAMPLE_EVERY - 1)

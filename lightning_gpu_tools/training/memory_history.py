@@ -34,15 +34,11 @@ class MemoryHistory:
     def __init__(
         self,
         gpu: MemoryCounters | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        resident_bytes: Callable[[], int] = resident_memory_bytes,
         worker_pids: Callable[[], list[int]] = list,
         is_validating: Callable[[], bool] = lambda: False,
     ) -> None:
         self.alarms: list[MemoryGrowth] = []  # what will be full within a day, each once
         self._gpu = gpu
-        self._clock = clock
-        self._resident_bytes = resident_bytes
         self._worker_pids = worker_pids
         self._is_validating = is_validating
         self._began_s: float | None = None
@@ -56,17 +52,17 @@ class MemoryHistory:
 
     def poll(self) -> float:
         """Sample how much is used; return after how many seconds to do so again."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._began_s is None:
             self._began_s = now_s
-        resident_bytes = self._resident_bytes()
+        resident_bytes = resident_memory_bytes()
         self._timelines["process"].add(now_s, resident_bytes)
         phase: Literal["training", "validation"] = "validation" if self._is_validating() else "training"
         self._grown_bytes[phase] += resident_bytes - (self._last_bytes or resident_bytes)
         self._last_bytes = resident_bytes
         if now_s >= self._workers_due_s and (sizes := private_memory_bytes(self._worker_pids())):
             self._timelines["workers"].add(now_s, sum(sizes))
-            self._workers_due_s = now_s + _WORKERS_EVERY * (self._clock() - now_s)
+            self._workers_due_s = now_s + _WORKERS_EVERY * (time.monotonic() - now_s)
         if self._gpu is not None and (kept_bytes := self._gpu.kept_bytes) is not None:
             self._timelines["gpu"].add(now_s, kept_bytes)
         seen_s = now_s - self._began_s

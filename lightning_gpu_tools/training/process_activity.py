@@ -9,25 +9,25 @@ from pathlib import Path
 
 from lightning_gpu_tools.training.stall_facts import Activity, Wait
 
-# System calls by what they wait for, as the kernel numbers them in arch/x86/entry/syscalls/syscall_64.tbl and
-# include/uapi/asm-generic/unistd.h (arm64). What read and write wait for is said by their file descriptor.
-_CALLS: dict[str, dict[Wait, frozenset[int]]] = {
+# System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
+# include/uapi/asm-generic/unistd.h (arm64). What read and write wait for is told by their file descriptor.
+_CALLS: dict[str, dict[Wait, set[int]]] = {
     "x86_64": {
-        "storage": frozenset({2, 3, 4, 5, 6, 17, 18, 21, 26, 72, 73, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258})
-        | {262, 263, 264, 269, 285, 316, 332, 437, 439},
-        "network": frozenset({42, 43, 44, 45, 46, 47, 288, 299, 307}),
-        "lock": frozenset({202}),
-        "time": frozenset({35, 230}),
-        "events": frozenset({7, 23, 232, 270, 271, 281}),
-        "process": frozenset({61, 247}),
+        "storage": {2, 3, 4, 5, 6, 17, 18, 21, 26, 72, 73, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258, 262, 263, 264}
+        | {269, 285, 316, 332, 437, 439},
+        "network": {42, 43, 44, 45, 46, 47, 288, 299, 307},
+        "lock": {202},
+        "time": {35, 230},
+        "events": {7, 23, 232, 270, 271, 281},
+        "process": {61, 247},
     },
     "aarch64": {
-        "storage": frozenset({32, 34, 35, 38, 46, 47, 48, 56, 57, 61, 67, 68, 78, 79, 80, 82, 83, 227, 276, 291, 437}),
-        "network": frozenset({202, 203, 206, 207, 211, 212, 242, 243, 269}),
-        "lock": frozenset({98}),
-        "time": frozenset({101, 115}),
-        "events": frozenset({22, 72, 73}),
-        "process": frozenset({95, 260}),
+        "storage": {32, 34, 35, 38, 46, 47, 48, 56, 57, 61, 67, 68, 78, 79, 80, 82, 83, 227, 276, 291, 437},
+        "network": {202, 203, 206, 207, 211, 212, 242, 243, 269},
+        "lock": {98},
+        "time": {101, 115},
+        "events": {22, 72, 73},
+        "process": {95, 260},
     },
 }
 # read, write, readv, writev
@@ -52,8 +52,12 @@ def stat_fields(*path: object) -> list[str]:
 
 def io_bytes(pid: object, counter: str) -> int | None:
     """Return a counter of proc_pid_io(5)."""
-    lines = read_proc(pid, "io").splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{counter}:")), None)
+    value = _value(read_proc(pid, "io"), counter)
+    return None if value is None else int(value)
+
+
+def _value(text: str, name: str) -> str | None:
+    return next((line.split()[1] for line in text.splitlines() if line.startswith(f"{name}:")), None)
 
 
 def activity(pid: int, thread: int | None = None) -> Activity | None:
@@ -81,8 +85,7 @@ def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | No
 
 def catches(pid: int, signal_number: int) -> bool:
     """Return whether a process has a handler for a signal, which would end it otherwise."""
-    lines = read_proc(pid, "status").splitlines()
-    mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    mask = _value(read_proc(pid, "status"), "SigCgt") or "0"
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 

@@ -183,12 +183,8 @@ class StepClock(Stopwatch):
 
     def measure_gpu(self) -> GpuTimeline:
         """Measure by the GPU's own times, too; whoever drives the training marks them."""
-        self._gpu = GpuTimeline(self._clock, self._seconds_now, self.as_own_work)
+        self._gpu = GpuTimeline(self)
         return self._gpu
-
-    def _seconds_now(self) -> dict[str, float]:
-        self.switch(self.current)
-        return self.seconds
 
     def gpu_idle(self) -> GpuIdle | None:
         """Return when the GPU was idle between sampled steps; ``None`` without any."""

@@ -11,7 +11,7 @@ from statistics import median
 from lightning_gpu_tools.training.run_measurements import SlowSteps, StepTimes
 from lightning_gpu_tools.training.stopwatch import Account
 
-_SLOW_TIMES_MEDIAN = 2.0  # as gpuprof, to which steps are uneven if the 99th percentile is above that
+_SLOW_TIMES_MEDIAN = 2.0  # above which the 99th percentile makes steps uneven, by gpuprof's rule
 # Our defaults.
 _BINS_PER_OCTAVE = 64  # each 1 to 2 % wide
 _FIRST_MEDIAN = 8  # steps after which it is taken

@@ -103,14 +103,14 @@ class Stopwatch:
         return timed
 
 
-def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: int = 5) -> float:
-    """Return the CPU seconds of a call, the median of some rounds."""
+def seconds_per_call(function: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call: the median of five rounds."""
     costs = []
-    for _ in range(rounds):
+    for _ in range(5):
         began_s = time.thread_time()
-        for _ in range(calls):
+        for _ in range(200):
             function()
-        costs.append((time.thread_time() - began_s) / calls)
+        costs.append((time.thread_time() - began_s) / 200)
     return median(costs)
 
 
