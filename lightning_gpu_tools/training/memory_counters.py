@@ -62,13 +62,14 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
     if not stats:
         return None
 
-    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes")
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return MemoryReading(
-        **{name: stats[name]["all"]["current"] for name in names},
-        peak_allocated_bytes=stats["allocated_bytes"]["all"]["peak"],
-        peak_reserved_bytes=stats["reserved_bytes"]["all"]["peak"],
+        allocated_bytes=allocated["current"],
+        peak_allocated_bytes=allocated["peak"],
+        reserved_bytes=reserved["current"],
+        peak_reserved_bytes=reserved["peak"],
+        inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
         retries=stats["num_alloc_retries"],
-        ooms=stats["num_ooms"],
     )
 
 

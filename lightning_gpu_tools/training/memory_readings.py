@@ -15,12 +15,9 @@ class MemoryReading:
     peak_allocated_bytes: int
     reserved_bytes: int  # held by the allocator: tensors and its cache
     peak_reserved_bytes: int
-    active_bytes: int = 0  # in tensors, or freed while another stream may still use it
-    requested_bytes: int = 0  # the rest of allocated_bytes is due to rounding
     # Free parts of blocks, which cannot go back to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
     retries: int = 0  # after the allocator has emptied its cache
-    ooms: int = 0  # failures, some of which cuDNN survives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

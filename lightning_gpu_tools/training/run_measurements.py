@@ -32,7 +32,6 @@ class StepBlock:
     data_loading_cpu_s: float = 0.0  # of the training thread while it waits for data; near zero where workers load
     cpu_s: float = 0.0  # of all threads of the training process outside of that wait; 0 if it was not measured
     host_to_device_copy_s: float = 0.0
-    training_step_s: float = 0.0  # on the host; the next three are parts of it
     forward_s: float = 0.0  # in the model's training_step; with manual optimization without the next two
     backward_s: float = 0.0
     optimizer_s: float = 0.0  # with zeroing, scaling and clipping gradients
@@ -187,7 +186,6 @@ class StepTimes:
     p50_s: float
     p95_s: float
     max_s: float
-    longest: int  # number of the longest step
     slow: tuple[SlowSteps, ...] = ()  # by phase; these count pauses
     batch_items: float | None = None  # as in SlowSteps, of the other steps
 

@@ -288,19 +288,18 @@ class StepClock(Stopwatch):
 
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds
-        in_step = {phase: spent_s for phase, spent_s in seconds.items() if base_phase(phase) == TRAINING_STEP}
-        training_step_s, forward_s = sum(in_step.values()), in_step.get(FORWARD, 0.0)
-        backward_s = sum(spent_s for phase, spent_s in in_step.items() if is_backward(phase))
+        parts_s = {phase: spent_s for phase, spent_s in seconds.items() if phase.startswith(f"{TRAINING_STEP}/")}
+        forward_s = parts_s.get(FORWARD, 0.0)
+        backward_s = sum(spent_s for phase, spent_s in parts_s.items() if is_backward(phase))
         return StepBlock(
             steps=self.steps,
             wall_s=now_s,
             cpu_s=time.process_time(),
             data_loading_s=seconds.get(DATA_LOADING, 0.0),
             host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
-            training_step_s=training_step_s,
             forward_s=forward_s,
             backward_s=backward_s,
-            optimizer_s=training_step_s - forward_s - backward_s - in_step.get(TRAINING_STEP, 0.0),
+            optimizer_s=sum(parts_s.values()) - forward_s - backward_s,
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
             beside_s=sum(s for phase, s in seconds.items() if is_beside_step(phase)),

@@ -31,7 +31,7 @@ class StepTimeRecord:
         self._accounts, self._pauses = accounts, pauses
         self._bins: dict[int, tuple[int, float]] = {}  # number of the bin -> steps, seconds
         self._count = 0
-        self._longest_s, self._longest = 0.0, 0
+        self._longest_s = 0.0
         self._began_s = 0.0
         self._step = 0
         self._first: list[float] | None = None
@@ -58,8 +58,7 @@ class StepTimeRecord:
             return
         whole_s = now_s - began_s
         step_s = whole_s - (self._paused_s - paused_before_s)
-        if step_s > self._longest_s:
-            self._longest_s, self._longest = step_s, step - 1
+        self._longest_s = max(self._longest_s, step_s)
         fraction, octave = math.frexp(step_s)
         number = int((octave + 2 * fraction) * _BINS_PER_OCTAVE)
         steps, seconds = self._bins.get(number, (0, 0.0))
@@ -120,7 +119,6 @@ class StepTimeRecord:
             p50_s=_percentile(bins, 0.50),
             p95_s=_percentile(bins, 0.95),
             max_s=self._longest_s,
-            longest=self._longest,
             batch_items=median(self._items) if self._items else None,
             slow=tuple(summary(phase, slow) for phase, slow in slow_steps.items()),
         )
