@@ -63,7 +63,7 @@ class BackgroundJobs:
             self._changed.notify()
 
     def close(self, timeout_s: float = _TIMEOUT_S) -> None:
-        """End the thread, unless a job hangs. Idempotent."""
+        """End the thread, unless a job hangs."""
         with self._changed:
             self._closed = True
             self._changed.notify()

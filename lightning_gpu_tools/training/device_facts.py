@@ -39,7 +39,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> Literal["torch", "fusible", "own"
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer would gain much from its fused kernel; torch's SGD gains little."""
+    """Return whether an optimizer would gain much from its fused kernel, unlike SGD."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
@@ -52,7 +52,7 @@ def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
     for path, submodule in module.named_modules():
         owner = f"{type(module).__name__}.{path}" if path else type(module).__name__
         for name, value in vars(submodule).items():
-            # Names with an underscore are torch's and Lightning's: _parameters, _buffers, _modules, _trainer.
+            # An underscore is torch's and Lightning's: _parameters, _modules, _trainer.
             if not name.startswith("_") and (what := _on_cpu(value)):
                 found[printable(f"{owner}.{name} ({what})", 200)] = None
     return tuple(found)[:_MAX_NAMES]
@@ -79,5 +79,5 @@ def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _is_left(tensor: torch.Tensor) -> bool:
-    # A number on the CPU goes to the GPU as the argument of a kernel, at no cost.
+    # A single number costs nothing as the argument of a kernel.
     return tensor.device.type == "cpu" and tensor.dim() > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,7 @@ _ORDER = list(PHASES)
 
 _Function = Callable[..., Any]
 _Event = Any  # torch.cuda.Event, which has no types
+_Seconds = defaultdict[str, float]  # by phase
 
 
 class Gap(NamedTuple):
@@ -58,7 +59,7 @@ def idle_by_phase(gap: Gap) -> dict[str, float]:
 
     What the GPU does when the host is already in the next step is to copy the batch, without a kernel.
     """
-    idle: defaultdict[str, float] = defaultdict(float)
+    idle: _Seconds = defaultdict(float)
     end_s = gap.host_end_s
     for phase, seconds in reversed(gap.spent):
         begin_s = end_s - seconds
@@ -134,8 +135,9 @@ class GpuTimeline:
         self._origin: _Event = None
         self._origin_s = 0.0
         self._host_time = HostTime()
-        # Seconds by phase, which `update` adds.
-        self._host_s, self._idle_s, self._step_s = Counter[str](), Counter[str](), Counter[str]()
+        self._host_s: _Seconds = defaultdict(float)
+        self._idle_s: _Seconds = defaultdict(float)
+        self._step_s: _Seconds = defaultdict(float)
         self._seen = Counter[str]()
         self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
 
@@ -146,15 +148,15 @@ class GpuTimeline:
     def begin_step(self) -> None:
         """Mark the begin of a step, if it is sampled."""
         if self._sampling:
-            self._do(self._step_begins)
+            self._clock.as_own_work(self._guard, self._step_begins)
 
     def end_step(self) -> None:
         """Mark its end."""
         if self._sample is not None:
-            self._do(self._sample_ended)
+            self._clock.as_own_work(self._guard, self._sample_ended)
         self._steps_to_sample -= 1
         if self._steps_to_sample <= 0:
-            self._do(self._step_ended)
+            self._clock.as_own_work(self._guard, self._step_ended)
 
     def part(self, phase: str, function: _Function) -> _Function:
         """Return what runs a part of a step, which may be within another one, with its ends marked."""
@@ -174,12 +176,12 @@ class GpuTimeline:
     def enter(self, phase: str) -> None:
         """Mark that another phase of the step begins, if it is sampled."""
         if self._sample is not None:
-            self._do(self._part_begins, phase)
+            self._clock.as_own_work(self._guard, self._part_begins, phase)
 
     @property
     def own_step_s(self) -> float:
         """The GPU's seconds in forward, backward and optimizer of the sampled steps."""
-        return sum(self._step_s[phase] for phase in (FORWARD, BACKWARD, OPTIMIZER))
+        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER))
 
     def facts(self) -> GpuIdle:
         """Return what is known so far."""
@@ -192,9 +194,6 @@ class GpuTimeline:
             step_s=dict(self._step_s),
             last_steps=tuple(self._last_steps),
         )
-
-    def _do(self, action: _Function, *args: str) -> None:
-        self._clock.as_own_work(self._guard, action, *args)
 
     def _guard(self, action: _Function, *args: str) -> None:
         """Do something with CUDA; an error that it brings to light is the training's, which will meet it, too."""
@@ -247,14 +246,14 @@ class GpuTimeline:
             self._host_time.learn(begins.host_s, begins_s)
             spent = _in_order(ended.seconds, begins.seconds)
             gap = Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
-            step_s: defaultdict[str, float] = defaultdict(float)
+            step_s: _Seconds = defaultdict(float)
             for (phase, event), (_, next_event) in pairwise(parts):
                 step_s[phase] += event.elapsed_time(next_event) / 1e3
             self.samples += 1
             self._seen.update(phase for phase, _ in spent)
-            self._host_s.update(dict(spent))
-            self._idle_s.update(idle_by_phase(gap))
-            self._step_s.update(step_s)
+            _add(self._host_s, spent)
+            _add(self._idle_s, idle_by_phase(gap).items())
+            _add(self._step_s, step_s.items())
             self._last_steps.append(step_s)
             self._spare += (ended.event, *(event for _, event in parts[1:]))
             if begins_s - self._origin_s > _NEW_ORIGIN_S:
@@ -264,6 +263,11 @@ class GpuTimeline:
 
     def _gpu_s(self, mark: _Mark) -> float:
         return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3
+
+
+def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:
+    for phase, seconds in times:
+        totals[phase] += seconds
 
 
 def _in_order(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float]]:

@@ -26,10 +26,7 @@ _FIRST_ALARM_S = 12.0
 
 
 class MemoryHistory:
-    """Samples the memory of the host, and judges now and then whether it, or the GPU's, grows.
-
-    A thread of its own calls :meth:`poll`.
-    """
+    """Samples the memory of the host, and judges now and then whether it, or the GPU's, grows; in its own thread."""
 
     def __init__(
         self,

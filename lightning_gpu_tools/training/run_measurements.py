@@ -78,7 +78,7 @@ class GpuIdle:
 
     samples: int  # gaps between two steps, each with the step after it
     host_s: Mapping[str, float]  # seconds of the host in these gaps, by phase
-    # Seconds in which the GPU was idle in them, by the host's phase; copies on the GPU count as host_to_device_copy.
+    # Of which the GPU was idle, by the host's phase; copies on the GPU count as host_to_device_copy.
     idle_s: Mapping[str, float]
     seen: Mapping[str, int]  # in how many gaps each phase occurred
     step_s: Mapping[str, float] = field(default_factory=dict)  # by part of the step, with the GPU's waits in it
@@ -128,7 +128,7 @@ class LoadingFacts:
     ready_out_of_order_share: float | None = None  # of the ordered batches, after a wait for one; mean over such waits
     long_waits: int = 0  # such waits
     ready_share: float | None = None  # a batch lay ready right before a step asked for one
-    runnable_share: float | None = None  # a worker computed, or had no core to do so
+    runnable_share: float | None = None  # a worker computed or had no core
     delayed_share: float | None = None  # it had no core
     early_storage_bytes_per_batch: float | None = None  # read past the page cache in the first third of the run
     late_storage_bytes_per_batch: float | None = None  # in the last third
@@ -217,8 +217,7 @@ class RunMeasurements:
     precision: str | None = None  # the Trainer's, as "32-true"
     matmul_precision: str | None = None
     log_every_n_steps: int = 50
-    # Of a training on the CPU, by class: torch's, one that would gain from its fused kernel, or the program's own.
-    # Empty on other devices, whose work the host does not see.
+    # By class: torch's, one that would gain from its fused kernel, or the program's own. Empty unless on the CPU.
     optimizers: Mapping[str, Literal["torch", "fusible", "own"]] = field(default_factory=dict)
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None  # of a whole epoch

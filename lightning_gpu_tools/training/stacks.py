@@ -20,7 +20,6 @@ from lightning_gpu_tools.training.stall_facts import Frame
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1]) + os.sep
-_MAX_FRAMES = 100
 # Hardly ever in use: one of Linux's last real-time signals.
 _SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
@@ -38,7 +37,7 @@ def frames_of(thread: int) -> list[FrameType]:
     """Return the stack of a thread, outermost call first; empty if it has ended. Some 40 us."""
     frame = sys._current_frames().get(thread)
     found: list[FrameType] = []
-    while frame is not None and len(found) < _MAX_FRAMES:
+    while frame is not None:
         found.append(frame)
         frame = frame.f_back
     return found[::-1]

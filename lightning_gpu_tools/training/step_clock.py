@@ -77,8 +77,7 @@ class StepClock(Stopwatch):
         """Forget the steady steps; the next ones are warm-up again."""
         self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
         self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first of each epoch
-        # At the beginning, twice as many as a loader has batches ready, if those are more.
-        self.warm_up_steps = self.steps + WARM_UP_STEPS
+        self.warm_up_steps = self.steps + WARM_UP_STEPS  # or later, if a loader has many batches ready
         self._open, self._steps_per_block = StepBlock(), _STEPS_PER_BLOCK
         self._sum_from: StepBlock | None = None
         self._next_sum = 0

@@ -34,7 +34,7 @@ class StepTimeRecord:
         self._longest_s = 0.0
         self._began_s = 0.0
         self._step = 0
-        self._first: list[float] | None = None
+        self._first: list[float] = []
         self._before: list[float] = []
         self._paused_s = 0.0
         self._slow_from_s = math.inf
@@ -51,14 +51,15 @@ class StepTimeRecord:
         for account in self._pauses:
             self._paused_s += account.seconds
         had_no_batch, self._step = step == self._step, step
-        if self._first is None:
+        if not self._first:
             self._first = self._before
             return
         if had_no_batch:
             return
         whole_s = now_s - began_s
         step_s = whole_s - (self._paused_s - paused_before_s)
-        self._longest_s = max(self._longest_s, step_s)
+        if step_s > self._longest_s:  # faster than max()
+            self._longest_s = step_s
         fraction, octave = math.frexp(step_s)
         number = int((octave + 2 * fraction) * _BINS_PER_OCTAVE)
         steps, seconds = self._bins.get(number, (0, 0.0))
@@ -73,33 +74,32 @@ class StepTimeRecord:
             self._slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
 
     def _add_slow(self, step: int, whole_s: float, before: list[float]) -> None:
-        assert self._first is not None
-        spent_s = {phase: seconds for phase, seconds in self._booked_since(before).items() if seconds > 0}
-        in_all_s = self._booked_since(self._first)
-        phase = max(spent_s, key=lambda one: spent_s[one] - in_all_s[one] / self._count)
-        for one, seconds in spent_s.items():
-            self._in_slow_s[one] += seconds
+        phase, most_s, in_phase_s = "", -math.inf, 0.0
+        times = zip(self._accounts, self._before, _padded(before), _padded(self._first), strict=False)
+        for account, now_s, before_s, first_s in times:
+            seconds = now_s - before_s
+            if seconds > 0:
+                self._in_slow_s[account.phase] += seconds
+                beyond_s = seconds - (now_s - first_s) / self._count
+                if beyond_s > most_s:
+                    phase, most_s, in_phase_s = account.phase, beyond_s, seconds
         slow = self._slow.get(phase) or _SlowSteps()
         slow.count += 1
         slow.seconds += whole_s
-        slow.in_phase_s += spent_s[phase]
+        slow.in_phase_s += in_phase_s
         slow.steps.append(step)
         if self.batch_items is not None:
             slow.items.append(self.batch_items)
         self._slow[phase] = slow
 
-    def _booked_since(self, before: Iterable[float]) -> dict[str, float]:
-        """Return the seconds by phase since the accounts had these; later accounts had none."""
-        times = zip(list(self._accounts), self._before, chain(before, repeat(0.0)), strict=False)
-        return {account.phase: now_s - before_s for account, now_s, before_s in times}
-
     def facts(self) -> StepTimes | None:
         """Return what is known so far; ``None`` before the second step. From any thread."""
         bins, slow_steps, in_slow_s = dict(self._bins), dict(self._slow), dict(self._in_slow_s)
-        if not bins or self._first is None:
+        if not bins:
             return None
         count = sum(steps for steps, _ in bins.values())
-        booked_s = self._booked_since(self._first)
+        times = zip(list(self._accounts), self._before, _padded(self._first), strict=False)
+        booked_s = {account.phase: now_s - first_s for account, now_s, first_s in times}
         others = max(1, count - sum(slow.count for slow in slow_steps.values()))
 
         def summary(phase: str, slow: _SlowSteps) -> SlowSteps:
@@ -122,6 +122,10 @@ class StepTimeRecord:
             batch_items=median(self._items) if self._items else None,
             slow=tuple(summary(phase, slow) for phase, slow in slow_steps.items()),
         )
+
+
+def _padded(seconds: list[float]) -> Iterable[float]:
+    return chain(seconds, repeat(0.0))  # of the accounts that there were not yet
 
 
 def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:

@@ -17,7 +17,7 @@ LONG_WAIT_S = 0.001  # a shorter wait for data is none, also for the diagnosis
 
 
 class WorkerWatch:
-    """Samples what the workers of a DataLoader do, by the iterator in use, if it can be known."""
+    """Samples what the workers of a DataLoader do, by the iterator in use."""
 
     def __init__(self, iterator: Callable[[], object]) -> None:
         self.unseen: set[str] | None = None  # names of torch's that no poll has found, also for lack of workers
