@@ -31,7 +31,23 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
 from lightning_gpu_tools.selection.request import OPTIONS
-from lightning_gpu_tools.training.phases import PHASES
+from lightning_gpu_tools.training.phases import (
+    CALLBACK,
+    CHECKPOINT,
+    DATA_LOADING,
+    EPOCH_START,
+    GARBAGE_COLLECTION,
+    HOST_TO_DEVICE_COPY,
+    LOGGING,
+    MONITORING,
+    OUTSIDE_LOOP,
+    PHASES,
+    RANK_WAIT,
+    TRAINER,
+    TRAINING_STEP,
+    UNEXPLAINED,
+    VALIDATION,
+)
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import format_bytes, format_duration
@@ -461,8 +477,27 @@ def in_json(kind: Any) -> str:
     )
 
 
+_IN_PHASE = {
+    CALLBACK: "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler",
+    LOGGING: "in a logger, or collecting the metrics of `self.log`",
+    CHECKPOINT: "in a checkpoint callback, or saving one",
+    VALIDATION: "in validation",
+    OUTSIDE_LOOP: "in a loop without a Trainer: in code outside of `run.batches`",
+    MONITORING: "in a hook of this package",
+    GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
+    TRAINER: "in the Trainer's own work around a step",
+    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
+    "signals, where a rank waits for its own GPU, too",
+    UNEXPLAINED: "anywhere else",
+    EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
+    DATA_LOADING: "waiting for a batch",
+    HOST_TO_DEVICE_COPY: "moving the batch to the device",
+    TRAINING_STEP: "in forward, backward and optimizer",
+}
+
+
 def phases() -> str:
-    rows = [(f"`{phase.name}`", phase.meaning) for phase in PHASES.values()]
+    rows = [(f"`{phase}`", _IN_PHASE[phase]) for phase in PHASES]
     return table(("phase", "the training thread is"), *rows)
 
 

@@ -57,7 +57,6 @@ class LimitedMemory(SimulatedMemory):
 
     Attributes:
         retries: How often the cache was emptied to try again.
-        ooms: How often memory ran out.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class LimitedMemory(SimulatedMemory):
     ) -> None:
         super().__init__()
         self.total, self.context, self.others, self.allowed = total, context, others or {}, allowed
-        self.retries = self.ooms = 0
+        self.retries = 0
         self._segments: list[list[_Block]] = []
         self._free_blocks: dict[bool, set[_Block]] = {True: set(), False: set()}  # small, large
         self._driver: Driver | None = None
@@ -179,7 +178,6 @@ class LimitedMemory(SimulatedMemory):
                 del segment[right]
 
     def _fail(self, segment_size: int) -> None:
-        self.ooms += 1
         self._tell_driver()
         for observer in _observers:
             observer(0, segment_size, self.allowed or self.total, self.free)
@@ -207,7 +205,7 @@ class LimitedMemory(SimulatedMemory):
         self.inactive_split_bytes = sum(one.size for segment in pieces for one in segment if one.is_free)
         stats = super()._stats(device)
         stats["reserved_bytes"]["all"]["peak"] = self.peak_reserved_bytes
-        return {**stats, "num_alloc_retries": self.retries, "num_ooms": self.ooms}
+        return {**stats, "num_alloc_retries": self.retries}
 
 
 @contextmanager

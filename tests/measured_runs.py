@@ -22,7 +22,7 @@ def a_host(cores: float = 64, **options: Any) -> HostBudget:
 
 def a_block(phase_ms: dict[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0) -> StepBlock:
     """Return steps that take these milliseconds per phase, and of CPU time: of the step, and of the loader."""
-    ms = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy", "training_step")}
+    ms = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy")}
     ms |= {part: phase_ms.get(f"training_step/{part}", 0.0) for part in ("forward", "backward", "optimizer")}
     return StepBlock(
         steps=steps,

@@ -73,11 +73,9 @@ class SimulatedMemory(TorchDispatchMode):
         def of(current: int, peak: int) -> dict[str, dict[str, int]]:
             return {"all": {"current": current, "peak": peak, "allocated": peak, "freed": peak - current}}
 
-        allocated = of(self.allocated_bytes, self.peak_bytes)
         return {
-            **dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), allocated),
+            "allocated_bytes": of(self.allocated_bytes, self.peak_bytes),
             "reserved_bytes": of(self.reserved_bytes, self.reserved_bytes),
             "inactive_split_bytes": of(self.inactive_split_bytes, self.inactive_split_bytes),
             "num_alloc_retries": 0,
-            "num_ooms": 0,
         }

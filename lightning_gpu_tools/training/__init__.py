@@ -1,1 +1,1 @@
-"""What is measured of a training, without Lightning: phases, steps, workers, memory, ranks."""
+"""What is measured of a training, without Lightning."""

@@ -1,4 +1,4 @@
-"""One thread that does small jobs beside a training, now and then. Standard library only."""
+"""One thread that does small jobs beside a training, now and then."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.units import printable
 
-# Our default: a disk that was full may have room again a minute later.
-_RETRY_S = 60.0
-# Our default: how long the end of a training waits for a job that hangs, as one does that writes to a dead file server.
-_TIMEOUT_S = 10.0
+# Our defaults.
+_RETRY_S = 60.0  # when a disk that was full may have room again
+_TIMEOUT_S = 10.0  # of a job that hangs, as on a dead file server
 
 _Job = Callable[[], float]
 
@@ -29,19 +28,14 @@ class _Entry:
 class BackgroundJobs:
     """Calls functions from one thread, each when it is due, until it is closed.
 
-    What the training thread does meanwhile is unknown: it may hang in a collective, hold torch's locks, or fork a
-    worker. So no job calls ``torch.cuda`` or a collective, uses the training's connection to a store, or imports. None
-    warns or prints unless the training stands still. A job that fails is called again a minute later; the training
-    never hears of it.
-
-    Attributes:
-        faults: The first error of each job that failed, in words.
-        cpu_s: CPU time of the thread so far.
+    The training thread may meanwhile hang in a collective, hold torch's locks, or fork a worker. So no job calls
+    ``torch.cuda`` or a collective, uses the training's connection to a store, or imports; none warns or prints unless
+    the training stands still.
     """
 
     def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.cpu_s = 0.0
+        self.faults: list[str] = []  # the first error of each job that failed
+        self.cpu_s = 0.0  # of the thread so far
         self._entries: list[_Entry] = []
         self._changed = threading.Condition()  # guards the entries and what follows
         self._closed = False
@@ -53,10 +47,7 @@ class BackgroundJobs:
         return not self._entries
 
     def add(self, what: str, job: _Job) -> None:
-        """Add a job, to be called at once; it returns after how many seconds it is to be called again, ``inf`` = never.
-
-        ``what`` it does is for the words of a fault: ``"Writing the report"``.
-        """
+        """Call a job now, and after as many seconds as it returns, ``inf`` = never; ``what`` names it in a fault."""
         with self._changed:
             self._entries.append(_Entry(what, job))
             self._changed.notify()
@@ -72,7 +63,7 @@ class BackgroundJobs:
             self._changed.notify()
 
     def close(self, timeout_s: float = _TIMEOUT_S) -> None:
-        """End the thread; a job that hangs is left behind. Idempotent."""
+        """End the thread, unless a job hangs."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -83,8 +74,7 @@ class BackgroundJobs:
         while (entry := self._next()) is not None:
             try:
                 again_s = entry.job()
-            # The top of a thread is the one place for this: whatever it was, the training goes on.
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - whatever it was, the training goes on
                 again_s = _RETRY_S
                 if not entry.has_failed:
                     self.faults.append(f"{entry.what} failed: {type(error).__name__}: {printable(error, 200)}.")
@@ -94,13 +84,12 @@ class BackgroundJobs:
                 entry.due_s = min(entry.due_s, time.monotonic() + again_s)
 
     def _next(self) -> _Entry | None:
-        """Wait for the job that is due first, and return it; ``None`` at the end."""
         with self._changed:
             while not self._closed:
                 entry = min(self._entries, key=lambda one: one.due_s)
                 wait_s = entry.due_s - time.monotonic()
                 if wait_s <= 0:
-                    entry.due_s = math.inf  # until it has run, unless somebody wants it once more
+                    entry.due_s = math.inf  # until it has run, unless run_now() wants it once more
                     return entry
                 self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
         return None

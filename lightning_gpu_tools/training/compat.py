@@ -1,7 +1,6 @@
-"""Every private name of torch that measuring a training needs, asked for when it is used.
+"""Every private name of torch that measuring a training needs; where a release lacks one, a function returns ``None``.
 
-A release of torch without one of them costs what its docstring says, and never the training: each function then
-returns ``None``.
+``Without it`` says what that costs: never the training.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ def default_store() -> Any:
 
 
 def own_store() -> Any:
-    """Return another connection to that store, which no blocked call of the first one holds up.
+    """Return another connection to that store, which no blocked call holds up; none to a file, which would grow.
 
-    Without it, as where the ranks have met in a file, which grows with every message, a rank that stalls does not learn
-    where the others stand.
+    Without it a rank that stalls does not learn where the others stand.
     """
     store = bare = default_store()
-    distributed: Any = torch.distributed  # of which type checkers do not know all
+    distributed: Any = torch.distributed  # not all of it has types
     while hasattr(bare, "underlying_store"):
         bare = bare.underlying_store
     if bare is None or not isinstance(bare, distributed.TCPStore):
@@ -40,40 +38,40 @@ def own_store() -> Any:
     return distributed.TCPStore(bare.host, bare.port, is_master=False, wait_for_workers=False)
 
 
-# What the functions below read of a DataLoader's iterator that has workers.
+# What the functions below read.
 _OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
 
 
 def missing_of_iterator(iterator: object) -> set[str]:
-    """Return what is not there of a DataLoader's iterator that has workers."""
+    """Return what a DataLoader's iterator lacks of what is read below."""
     if iterator is None:
         return {"the DataLoader's iterator"}
     return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
 
 
 def kept_iterator(loader: object) -> object | None:
-    """Return the iterator that a DataLoader keeps for its next epoch. Without it its workers are not watched then."""
+    """Return the iterator of persistent workers. Without it they are not watched."""
     return getattr(loader, "_iterator", None)
 
 
 def workers(iterator: object) -> list[BaseProcess]:
-    """Return the workers of a DataLoader's iterator. Without it nothing is known of what they do and how they end."""
+    """Return the workers of a DataLoader's iterator. Without it they are not watched."""
     return list(getattr(iterator, "_workers", None) or ())
 
 
 def worker_pids(iterator: object) -> list[int]:
-    """Return the numbers of their processes."""
+    """Return their process numbers."""
     return [worker.pid for worker in workers(iterator) if worker.pid]
 
 
-# In which a training waits for a batch of workers.
+# Methods in which a training waits for a worker's batch.
 _WAITS = ("__next__", "_next_data", "_get_data", "_try_get_data")
 
 
 def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
-    """Return the DataLoader's iterator that a stack waits for, outermost call first; ``None`` if it waits for none.
+    """Return the DataLoader's iterator that a stack waits for, if any.
 
-    Without these names a stall while waiting for data is put down to the training process.
+    Without it a stall while waiting for data is put down to the training process.
     """
     for frame in reversed(frames):
         if frame.f_code.co_name in _WAITS and hasattr(iterator := frame.f_locals.get("self"), "_workers"):
@@ -82,23 +80,20 @@ def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
 
 
 def awaited_worker(iterator: object) -> int | None:
-    """Return the number of the worker that the next batch comes from. Without it the first one is blamed."""
+    """Return which worker the next batch comes from. Without it the first one is blamed."""
     ordered, number = getattr(iterator, "_task_info", None), getattr(iterator, "_rcvd_idx", None)
     entry = None if ordered is None else ordered.get(number)
     return None if entry is None else entry[0]
 
 
 def ready_share(iterator: object) -> float | None:
-    """Return the share of ordered batches that are ready out of turn. Without it one slow worker seems slow loading.
-
-    torch keeps a batch that comes before its turn beside the number of its worker.
-    """
-    ordered = getattr(iterator, "_task_info", None)
+    """Return the share of ordered batches that are ready. Without it one slow worker seems slow loading."""
+    ordered = getattr(iterator, "_task_info", None)  # (worker,), or (worker, batch) once the batch is there
     return sum(len(entry) == 2 for entry in ordered.values()) / len(ordered) if ordered else None
 
 
 def is_batch_ready(iterator: object) -> bool | None:
-    """Return whether a batch is ready. Without it, or on macOS, a loader that keeps up seems to lag."""
+    """Return whether a batch is ready. Without it a loader that keeps up seems to lag."""
     queue = getattr(iterator, "_data_queue", None)
     try:
         return None if queue is None else queue.qsize() > 0
@@ -107,13 +102,13 @@ def is_batch_ready(iterator: object) -> bool | None:
 
 
 def is_profiling() -> bool | None:
-    """Return whether the profiler is in use, of which a process has one. Without it no step is profiled."""
+    """Return whether torch's profiler runs. Without it no step is profiled."""
     enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
     return None if enabled is None else bool(enabled())
 
 
 def dispatch_mode() -> Any:
-    """Return the class whose subclasses see every operation. Without it no source line is named for a wait."""
+    """Return the class whose subclasses see every operation. Without it no source line of a wait is named."""
     try:
         from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError:
@@ -122,33 +117,33 @@ def dispatch_mode() -> Any:
 
 
 def value_operation() -> object:
-    """Return the operation that reads a tensor's value, as ``.item()`` does. Without it no line is named for a wait."""
+    """Return the operation by which ``.item()`` reads a value. Without it no source line of a wait is named."""
     return getattr(getattr(torch.ops.aten, "_local_scalar_dense", None), "default", None)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is compiled. Without it a compiled step is compiled anew once while it is profiled."""
+    """Return whether a module is compiled. Without it profiling compiles it once more."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def queue_in_backward() -> Any:
-    """Return what has autograd call a function when it has computed a graph. Without it backward is not told apart."""
+    """Return what queues a callback of autograd. Without it a backward's wait for other ranks is part of it."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
 def out_of_memory_observer() -> Any:
-    """Return what attaches a function to be called when torch's allocator fails.
+    """Return what registers a callback for failures of torch's allocator, and starts CUDA; not in a build for the CPU.
 
-    Without it, as in a build for the CPU, an error's message alone says what was allocated. It starts CUDA.
+    Without it only an error's message says what was allocated.
     """
     return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
 
 
 def memory_recorder() -> Any:
-    """Return what starts and stops the recording of allocations. Without it a snapshot has no history."""
+    """Return what records allocations. Without it a snapshot has no history."""
     return getattr(torch.cuda.memory, "_record_memory_history", None)
 
 
 def memory_dumper() -> Any:
-    """Return what writes a snapshot of all that is allocated. Without it there is none."""
+    """Return what writes a snapshot of allocations. Without it there is none."""
     return getattr(torch.cuda.memory, "_dump_snapshot", None)

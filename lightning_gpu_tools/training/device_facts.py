@@ -1,22 +1,20 @@
-"""What is known of the model and its GPU without asking the driver: the kind of GPU, tensors left behind."""
+"""What torch knows of a model's GPU, what the model has left on the CPU, and its optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lightning_gpu_tools.training.run_measurements import GpuFacts
 from lightning_gpu_tools.units import printable
 
-# Our default: enough names to begin with.
-_MAX_NAMES = 5
-_MAX_DEPTH = 3
+_MAX_NAMES, _MAX_DEPTH = 5, 3  # our defaults
 
 
 def device_facts(device: torch.device) -> GpuFacts:
-    """Return what torch knows of the GPU that a model trains on; all of it is ``None`` on another device."""
+    """Return what torch knows of a GPU; nothing of another device."""
     if device.type != "cuda":
         return GpuFacts()
     properties = torch.cuda.get_device_properties(device)
@@ -30,7 +28,7 @@ def device_facts(device: torch.device) -> GpuFacts:
 def optimizers_on_cpu(
     device: torch.device, optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, Literal["torch", "fusible", "own"]]:
-    """Return the optimizers of a training on the CPU, as ``RunMeasurements`` has them; none on another device."""
+    """Return ``RunMeasurements.optimizers``."""
     return {type(one).__name__: _kind(one) for one in optimizers if device.type == "cpu"}
 
 
@@ -41,50 +39,45 @@ def _kind(optimizer: torch.optim.Optimizer) -> Literal["torch", "fusible", "own"
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer gains much from its fused kernel, and does not use it; torch's SGD gains little."""
+    """Return whether an optimizer would gain much from its fused kernel, unlike SGD."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
 def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
     """Return what a model on a GPU has left on the CPU, in words.
 
-    ``Module.to`` moves parameters, buffers and submodules. A tensor that is a plain attribute stays, and so does
-    whatever is in a list, a tuple or a dictionary.
+    ``Module.to`` moves no tensor that is a plain attribute, and nothing in a list, a tuple or a dictionary.
     """
     found: dict[str, None] = {}
     for path, submodule in module.named_modules():
         owner = f"{type(module).__name__}.{path}" if path else type(module).__name__
         for name, value in vars(submodule).items():
-            # Names with an underscore are torch's and Lightning's: _parameters, _buffers, _modules, _trainer.
+            # An underscore is torch's and Lightning's: _parameters, _modules, _trainer.
             if not name.startswith("_") and (what := _on_cpu(value)):
                 found[printable(f"{owner}.{name} ({what})", 200)] = None
     return tuple(found)[:_MAX_NAMES]
 
 
-def _on_cpu(value: Any) -> str | None:
+def _on_cpu(value: object) -> str | None:
     if isinstance(value, torch.Tensor):
         return "a tensor" if _is_left(value) else None
-    if isinstance(value, dict):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    else:
+    if not isinstance(value, (dict, list, tuple)):
         return None
-    count = sum(1 for tensor in _tensors(parts, _MAX_DEPTH) if _is_left(tensor))
+    count = sum(map(_is_left, _tensors(value, _MAX_DEPTH)))
     return f"a {type(value).__name__} with {count} tensor{'s' if count > 1 else ''}" if count else None
 
 
-def _tensors(parts: Iterable[Any], deep: int) -> Iterator[torch.Tensor]:
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            yield part
-        elif isinstance(part, torch.nn.Module):
-            yield from part.parameters()
-            yield from part.buffers()
-        elif isinstance(part, (list, tuple, dict)) and deep > 1:
-            yield from _tensors(part.values() if isinstance(part, dict) else part, deep - 1)
+def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, (dict, list, tuple)) and depth:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part, depth - 1)
 
 
 def _is_left(tensor: torch.Tensor) -> bool:
-    # A number on the CPU goes to the GPU as the argument of a kernel, at no cost.
+    # A single number costs nothing as the argument of a kernel.
     return tensor.device.type == "cpu" and tensor.dim() > 0

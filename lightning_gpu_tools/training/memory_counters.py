@@ -1,7 +1,6 @@
-"""Reads torch's own counters of GPU memory in some steps of a training, and counts what the training holds.
+"""Reads torch's counters of GPU memory in some steps of a training, and counts what the training holds.
 
-Only the thread that trains reads them: they are behind the allocator's lock, which is held while the driver is asked
-for memory. No reading waits for the GPU, and none makes CUDA begin.
+Only the training thread does so, because the allocator may hold their lock. Nothing waits for the GPU or starts CUDA.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_gpu_tools.training.gpu_timeline import enclosed
 from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
     MemoryPoint,
@@ -25,89 +25,63 @@ from lightning_gpu_tools.training.memory_readings import (
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
 
-# Our default: what reading may cost a step on average. A step that is read costs some 100 us.
-_BUDGET_S = 5e-6
-# Our default: memory that grows is seen this often at least, even where a reading takes long.
-_MAX_INTERVAL = 200
-# Our default: gradients are hardly ever accumulated over more steps than these, which are all read if the optimizer
-# makes no step.
-_MAX_EARLY_STEPS = 64
-# Our default: an optimizer without a state after so many steps never has one. The scaler of 16-bit gradients skips the
-# first few, until its scale fits.
-_MAX_SKIPPED_STEPS = 4
+# Our defaults.
+_BUDGET_S = 5e-6  # of reading, a step on average; a step that is read costs some 100 us
+_MAX_INTERVAL = 200  # steps, even if reading is slow
+_MAX_EARLY_STEPS = 64  # read until the optimizer makes a step; gradients are hardly ever accumulated over more
+_MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer without a state after more never has one
 _MAX_POINTS = 200
-# Where DeepSpeed's optimizers keep their part of the master weights and of the gradients (0.19: ZeRO 3; 1 and 2).
+# Of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
 _MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
 _GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")
 
 _Function = Callable[..., Any]
 
 
-class Training(Protocol):
-    """What is asked of a training: the part of ``runs.run.Run`` that is needed."""
+class _Training(Protocol):
+    """The part of ``runs.run.Run`` that is needed."""
 
     @property
-    def device(self) -> torch.device:
-        """Where this rank trains."""
-
+    def device(self) -> torch.device: ...
     @property
-    def gpu(self) -> torch.device | None:
-        """The same if it is an NVIDIA GPU."""
-
+    def gpu(self) -> torch.device | None: ...
     @property
-    def module(self) -> torch.nn.Module | None:
-        """The model; ``None`` if it cannot be known."""
-
+    def module(self) -> torch.nn.Module | None: ...
     @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers."""
-
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
     @property
-    def optimizer_steps(self) -> int:
-        """How many steps they have made."""
-
+    def optimizer_steps(self) -> int: ...
     @property
-    def is_plain_ddp(self) -> bool:
-        """Whether DistributedDataParallel sends the gradients."""
+    def is_plain_ddp(self) -> bool: ...
 
 
 def read_memory(gpu: torch.device) -> MemoryReading | None:
-    """Return what torch's allocator counts for a GPU now; ``None`` before CUDA has begun.
-
-    Not by ``torch.cuda.memory_stats``, which makes 122 sorted keys of it, for 100 to 500 us.
-    """
+    """Return what torch's allocator counts for a GPU now; ``None`` before CUDA has begun."""
+    # Not by torch.cuda.memory_stats, which sorts 122 keys for 100 to 500 us.
     stats = torch.cuda.memory.memory_stats_as_nested_dict(gpu.index or 0)
     if not stats:
         return None
 
-    def of(name: str, value: str = "current") -> int:
-        return stats[name]["all"][value]  # type: ignore[no-any-return]
-
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return MemoryReading(
-        allocated_bytes=of("allocated_bytes"),
-        peak_allocated_bytes=of("allocated_bytes", "peak"),
-        reserved_bytes=of("reserved_bytes"),
-        peak_reserved_bytes=of("reserved_bytes", "peak"),
-        active_bytes=of("active_bytes"),
-        requested_bytes=of("requested_bytes"),
-        inactive_split_bytes=of("inactive_split_bytes"),
+        allocated_bytes=allocated["current"],
+        peak_allocated_bytes=allocated["peak"],
+        reserved_bytes=reserved["current"],
+        peak_reserved_bytes=reserved["peak"],
+        inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
         retries=stats["num_alloc_retries"],
-        ooms=stats["num_ooms"],
     )
 
 
-def count_holdings(training: Training) -> MemoryHoldings:
-    """Return what a training holds on its GPU at this moment, by what it is. Of 1,000 parameters it takes some 7 ms.
-
-    Without a model, as in a loop, parameters are those that are optimized, and buffers are not known.
-    """
+def count_holdings(training: _Training) -> MemoryHoldings:
+    """Return what a training holds on its GPU now; without a model, no buffers. Takes 7 ms for 1,000 parameters."""
     module, optimizers, weights = training.module, training.optimizers, _weights(training)
     gradients_bytes = count_gradients(training)
     sends_copies = training.is_plain_ddp and not any(map(_is_part, _gradients(weights)))
     seen: set[int] = set()
 
     def size(*objects: object) -> int:
-        return sum(_storage_sizes(objects, training.device, seen))
+        return _size(objects, training.device, seen)
 
     return MemoryHoldings(
         parameters_bytes=size(weights, [getattr(weight, "ds_tensor", None) for weight in weights]),
@@ -119,13 +93,13 @@ def count_holdings(training: Training) -> MemoryHoldings:
     )
 
 
-def count_gradients(training: Training) -> int:
-    """Return the size of the gradients that are there at this moment."""
+def count_gradients(training: _Training) -> int:
+    """Return the size of the gradients that exist now."""
     gradients = [_gradients(_weights(training)), _attributes(training.optimizers, _GRADIENTS)]
-    return sum(_storage_sizes(gradients, training.device, set()))
+    return _size(gradients, training.device, set())
 
 
-def _weights(training: Training) -> list[torch.nn.Parameter]:
+def _weights(training: _Training) -> list[torch.nn.Parameter]:
     if training.module is not None:
         return list(training.module.parameters())
     return [weight for one in training.optimizers for group in one.param_groups for weight in group["params"]]
@@ -140,22 +114,23 @@ def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[obje
 
 
 def _is_part(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient lies in a larger piece of memory, as with DDP's ``gradient_as_bucket_view=True``."""
+    """Return whether a gradient is a view of a larger storage, as with DDP's ``gradient_as_bucket_view=True``."""
     return gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
-def _storage_sizes(objects: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
-    """Return the sizes of the storages on a device that were not seen before; of a sharded tensor, that of its part."""
+def _size(objects: object, device: torch.device, seen: set[int]) -> int:
+    """Return the size of the storages on a device that were not seen before."""
+    size = 0
     for tensor in _tensors(objects):
         if tensor.device == device:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage.nbytes()
+            size += 0 if storage.data_ptr() in seen else storage.nbytes()
+            seen.add(storage.data_ptr())
+    return size
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Return the plain tensors in a structure; of a DTensor, or any other that wraps some, those inside."""
+    """Yield the plain tensors in a structure, also those that a tensor such as DTensor wraps."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
@@ -172,25 +147,14 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 class MemoryCounters:
     """Reads the counters at the moments of a step, in some steps.
 
-    Every step is read until the optimizer has made its first one, and the one after it; from then on as many as the
-    time for it allows, at random, so that nothing periodic is always or never hit. Wrap what runs a step with
-    :meth:`around_step`, what runs its forward with :meth:`after_forward` and its backward with :meth:`around_backward`;
-    where no function does so, call :meth:`begin_step`, :meth:`note` and :meth:`end_step`. In a step that is not read
-    each of them is a comparison.
-
-    Args:
-        training: Whose memory; CUDA has begun.
-        clock: Its step clock.
-
-    Attributes:
-        when_read: Is called when a step has been read.
-        failure: Why nothing more is read; ``None`` if all is well.
+    Every step is read up to the one after the optimizer's first; then, at random, as many as the budget allows. In
+    others each call is a comparison.
     """
 
-    def __init__(self, training: Training, clock: StepClock) -> None:
+    def __init__(self, training: _Training, clock: StepClock) -> None:
         assert training.gpu is not None
-        self.when_read: Callable[[], None] = lambda: None
-        self.failure: Exception | None = None
+        self.when_read: Callable[[], None] = lambda: None  # after a step
+        self.failure: Exception | None = None  # why nothing more is read
         self._reading = False
         self._training = training
         self._gpu = training.gpu
@@ -210,52 +174,32 @@ class MemoryCounters:
         self._peak_bytes = self._total_bytes = 0
         self._peaks: dict[str, int] = {}
         self._timelines = [Timeline(_MAX_POINTS, 1.0) for _ in MemoryPoint._fields[1:]]
-        self._before: MemoryReading | None = None
+        self._before: MemoryReading | None = None  # None before CUDA has begun: nothing trains on it
         self._do(self._begin)
 
     def _begin(self) -> None:
-        if read_memory(self._gpu) is None:  # CUDA has not begun, so nothing trains on this GPU
+        if read_memory(self._gpu) is None:
             self._next_step = math.inf
         else:
             self._before = self._read("before_training")
             self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
 
-    # What a training calls in every step
-
     def around_step(self, function: _Function) -> _Function:
-        """Return the function that runs a training step, with its ends read."""
-
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            self.begin_step()
-            result = function(*args, **kwargs)
-            self.end_step()
-            return result
-
-        return stepped
+        """Return what runs a training step, with its ends read."""
+        return enclosed(self.begin_step, function, self.end_step)
 
     def after_forward(self, function: _Function) -> _Function:
-        """Return the function that runs forward, with what is there after it read."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            self.note("after_forward", "forward")
-            return result
-
-        return run
+        """Return what runs forward, with its end read."""
+        return enclosed(lambda: None, function, lambda: self.note("after_forward", "forward"))
 
     def around_backward(self, function: _Function) -> _Function:
-        """Return the function that runs backward, with its ends read."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.note("before_backward", "forward")
-            result = function(*args, **kwargs)
-            self.note("after_backward", "backward")
-            return result
-
-        return run
+        """Return what runs backward, with its ends read."""
+        return enclosed(
+            lambda: self.note("before_backward", "forward"), function, lambda: self.note("after_backward", "backward")
+        )
 
     def begin_step(self) -> None:
-        """Read what is there before forward, if it is this step's turn."""
+        """Begin a step, and read it if it is its turn."""
         if self._clock.steps >= self._next_step:
             self._spent_s, self._moments = 0.0, {}
             self._batch_step, self._batch_shape = self._clock.steps, None
@@ -263,72 +207,57 @@ class MemoryCounters:
             self.note("begin", "training")
 
     def note(self, moment: str, phase: str) -> None:
-        """Read the counters at a moment of the step, if it is read; of each moment the first one counts.
-
-        Args:
-            moment: A field of ``StepMemory``.
-            phase: What has come before.
-        """
+        """Read the counters at the first such moment (a field of ``StepMemory``) of the step, after this phase."""
         if self._reading:
             self._do(self._note, moment, phase)
-            self._do(self._count_gradients, moment, is_once=True)
 
     def end_step(self) -> None:
-        """Read what is there after the optimizer."""
+        """End a step, after the optimizer."""
         if self._reading:
             self.note("end", "optimizer")
             self._do(self._keep_step)
-            self._do(self._count_holdings, is_once=True)
-            self._do(self._plan_next)
             self._reading = False
 
     def enter(self, phase: str) -> None:
-        """Read what is there when validation begins, or when training goes on."""
+        """Read the counters when validation begins, or when training goes on."""
         if self._before is not None:
             self._do(self._read, "training" if phase == "validation" else "validation")
 
     @property
     def wants_batch(self) -> bool:
-        """Whether the shape of the present step's batch is still to be noted."""
+        """Whether the shape of the current step's batch is still to be noted."""
         return self._batch_step == self._clock.steps
 
     def note_batch(self, shape: tuple[int, ...] | None) -> None:
-        """Note the shape of the batch of a step that was read, or is."""
+        """Note the shape of the current step's batch."""
         self._batch_step, self._batch_shape = 0, shape
         if not self._reading and self._last is not None:  # a Trainer gives the batch when the step has ended
             is_first = self._last is self._first
             self._last = dataclasses.replace(self._last, batch_shape=shape)
             self._first = self._last if is_first else self._first
 
-    # What they do in a step that is read
-
-    def _do(self, action: _Function, *args: Any, is_once: bool = False) -> None:
-        """Do something, which counts toward what a step that is read costs, unless it is done once in a training."""
+    def _do(self, action: _Function, *args: Any) -> None:
         if self.failure is None:
-            began_s = time.perf_counter()
             self._clock.as_own_work(self._guard, action, *args)
-            if not is_once:
-                self._spent_s += time.perf_counter() - began_s
 
     def _guard(self, action: _Function, *args: Any) -> None:
         try:
             action(*args)
-        # Counters with other names, an allocator without any, a tensor unlike any other: training goes on without.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - counters with other names, an allocator without any, an odd tensor
             self.failure = error.with_traceback(None)  # whose frames would keep a batch
             self._reading, self._next_step = False, math.inf
 
     def _read(self, phase: str) -> MemoryReading:
+        began_s = time.perf_counter()
         reading = self._latest = read_memory(self._gpu)
         assert reading is not None  # CUDA has begun
+        self._spent_s += time.perf_counter() - began_s
         if reading.peak_allocated_bytes > self._peak_bytes:
             self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
         return reading
 
     def _note(self, moment: str, phase: str) -> None:
         self._moments.setdefault(moment, self._read(phase))
-
-    def _count_gradients(self, moment: str) -> None:
         if moment == "after_backward" and not self._gradients_bytes:
             self._gradients_bytes = count_gradients(self._training)
         elif moment == "begin" and self._holdings is not None and self._last is self._first:
@@ -341,42 +270,35 @@ class MemoryCounters:
         points = sizes[0], max(sizes), self._moments["end"].reserved_bytes
         for timeline, size in zip(self._timelines, points, strict=True):
             timeline.add(self._clock.wall_s, size)
-
-    def _count_holdings(self) -> None:
         if self._holdings is None and self._has_optimized():
-            self._first = self._last
+            self._first = step
             held = count_holdings(self._training)
             gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
             self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
-
-    def _plan_next(self) -> None:
         interval = 1
-        steps = self._clock.steps
-        has_next = self._first is not None and steps > self._first.step  # one that begins with the optimizer's states
-        if has_next or steps >= _MAX_EARLY_STEPS:
+        has_next = self._first is not None and self._first is not step  # one that begins with the optimizer's states
+        if has_next or step.step >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
-        self._next_step = self._clock.steps + self._random.randint(1, 2 * interval - 1)
+        self._next_step = step.step + self._random.randint(1, 2 * interval - 1)
         self.when_read()
 
     def _has_optimized(self) -> bool:
         steps = self._training.optimizer_steps - self._optimizer_steps
         return steps >= (1 if any(one.state for one in self._training.optimizers) else _MAX_SKIPPED_STEPS)
 
-    # What is known
-
     @property
     def kept_bytes(self) -> int | None:
-        """What was in tensors when the last step began that was read; ``None`` without any. From any thread."""
+        """What was in tensors when the last step began that was read. From any thread."""
         last = self._last
         return None if last is None or last.begin is None else last.begin.allocated_bytes
 
     @property
     def room_bytes(self) -> int | None:
-        """How much more would fit beside the peak, if nobody else used the GPU; ``None`` if that is unknown."""
+        """How much more would fit if nobody else used the GPU."""
         return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
 
     def facts(self) -> RankMemory | None:
-        """Return what has been counted so far; ``None`` if something could not be."""
+        """Return what was counted so far; ``None`` if something could not be."""
         if self._latest is None or self.failure is not None:
             return None
         points = zip(*(timeline.points() for timeline in self._timelines), strict=True)

@@ -1,7 +1,6 @@
-"""What led to the moment at which torch's allocator fails, and what it counted then.
+"""What torch's allocator counted when it failed, and what led to it.
 
-When an error reaches a hook, a part of what was allocated is free again: all of backward's graph, and what the frames
-of the traceback do not hold. So torch calls a function of this module right when it fails.
+torch calls a function of this module right then: when the error reaches a hook, much is free again.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median_high
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -23,50 +23,32 @@ from lightning_gpu_tools.training.memory_readings import MemoryReading
 from lightning_gpu_tools.training.timeline import Timeline
 from lightning_gpu_tools.units import printable
 
-# Our default: what is in tensors is read when a step begins, in each of the first 64 steps and then in every eighth: a
-# reading takes 10 to 20 us, so some 2 us a step.
-_EARLY_STEPS = 64
-_EVERY_STEPS = 8
+# Our defaults.
+_EARLY_STEPS, _EVERY_STEPS = 64, 8  # all up to here, then every eighth, are read when they begin, for 10 to 20 us
 _MAX_POINTS = 200
-# Our default: enough batches to know what is usual.
 _MAX_BATCHES = 101
-# The number of events in the guide to torch's snapshots: https://pytorch.org/blog/understanding-gpu-memory-1/
-_MAX_EVENTS = 100_000
+_MAX_EVENTS = 100_000  # as in https://pytorch.org/blog/understanding-gpu-memory-1/
 
 
 class Failure(NamedTuple):
-    """A moment at which torch's allocator has failed.
+    """A moment at which torch's allocator has failed."""
 
-    Attributes:
-        phase: What the training thread was doing, as the clock has it.
-        grad_enabled: Whether a graph was recorded in the thread that allocated.
-        reading: What the allocator counted; ``None`` if that could not be read.
-    """
-
-    phase: str
-    grad_enabled: bool
+    phase: str  # of the clock
+    grad_enabled: bool  # in the thread that allocated
     reading: MemoryReading | None
 
 
 class MemoryFailures:
-    """Counts the failures of torch's allocator while a training runs, and keeps what explains the last one.
+    """Counts the failures of torch's allocator on a GPU, and keeps what explains the last one.
 
-    Args:
-        gpu: The GPU that this rank trains on.
-        phase: Returns what the training thread is doing.
-
-    Attributes:
-        count: How often the allocator has failed; a program or cuDNN may have gone on after each.
-        last: The last time; ``None`` before.
-        batch_shape: Shape of the first tensor of the batch that is in use.
-        snapshot: Where to write torch's snapshot of all that is allocated when it fails; ``None`` = nowhere.
+    ``phase`` returns what the training thread is doing.
     """
 
     def __init__(self, gpu: torch.device, phase: Callable[[], str]) -> None:
-        self.count = 0
+        self.count = 0  # the program or cuDNN may have gone on after each failure
         self.last: Failure | None = None
-        self.batch_shape: tuple[int, ...] | None = None
-        self.snapshot: Path | None = None
+        self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
+        self.snapshot: Path | None = None  # where to write torch's snapshot when the allocator fails
         self._gpu = gpu
         self._phase = phase
         self._can_read = True
@@ -76,31 +58,26 @@ class MemoryFailures:
         self._validation = Timeline(_MAX_POINTS, 1.0)
 
     def listen(self) -> None:
-        """Be called when the allocator fails; nothing happens before CUDA has begun, which is not for us to do."""
+        """Be called when the allocator fails, if CUDA has begun."""
         global _is_attached
         attach = compat.out_of_memory_observer()
         if attach is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         _listening.add(self)
-        if not _is_attached:  # there is no way to detach it
-            with contextlib.suppress(RuntimeError):  # cudaMallocAsync cannot do it: the error's message is left
+        if not _is_attached:  # once: it cannot be detached
+            with contextlib.suppress(RuntimeError):  # cudaMallocAsync cannot do it
                 attach(_allocator_failed)
                 _is_attached = True
 
     def record_history(self, snapshot: Path) -> None:
-        """Have torch record its last 100,000 allocations with their call stacks, for the snapshot; see the guide above.
-
-        Args:
-            snapshot: Where to write it when memory runs out.
-        """
+        """Have torch record allocations with their stacks, and write them to a file when memory runs out."""
         if torch.cuda.is_initialized() and (record := compat.memory_recorder()) is not None:  # type: ignore[no-untyped-call]
             snapshot.unlink(missing_ok=True)  # of an earlier run
             try:
                 record(max_entries=_MAX_EVENTS)
+                self.snapshot = snapshot
             except RuntimeError as error:  # cudaMallocAsync has no history
                 warnings.warn(f"memory_history=True has no effect: {printable(error, 300)}", stacklevel=2)
-            else:
-                self.snapshot = snapshot
 
     def close(self) -> None:
         """Listen no more."""
@@ -111,14 +88,14 @@ class MemoryFailures:
 
     def begin_step(self, step: int, shape: tuple[int, ...] | None) -> None:
         """Note the batch of a training step that begins, and now and then what is in tensors."""
-        if self._step_shape is not None:  # that step has come to its end, so its size is a usual one
+        if self._step_shape is not None:  # that step has come to its end
             self._items.append(math.prod(self._step_shape))
         self._step_shape = self.batch_shape = shape
         if step <= _EARLY_STEPS or step % _EVERY_STEPS == 0:
             self._read(self._begins, step)
 
     def begin_validation_batch(self, number: int, shape: tuple[int, ...] | None) -> None:
-        """Note the same for a batch of validation; number 0 begins another one."""
+        """Note the same of a batch of validation; number 0 begins another validation."""
         self.batch_shape = shape
         if number == 0:
             self._validation = Timeline(_MAX_POINTS, 1.0)
@@ -131,17 +108,16 @@ class MemoryFailures:
             timeline.add(number, reading.allocated_bytes)
 
     def counted(self) -> MemoryReading | None:
-        """Return what the allocator counts now; ``None`` if it cannot be read."""
+        """Return what the allocator counts now."""
         if self._can_read:
             try:
                 return read_memory(self._gpu)
-            # Counters with other names, an allocator without any: the account of memory, which has none then, says so.
-            except Exception:  # noqa: BLE001
+            except Exception:  # noqa: BLE001 - as in MemoryCounters, which reports it
                 self._can_read = False
         return None
 
     def note(self) -> None:
-        """Note that the allocator has failed, in the thread that allocates. It has let go of its lock."""
+        """Note, in the thread that allocates and without the allocator's lock, that it has failed."""
         self.count += 1
         self.last = Failure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.snapshot is not None and (dump := compat.memory_dumper()) is not None:
@@ -149,18 +125,17 @@ class MemoryFailures:
 
     @property
     def usual_items(self) -> float | None:
-        """How many numbers the first tensor of a batch has in the steps that came to their end: the median."""
-        items = sorted(self._items)
-        return float(items[len(items) // 2]) if items else None
+        """Median size of the first tensor of a batch, in numbers, over steps that came to their end."""
+        return float(median_high(self._items)) if self._items else None
 
     @property
     def begins(self) -> list[tuple[float, float]]:
-        """What was in tensors when steps began: (step, bytes), oldest first."""
+        """(step, bytes in tensors when it began), oldest first."""
         return self._begins.points()
 
     @property
     def validation_begins(self) -> list[tuple[float, float]]:
-        """The same of the batches of the last validation."""
+        """(batch, bytes in tensors when it began) of the last validation."""
         return self._validation.points()
 
 
@@ -171,6 +146,5 @@ _is_attached = False
 def _allocator_failed(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
     for failures in list(_listening):
         if failures._gpu.index in (None, device):
-            # Whatever is raised here would take the place of torch's own error.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # which would take the place of torch's own error
                 failures.note()

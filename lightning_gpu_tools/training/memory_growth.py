@@ -8,47 +8,34 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-# Our default: growth is judged by the medians of this many equal parts of the run. If it were chance, all of them would
-# rise in 1 of 8! = 40320 runs.
-_PARTS = 8
-# Our default: the first fifth of a run is left out, in which caches, workers and the allocator fill up.
-_WARM_UP_SHARE = 0.2
+# Our defaults.
+_PARTS = 8  # of a run, whose medians all have to rise; by chance those of 1 run in 8! = 40320 do
+_WARM_UP_SHARE = 0.2  # left out: caches, workers and the allocator fill up
 _MIN_POINTS_PER_PART = 3
-# Our default: less than this is not worth a word, however steadily it grows.
 _MIN_GROWTH_BYTES = 64 * 2**20
-# What levels off grows much less in the second half: a square root, already half a plateau, gains 0.7 as much there.
+# What levels off grows less in the second half: a square root gains 0.7 as much there.
 _MIN_SECOND_HALF = 0.8
+
+# In tensors on the GPU when steps begin; of the training process on the host; of the loader's workers together beyond
+# what they share.
+Whose = Literal["gpu", "process", "workers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryGrowth:
-    """Memory that grew steadily over a run.
+    """Memory that grew steadily over a run."""
 
-    Attributes:
-        whose: What torch has in tensors on the ``gpu`` when steps begin, the training ``process`` on the host, or the
-            loader's ``workers`` together, beyond what they share.
-        bytes_per_s: Rate of growth: the median slope.
-        grown_bytes: Total growth after the first fifth of the run.
-        left_s: Time until the memory is full at this rate; ``None`` if the limit is unknown.
-        phase: Where most of it grew: ``training`` or ``validation``; ``None`` if unknown.
-    """
-
-    whose: Literal["gpu", "process", "workers"]
+    whose: Whose
     bytes_per_s: float
-    grown_bytes: float
-    left_s: float | None = None
-    phase: Literal["training", "validation"] | None = None
+    grown_bytes: float  # after the first fifth of the run
+    left_s: float | None = None  # until the memory is full at this rate; None if the limit is unknown
+    phase: Literal["training", "validation"] | None = None  # where most of it grew
 
 
-def steady_growth(
-    whose: Literal["gpu", "process", "workers"], points: Sequence[tuple[float, float]], room_bytes: float | None
-) -> MemoryGrowth | None:
-    """Return how memory grew, ``None`` if it did not grow steadily to the end or too little was seen.
+def steady_growth(whose: Whose, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:
+    """Return how memory grew by (seconds, bytes), oldest first; ``None`` if not steadily to the end, or too few points.
 
-    Args:
-        whose: Whose memory.
-        points: (seconds, bytes), oldest first.
-        room_bytes: How much more would fit; ``None`` if unknown.
+    ``room_bytes`` more would fit; ``None`` = unknown.
     """
     if not points:
         return None

@@ -1,4 +1,4 @@
-"""What the training thread can be doing: the table of phases for the clock, diagnoses, reports and docs."""
+"""What the training thread can be doing: the table of phases for the clock, diagnoses and reports."""
 
 from __future__ import annotations
 
@@ -29,56 +29,39 @@ UNEXPLAINED = "unexplained"
 
 
 class Phase(NamedTuple):
-    """The names, color and meaning of a phase.
+    """What the training thread is doing."""
 
-    Attributes:
-        name: In ``phase_s``; after a slash follows the class of a callback or logger, or the part of a training step.
-        label: In the text of the report.
-        color: In the plot. Okabe and Ito's palette, distinguishable with every common color blindness, with three
-            grays, a wine, an indigo, an olive and a purple.
-        group: ``step``, ``between`` two steps, or ``pause``, which is not part of a steady step.
-        meaning: What the training thread is doing.
-    """
-
-    name: str
-    label: str
-    color: str
-    group: Literal["step", "between", "pause"]
-    meaning: str
+    name: str  # in phase_s; after a slash follows the class of a callback or logger, or the part of a training step
+    label: str  # in the text of the report
+    color: str  # Okabe and Ito's palette, for every common color blindness, with three grays and four dark colors
+    group: Literal["step", "between", "pause"]  # a pause is not part of a steady step
 
 
-# In the order in which the host passes through them from the end of one step to the end of the next.
+# In the order in which the host goes through them from the end of one step to the end of the next.
 PHASES = {
     phase.name: phase
     for phase in (
-        Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between",
-              "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler"),
-        Phase(LOGGING, "logging", "#F0E442", "between", "in a logger, or collecting the metrics of `self.log`"),
-        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause", "in a checkpoint callback, or saving one"),
-        Phase(VALIDATION, "validation", "#56B4E9", "pause", "in validation"),
-        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause",
-              "in a loop without a Trainer: in code outside of `run.batches`"),
-        Phase(MONITORING, "this package", "#000000", "between", "in a hook of this package"),
-        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between",
-              "in Python's garbage collector, beyond its youngest generation"),
-        Phase(TRAINER, "Trainer overhead", "#999999", "between", "in the Trainer's own work around a step"),
-        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between",
-              "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
-              "signals, where a rank waits for its own GPU, too"),
-        Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between", "anywhere else"),
-        Phase(EPOCH_START, "starting epochs", "#882255", "pause",
-              "starting an epoch: its iterator, its workers, its first batch"),
-        Phase(DATA_LOADING, "waiting for data", "#D55E00", "between", "waiting for a batch"),
-        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between",
-              "moving the batch to the device"),
-        Phase(TRAINING_STEP, "training step", "#009E73", "step", "in forward, backward and optimizer"),
+        Phase(CALLBACK, "callbacks and hooks", "#CC79A7", "between"),
+        Phase(LOGGING, "logging", "#F0E442", "between"),
+        Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause"),
+        Phase(VALIDATION, "validation", "#56B4E9", "pause"),
+        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause"),
+        Phase(MONITORING, "this package", "#000000", "between"),
+        Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between"),
+        Phase(TRAINER, "Trainer overhead", "#999999", "between"),
+        Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between"),
+        Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between"),
+        Phase(EPOCH_START, "starting epochs", "#882255", "pause"),
+        Phase(DATA_LOADING, "waiting for data", "#D55E00", "between"),
+        Phase(HOST_TO_DEVICE_COPY, "moving the batch to the device", "#E69F00", "between"),
+        Phase(TRAINING_STEP, "training step", "#009E73", "step"),
     )
-}  # fmt: skip
+}
 PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause")
 
 
 def base_phase(phase: str) -> str:
-    """Return a phase without what follows its slash: ``"callback"`` for ``"callback/EarlyStopping"``."""
+    """Return a phase without its slash and what follows: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
 
 
@@ -88,7 +71,7 @@ def is_backward(phase: str) -> bool:
 
 
 def is_beside_step(phase: str) -> bool:
-    """Return whether a phase is a rank's own work that is not in every step; ``self.log`` may wait for others."""
+    """Return whether a phase is a rank's own work beside its steps, unlike ``self.log``, which may wait for others."""
     return base_phase(phase) in (CALLBACK, LOGGING, CHECKPOINT, VALIDATION) and phase != f"{LOGGING}/{SELF_LOG}"
 
 

@@ -1,7 +1,7 @@
-"""Facts that the ranks of a job exchange without a collective, through the store in which they have met.
+"""What the ranks of a job exchange without a collective, through the store in which they have met.
 
-What all publish comes to rank 0 in two steps, so that its cost grows with the nodes and not with the ranks: the first
-rank of each node brings the entries of its node together in one, and rank 0 reads all of these with one request.
+The first rank of each node joins the entries of its node, and rank 0 reads these with one request, so that its cost
+grows with the nodes and not with the ranks.
 """
 
 from __future__ import annotations
@@ -17,51 +17,32 @@ from typing import Any, NamedTuple
 
 from lightning_gpu_tools.training.background import BackgroundJobs
 
-# How long the end of a training waits for all ranks together. They end at almost the same time, because each step's
-# gradients are averaged over all.
-TIMEOUT_S = 5.0
-# Our default: the entries of 128 ranks fit in the 8 MiB that torch's store takes for one value, those of 8,192 ranks in
-# 512 MiB on the host of rank 0. Usually an entry has about 1 KiB, that of a node's first rank 2 to 3 KiB for each GPU.
-MAX_ENTRY_BYTES = 64 << 10
-# Our defaults: soon enough for the diagnosis of a short training, and in a long one as often as its report is written;
-# by when the time since training began has become half as long again.
-_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0
-# When entries are gathered, as a share of the time between two of them: a node's first, and then those of all nodes.
-_OF_NODE, _OF_ALL = 1 / 4, 1 / 2
-# Our defaults, at the end: the share of the time limit that a node's first rank waits for its node, and the share after
-# which rank 0 reads entries directly that have not come by way of their node.
-_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5
-# Our defaults: the shortest time between two polls, and how long the end of a failed training waits for an answer.
+# Our defaults.
+TIMEOUT_S = 5.0  # the end of a training waits for all ranks together, which end almost at once
+MAX_ENTRY_BYTES = 64 << 10  # 128 of them fit in the 8 MiB that torch's store takes for one value; most have 1 to 20 KiB
+_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # interval of publishing: the first, its growth, the longest
+_OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and rank 0 all
+_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and that before ranks are read directly
 _POLL_S = 0.005
-_ANSWER_S = 1.0
-# Our default: a rank that begins before rank 0 does has learned of its run by the time of this many entries.
-_FIRST_ENTRIES = 12
+_ANSWER_S = 1.0  # the end of a failed training waits for the store
+_FIRST_ENTRIES = 12  # with which a rank that began before rank 0 learns the name of the run
 
 Entry = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Which of its job's processes this one is.
-
-    Attributes:
-        rank: Its number, counted over all nodes.
-        world_size: How many there are.
-        local_rank: Its number on its node.
-        node: The number of its node.
-        nodes: How many nodes there are.
-        local_ranks: How many of the processes run on its node.
-    """
+    """Which of its job's processes this one is."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on its node
     node: int = 0
     nodes: int = 1
-    local_ranks: int = 1
+    local_ranks: int = 1  # on its node
 
     @property
     def mates(self) -> Sequence[int]:
-        """The other ranks of its node if it is the first one there, as launchers number them."""
+        """The other ranks of its node if it is the first one there."""
         last = self.rank + self.local_ranks if self.local_rank == 0 else 0
         return range(self.rank + 1, min(last, self.world_size))
 
@@ -74,21 +55,12 @@ class Place(NamedTuple):
 class Board:
     """Where each rank of a job has one entry that the others can read. No call waits for another rank.
 
-    An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises with each entry of the rank, and what was
-    posted. It is marked with the run, which rank 0 names when it begins: one that an earlier start of the job has left
-    in the store, which torchrun may keep, does not count. So keys can be the same for every run.
-
-    Args:
-        name: Of the board.
-        place: Which rank this is.
-        store: Where it is kept; ``None`` if the ranks have none in common. Then this rank is all there is.
-
-    Attributes:
-        entries: By rank, the last entry that was read, and the own one.
+    An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises, what was posted, and the name of the run,
+    which rank 0 makes: what an earlier start of the job has left in the store does not count.
     """
 
     def __init__(self, name: str, place: Place, store: Any) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, Entry] = {}  # by rank, its last one that was read
         self._place = place
         self._name = name
         self._store = store if place.world_size > 1 else None
@@ -101,14 +73,11 @@ class Board:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks can be heard at all."""
+        """Whether other ranks can be heard."""
         return self._store is not None
 
     def post(self, **facts: Any) -> None:
-        """Replace this rank's entry by facts that JSON can hold, the most important first.
-
-        Where the entry has more than ``MAX_ENTRY_BYTES``, the last ones are left out, and ``left_out`` names them.
-        """
+        """Replace this rank's entry by facts for JSON, if too long without the last ones, which ``left_out`` names."""
         place = self._place
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
@@ -123,35 +92,26 @@ class Board:
         self._set(f"rank {place.rank}", f"[{text}]")
 
     def post_node(self) -> None:
-        """Post the entries of this rank's node as one, as far as they were read."""
+        """Post, as one, the entries of this rank's node that were read."""
         ranks = (self._place.rank, *self._place.mates)
         self._set(f"node {self._place.node}", json.dumps([self.entries[one] for one in ranks if one in self.entries]))
 
     def read(self, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> None:
-        """Read the entries of these ranks, and what the first ranks of these nodes have posted, with one request."""
-        self._take_in(self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]))
+        """Read, with one request, the entries of these ranks and what :meth:`post_node` has posted for these nodes."""
+        for value in self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]):
+            for entry in json.loads(value):
+                known = self.entries.get(entry["rank"])
+                if entry["run"] == self._run and (known is None or known["turn"] < entry["turn"]):
+                    self.entries[entry["rank"]] = entry
+            time.sleep(0)  # lets the training thread have Python's lock
 
     def read_all(self) -> None:
         """Read the entries of all ranks: by way of their nodes, and directly where that brings nothing new."""
-        place = self._place
-        others = [rank for rank in range(place.world_size) if rank != place.rank]
-        before = self._turns(others)
+        place, before = self._place, self.entries.copy()
         self.read(place.mates, place.other_nodes)
-        turns = zip(others, before, self._turns(others), strict=True)
-        if unchanged := [rank for rank, turn, later in turns if turn == later]:
+        others = (rank for rank in range(place.world_size) if rank != place.rank)
+        if unchanged := [rank for rank in others if self.entries.get(rank) is before.get(rank)]:
             self.read(unchanged)
-
-    def _turns(self, ranks: Iterable[int]) -> list[int]:
-        return [self.entries[rank]["turn"] if rank in self.entries else 0 for rank in ranks]
-
-    def _take_in(self, values: Iterable[bytes]) -> None:
-        for value in values:
-            for entry in json.loads(value):
-                rank = entry["rank"]
-                is_newer = rank not in self.entries or self.entries[rank]["turn"] < entry["turn"]
-                if entry["run"] == self._run and is_newer:
-                    self.entries[rank] = entry
-            time.sleep(0)  # the training thread need not wait for Python's lock until all nodes are read
 
     def _key(self, name: str) -> str:
         return f"lightning_gpu_tools/{self._name}/{name}"
@@ -164,7 +124,7 @@ class Board:
                 self._store = None
 
     def _fetch(self, names: Iterable[str]) -> list[bytes]:
-        """Return what stands under these names, without those under which nothing does."""
+        """Return the values of these names that have one, and learn the name of the run."""
         keys, store = [self._key(name) for name in ("run", *names)], self._store
         if store is None:
             return []
@@ -183,7 +143,7 @@ class Board:
 
 
 def _existing(store: Any, keys: list[str]) -> set[str]:
-    """Return those of the keys that have a value: whoever asks for another one waits for it."""
+    """Return the keys that have a value; getting another one would wait for it."""
     if not keys or store.check(keys):
         return set(keys)
     half = len(keys) // 2
@@ -191,23 +151,15 @@ def _existing(store: Any, keys: list[str]) -> set[str]:
 
 
 class RankExchange:
-    """Publishes the facts of this rank and gathers those of others, in a thread: a training never waits for that.
+    """Publishes the facts of this rank and gathers those of others, in a thread.
 
-    Args:
-        name: Of the board on which they are exchanged, the same on every rank.
-        place: Which rank this is.
-        store: See ``Board``. A blocked call of another thread on the same connection delays the exchange.
-        hear: Is called on rank 0, in the thread, with all entries when they were gathered.
-
-    Attributes:
-        wanted: Whether it is time to publish again, soon after the first time, then ever more rarely, at least once a
-            minute. Whoever publishes sets it back.
+    ``hear`` is called in the thread of rank 0 with all entries that it has gathered.
     """
 
     def __init__(
         self, name: str, place: Place, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
     ) -> None:
-        self.wanted = False
+        self.wanted = False  # whether it is time to publish again
         self._hear = hear
         self._place = place
         self._board = Board(name, place, store)
@@ -236,14 +188,11 @@ class RankExchange:
         return self._jobs.cpu_s
 
     def entries(self) -> list[Entry]:
-        """Return what was published by each rank that was heard, by rank: on rank 0 all, on others those of the node.
-
-        Facts of another rank may be some minutes old while training goes on.
-        """
+        """Return the last entry of each rank that was heard, by rank; others than rank 0 hear their node alone."""
         return [entry for _, entry in sorted(self._board.entries.copy().items())]
 
     def publish(self, **facts: Any) -> None:
-        """Publish facts that JSON can hold, added to those before; the most important first, see ``Board.post``."""
+        """Publish facts beside those before; see ``Board.post``."""
         self.wanted = False
         self._facts = {**self._facts, **facts}
         self._is_new = True
@@ -255,13 +204,7 @@ class RankExchange:
             self._jobs.run_now()
 
     def finish(self, timeout_s: float) -> list[int]:
-        """Publish that this was the last; on rank 0 wait, at most so long for all together, for the last of the others.
-
-        The first ranks of other nodes wait for the ranks of their node, half as long.
-
-        Returns:
-            The ranks that rank 0 has waited for in vain.
-        """
+        """Publish for the last time, and wait for the ranks that this one gathers; return those that did not come."""
         self._facts = {"is_last": True, **self._facts}
         self._is_new = True
         self._ending = time.monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
@@ -272,12 +215,11 @@ class RankExchange:
         return self._late()
 
     def close(self) -> None:
-        """End the thread; one that has not come to its end in time is left behind. Idempotent."""
+        """End the thread; one that is late is left behind. Idempotent."""
         is_late = self._ending is not None and not self._ended.is_set()
         self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
 
     def _late(self) -> list[int]:
-        """Return the ranks whose last entry this one has to wait for."""
         place, entries = self._place, self._board.entries
         ranks = place.mates if place.rank else range(1, place.world_size)
         return [rank for rank in ranks if not entries.get(rank, {}).get("is_last")]
@@ -285,7 +227,7 @@ class RankExchange:
     # In the thread
 
     def _exchange(self) -> float:
-        ending = self._ending  # asked first: the last facts are there before it is set
+        ending = self._ending  # read first: it is set after the last facts
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
@@ -332,7 +274,6 @@ class RankExchange:
         return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - time.monotonic())
 
     def _late_nodes(self) -> list[int]:
-        """Return the nodes that have ranks of which the last entry has not come."""
         entries = self._board.entries.values()
         ended = Counter(entry["node"] for entry in entries if entry.get("is_last"))
         ranks = {entry["node"]: entry["local_ranks"] for entry in entries}

@@ -1,6 +1,6 @@
-"""Books the time for which this rank waits for others, where the host waits: in collectives on the CPU, and barriers.
+"""Books the time in which this rank waits for others: on the host in collectives of the CPU and barriers.
 
-Other collectives on a GPU the host only queues. There, the end of backward is marked in the GPU's own time.
+The host only queues the collectives of a GPU. There, the end of backward is marked in the GPU's own time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,13 @@ _Function = Callable[..., Any]
 class RankWaits:
     """Takes the waiting for other ranks out of the phases of a clock, on the thread that makes this.
 
-    In backward, DistributedDataParallel waits for the other ranks when the graph has been computed: in a callback that
-    it gives to autograd. Autograd calls such callbacks in the order in which it got them, so the one that it gets at
-    the loss, before all others, marks the end of this rank's computing. Nothing is put on a parameter, so it does not
-    matter which of them take part, nor when that changes.
-
-    Attributes:
-        gpu: Where the same is marked in the GPU's own time; ``None`` without a GPU.
-        unseen: Whether a backward could not be told apart: its phase may hold waiting, too.
+    DistributedDataParallel waits in an autograd callback, after the graph is computed. Autograd calls them in order,
+    so one that is queued at the loss, before all others, marks the end of this rank's computing.
     """
 
     def __init__(self, clock: StepClock) -> None:
-        self.gpu: GpuTimeline | None = None
-        self.unseen = False
+        self.gpu: GpuTimeline | None = None  # where the same is marked in the GPU's own time
+        self.unseen = False  # whether the phase of a backward may hold waiting, too
         self._clock = clock
         self._thread = threading.get_ident()
         self._accounts: dict[Account, Account] = {}
@@ -42,7 +36,7 @@ class RankWaits:
         self._queue = compat.queue_in_backward()
 
     def timed(self, function: _Function) -> _Function:
-        """Return what waits for other ranks, such as ``Work.wait``, with its time booked as such on this thread."""
+        """Return what waits for other ranks, such as ``Work.wait``, booked as such on this thread."""
 
         def waiting(*args: Any, **kwargs: Any) -> Any:
             clock = self._clock
@@ -57,7 +51,7 @@ class RankWaits:
         return waiting
 
     def around_backward(self, backward: _Function) -> _Function:
-        """Return ``Strategy.backward`` with the wait at its end, if there is one, booked as such."""
+        """Return what runs backward, with the wait at its end booked as such."""
 
         def timed(loss: Any, *args: Any, **kwargs: Any) -> Any:
             if self.unseen or not self._clock.running:
@@ -75,7 +69,7 @@ class RankWaits:
         return timed
 
     def waited_within(self, phase: str) -> bool:
-        """Return whether collectives were waited for in this phase, which on a GPU takes no time of the host."""
+        """Return whether collectives were waited for in this phase, also if it took the host no time, as on a GPU."""
         return any(account.phase == phase for account in self._accounts)
 
     def _wait_within(self, account: Account) -> Account:

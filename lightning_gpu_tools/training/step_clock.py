@@ -1,7 +1,6 @@
 """Where the wall time of a training goes, phase by phase, for a few microseconds a step and without synchronizing CUDA.
 
-Every instant belongs to exactly one phase, the innermost one that the training thread is in, so the phases add up to
-the wall time by construction. What happens outside of everything that is timed is ``unexplained``.
+The phases add up to the wall time; what is not timed is ``unexplained``.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
 from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 
-# Kernels are chosen, caches are filled and workers come up during the first steps.
+# In which kernels are chosen, caches filled and workers started.
 WARM_UP_STEPS = 20
-# Our defaults. Only where a block ends its steps are added up, and the CPU time of a fetch is taken: that costs more
-# than all the rest of a step.
+# Our defaults. Only where a block ends are steps added up and the CPU time of a fetch taken, which costs more than all
+# the rest.
 _STEPS_PER_BLOCK = 10
 _MAX_BLOCKS = 128
 _PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
@@ -53,51 +52,38 @@ _Function = Callable[..., Any]
 class StepClock(Stopwatch):
     """Times the phases of one training, on the thread that trains.
 
-    Whoever drives the training calls :meth:`start`, :meth:`begin_epoch`, :meth:`begin_fetch`, :meth:`end_fetch` and
-    :meth:`stop`, and puts :meth:`timed` or :meth:`booked` around the rest. A step lasts from the start of its fetch to
-    the start of the next one. Phases are those of ``training.phases``, for callbacks and loggers with the class name:
-    ``"callback/EarlyStopping"``, and for the training step with its part: ``"training_step/forward"``.
-
-    Attributes:
-        steps: Training steps begun.
-        epochs: Epochs begun.
-        warm_up_steps: How many steps at the beginning are not steady: at least 20, and twice as many as a loader has
-            batches ready when training begins. Set it before the steps have gone by.
-        timeline: What the run was spent on, span by span.
-        last_fetch_s: How long the last batch was waited for.
-        times: How long each step after the warm-up took.
-        blocks: The steady steps (without warm-up and the first of each epoch), added up in at most 128 blocks.
-        running: Whether time is being booked.
+    A step lasts from the start of its fetch to that of the next one; :meth:`timed` or :meth:`booked` goes around what
+    is neither.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(UNEXPLAINED, clock)
-        self.steps = self.epochs = 0
+        self.steps = self.epochs = 0  # begun
         self.last_fetch_s = 0.0
-        self.warm_up_steps = WARM_UP_STEPS
         self.timeline = PhaseTimeline()
-        self.blocks: list[StepBlock] = []
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
-        self.times = self._new_times()
         self._around_fetch = self._around_collection = self.current
         self._collection, self._thread = self.account(GARBAGE_COLLECTION), 0
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
         self._first_of_epoch = True
-        self._next_sum = 0
-        self._sum_from: StepBlock | None = None
         self._fetch_cpu_since_s: tuple[float, float] | None = None
         self._fetch_cpu_s = self._fetch_process_cpu_s = 0.0
-        self._open = StepBlock()
-        self._steps_per_block = _STEPS_PER_BLOCK
+        self.begin_anew()
 
-    def _new_times(self) -> StepTimeRecord:
-        return StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
+    def begin_anew(self) -> None:
+        """Forget the steady steps; the next ones are warm-up again."""
+        self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
+        self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first of each epoch
+        self.warm_up_steps = self.steps + WARM_UP_STEPS  # or later, if a loader has many batches ready
+        self._open, self._steps_per_block = StepBlock(), _STEPS_PER_BLOCK
+        self._sum_from: StepBlock | None = None
+        self._next_sum = 0
 
     def start(self) -> None:
-        """Begin: what is booked starts here."""
+        """Begin to book time."""
         super().start()
         self.running = True
         self._thread = threading.get_ident()
@@ -106,7 +92,7 @@ class StepClock(Stopwatch):
         self.timeline.start(self._started_s)
 
     def stop(self) -> None:
-        """End the measurement; nothing happens the second time."""
+        """End the measurement. Idempotent."""
         if self.running:
             gc.callbacks.remove(self._book_collection)
             self.switch(self.account(UNEXPLAINED))
@@ -115,7 +101,7 @@ class StepClock(Stopwatch):
             self.timeline.cut(self._stopped_s, self.seconds, self.steps)
 
     def _book_collection(self, stage: str, info: dict[str, int]) -> None:
-        """Book the garbage collector's time wherever in this thread it starts; the youngest generation takes none."""
+        """Book the time of a garbage collection that starts in this thread; one of generation 0 takes none."""
         if info["generation"] == 0 or threading.get_ident() != self._thread:
             return
         if stage == "start":
@@ -125,20 +111,16 @@ class StepClock(Stopwatch):
 
     @property
     def ran(self) -> bool:
-        """Whether training has begun at all."""
+        """Whether training has begun."""
         return self._started_s > 0
 
     @property
     def wall_s(self) -> float:
-        """Seconds of training so far: what the phases in ``seconds`` add up to when the clock has stopped."""
+        """Seconds of training so far."""
         return (self._clock() if self.running else self._stopped_s) - self._started_s
 
     def so_far(self) -> dict[str, float]:
-        """Return the time by phase up to now, from any thread, without a trace on the clock.
-
-        The phases add up to the wall time, because the present one gets what is not booked yet. What another thread
-        sees of the others may be as old as it takes to read them.
-        """
+        """Return the time by phase up to now, which adds up to ``wall_s``. From any thread."""
         seconds = self.seconds
         if self.running:
             phase = self.current.phase
@@ -146,10 +128,7 @@ class StepClock(Stopwatch):
         return seconds
 
     def timed(self, phase: str, function: _Function, except_in: str = "") -> _Function:
-        """Return the function with its time booked on a phase; validation and checkpoints also get spans of their own.
-
-        In functions called in every step, :meth:`booked` is cheaper.
-        """
+        """Return the function with its time booked on a phase; validation and checkpoints get spans of their own."""
         timed = super().timed(phase, function, except_in)
         if phase not in (VALIDATION, CHECKPOINT):
             return timed
@@ -162,7 +141,7 @@ class StepClock(Stopwatch):
 
     @contextmanager
     def span_of_its_own(self) -> Iterator[None]:
-        """Give what is done meanwhile a span of its own in the timeline."""
+        """Return a context with a span of its own in the timeline."""
         self.cut_at_edge()
         try:
             yield
@@ -170,11 +149,11 @@ class StepClock(Stopwatch):
             self.cut_at_edge()
 
     def cut_at_edge(self) -> None:
-        """End a span of the timeline, so that what begins or ends here has an edge."""
+        """Have a span of the timeline end here."""
         self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
 
     def timed_here(self, phase: str, function: _Function, except_in: str = "") -> _Function:
-        """Return the function timed on this thread alone: some loggers, say, write from one of their own."""
+        """Return the function timed on this thread alone; some loggers have their own."""
         thread, timed = threading.get_ident(), self.timed(phase, function, except_in)
 
         def timed_here(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +162,7 @@ class StepClock(Stopwatch):
         return timed_here
 
     def timed_optimizer_step(self, function: _Function) -> _Function:
-        """Return what runs an optimizer's step, timed; the closure that it is given belongs to what is around it."""
+        """Return what runs an optimizer's step, timed without its closure."""
         booked = self.booked(OPTIMIZER)
 
         def timed(optimizer: Any, closure: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -202,21 +181,17 @@ class StepClock(Stopwatch):
         return timed
 
     def measure_gpu(self) -> GpuTimeline:
-        """Measure by the GPU's own times, too; return what is to wrap what runs a step and its parts."""
-        self._gpu = GpuTimeline(self._clock, self._seconds_now, self.as_own_work)
+        """Measure by the GPU's own times, too; whoever drives the training marks them."""
+        self._gpu = GpuTimeline(self)
         return self._gpu
 
-    def _seconds_now(self) -> dict[str, float]:
-        self.switch(self.current)
-        return self.seconds
-
     def gpu_idle(self) -> GpuIdle | None:
-        """Return when the GPU was idle between the sampled steps; ``None`` without a GPU or before the first one."""
+        """Return when the GPU was idle between sampled steps; ``None`` without any."""
         facts = None if self._gpu is None else self._gpu.facts()
         return facts if facts is not None and facts.samples else None
 
     def as_own_work(self, function: Callable[..., object], *args: object, part: str = "") -> None:
-        """Call the function, with its time booked on this package, or on a part of it that is named."""
+        """Call the function, with its time booked on this package, or a named part of it."""
         if not self.running:
             function(*args)
             return
@@ -226,19 +201,8 @@ class StepClock(Stopwatch):
         finally:
             self.switch(around)
 
-    def begin_anew(self) -> None:
-        """Forget the steady steps so far: what they depend on has changed. The next ones are warm-up again."""
-        self.blocks, self._open, self._sum_from = [], StepBlock(), None
-        self.times = self._new_times()
-        self._steps_per_block = _STEPS_PER_BLOCK
-        self.warm_up_steps = self.steps + WARM_UP_STEPS
-        self._next_sum = 0
-
     def cost_s(self) -> float:
-        """Return what this clock has cost the training thread so far: how often it acted, times what that costs.
-
-        That is measured in a loop of nothing else, with warm caches; between the kernels of a training it costs more.
-        """
+        """Return what this clock has cost the training thread so far, or less, because caches are warm in the test."""
         scratch = StepClock()
         pair_s = seconds_per_call(scratch.timed(TRAINER, int)) - seconds_per_call(int)
 
@@ -249,22 +213,22 @@ class StepClock(Stopwatch):
         return max(0.0, pair_s * self.entered + seconds_per_call(one_step) * self.steps)
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: its first fetch belongs to its start."""
+        """Begin an epoch, whose first fetch counts as its start."""
         self.epochs += 1
         self._first_of_epoch = True
         self._next_sum = 0
 
-    # The next two run in every step, so they do themselves what `Stopwatch.switch` does.
+    # The next two run in every step, so they do themselves what `switch` does.
 
     def begin_fetch(self) -> None:
-        """Begin to wait for a batch: the step before ends, and the next one begins."""
+        """Begin to wait for a batch, and with that the next step."""
         now_s = self._clock()
         around = self._around_fetch = self.current
         around.seconds += now_s - self.since_s
         self.since_s = now_s
         self._before_fetch_s = (around if around is self._epoch_start else self._data_loading).seconds
         if around is self._epoch_start:
-            return  # a loader of unknown length: Lightning fetches one batch ahead while it makes the epoch's iterator
+            return  # of unknown length: Lightning fetches its first batch while it makes the epoch's iterator
         self.steps += 1
         self.current = self._data_loading
         if self.steps > self.warm_up_steps:
@@ -279,19 +243,17 @@ class StepClock(Stopwatch):
         """The batch has come."""
         now_s = self._clock()
         self.current.seconds += now_s - self.since_s
-        # Not simply since the fetch began: within it something else may have been booked, see `as_own_work`.
+        # Without what was booked elsewhere meanwhile, as by `as_own_work`.
         self.last_fetch_s = self.current.seconds - self._before_fetch_s
         self.since_s, self.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
             thread_s, process_s = self._fetch_cpu_since_s
-            self._fetch_cpu_s, self._fetch_process_cpu_s = (
-                time.thread_time() - thread_s,
-                time.process_time() - process_s,
-            )
+            self._fetch_cpu_s = time.thread_time() - thread_s
+            self._fetch_process_cpu_s = time.process_time() - process_s
             self._fetch_cpu_since_s = None
 
     def end_of_data(self) -> None:
-        """End a fetch that has found no batch, and take back the step that began with it."""
+        """End a fetch that found no batch, and take back its step."""
         fetched = self.current
         self.end_fetch()
         self.steps -= 1
@@ -299,14 +261,14 @@ class StepClock(Stopwatch):
         self._epoch_start.seconds += self.last_fetch_s
 
     def _sum_up(self, now_s: float) -> None:
-        """Add up the steady steps since the last sum; this step begins now."""
+        """Add up the steady steps since the last sum."""
         totals = self._totals(now_s)
         if self._sum_from is not None:
             passed = totals - self._sum_from
             self._open += replace(
                 passed,
                 data_loading_cpu_s=self._fetch_cpu_s * passed.steps,
-                # PyTorch's threads spin for some milliseconds after a step; what they do in a wait is no work.
+                # Without PyTorch's threads, which spin for some milliseconds after a step.
                 cpu_s=max(0.0, passed.cpu_s - self._fetch_process_cpu_s * passed.steps),
             )
             self._sum_from = None
@@ -325,19 +287,18 @@ class StepClock(Stopwatch):
 
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds
-        in_step = {phase: spent_s for phase, spent_s in seconds.items() if base_phase(phase) == TRAINING_STEP}
-        training_step_s, forward_s = sum(in_step.values()), in_step.get(FORWARD, 0.0)
-        backward_s = sum(spent_s for phase, spent_s in in_step.items() if is_backward(phase))
+        parts_s = {phase: spent_s for phase, spent_s in seconds.items() if phase.startswith(f"{TRAINING_STEP}/")}
+        forward_s = parts_s.get(FORWARD, 0.0)
+        backward_s = sum(spent_s for phase, spent_s in parts_s.items() if is_backward(phase))
         return StepBlock(
             steps=self.steps,
             wall_s=now_s,
             cpu_s=time.process_time(),
             data_loading_s=seconds.get(DATA_LOADING, 0.0),
             host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
-            training_step_s=training_step_s,
             forward_s=forward_s,
             backward_s=backward_s,
-            optimizer_s=training_step_s - forward_s - backward_s - in_step.get(TRAINING_STEP, 0.0),
+            optimizer_s=sum(parts_s.values()) - forward_s - backward_s,
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
             beside_s=sum(s for phase, s in seconds.items() if is_beside_step(phase)),

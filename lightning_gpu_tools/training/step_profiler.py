@@ -1,4 +1,4 @@
-"""Looks inside three training steps with torch.profiler, once, and finds the source lines that wait for the GPU."""
+"""Profiles three training steps with torch.profiler, once, and finds the source lines that wait for the GPU."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from lightning_gpu_tools.training.run_measurements import ProfiledSteps
 from lightning_gpu_tools.training.trace_reading import STEP, read_trace
 
 PROFILED_STEPS = 3
-# Our default: a larger trace than this takes more than a few seconds to read, and nothing is said of it.
-_MAX_TRACE_BYTES = 200 * 2**20
+_MAX_TRACE_BYTES = 200 * 2**20  # our default: what can be read within a few seconds
 _MAX_LINES = 3
-# Lines of these packages are not the user's.
+# Whose lines are not the user's.
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])
 
 
 class StepProfiler:
-    """Profiles the next three training steps, and follows the one after where needed.
+    """Profiles the next three steps, and if they wait for the GPU finds out where in the one after.
 
-    It wraps ``owner.run``, which runs a step, and takes the wrapper off when it is done. A fault in it ends it, not the
-    training. ``book`` calls a function with its time booked on this package; ``done`` is given the result, if there is
-    one.
+    It wraps ``owner.run``, which runs a step, until it is done. A fault ends it, not the training. ``book`` calls a
+    function with its time booked on this package; ``done`` is given the result, if there is one.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class StepProfiler:
         owner.run = self._step
 
     def close(self) -> None:
-        """Leave the training alone; nothing happens the second time."""
+        """Leave the training alone. Idempotent."""
         if self._profile is not None:
             running, self._profile = self._profile, None
             with contextlib.suppress(RuntimeError):
@@ -83,7 +81,7 @@ class StepProfiler:
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:  # noqa: BLE001 - the profiler is a help to the diagnosis; without it, that says less
+        except Exception:  # noqa: BLE001 - without the profiler the diagnosis says less
             self.close()
 
     def _start(self) -> None:
@@ -95,13 +93,9 @@ class StepProfiler:
         assert self._profile is not None
         running, self._profile = self._profile, None
         running.stop()
-        self._result = _read(running)
+        result = self._result = _read(running)
         # Under a dispatch mode a compiled part would be compiled anew.
-        if (
-            self._result is None
-            or self._result.syncs_per_step < 1
-            or any(map(compat.is_compiled, self._module.modules()))
-        ):
+        if result is None or result.syncs_per_step < 1 or any(map(compat.is_compiled, self._module.modules())):
             self._finish()
 
     def _finish(self) -> None:
@@ -110,7 +104,6 @@ class StepProfiler:
             self._done(self._result)
 
     def _follow(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and note which lines ask a tensor for its value."""
         assert self._result is not None
         lines: Counter[str] = Counter()
         with _reads_counted(lines):
@@ -131,32 +124,26 @@ def _read(running: Any) -> ProfiledSteps | None:
 
 
 def _reads_counted(lines: Counter[str]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that counts, by source line, how often a tensor is asked for its value, as by ``.item()``."""
+    """Return a context that counts by source line how often a tensor is asked for its value."""
     mode, value = compat.dispatch_mode(), compat.value_operation()
     if mode is None:
         return contextlib.nullcontext()
 
     class Counting(mode):  # type: ignore[misc, valid-type]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is value:
-                line = _users_line(sys._getframe(1))
-                if line is not None:
-                    lines[line] += 1
+            if func is value and (line := _users_line(sys._getframe(1))) is not None:
+                lines[line] += 1
             return func(*args, **(kwargs or {}))
 
     return Counting()
 
 
 def _users_line(frame: FrameType | None) -> str | None:
-    """Return the innermost line that is the user's own, as ``train.py:42``."""
+    """Return the innermost line of the user's, as ``train.py:42``."""
     while frame is not None:
         path = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in _FRAMEWORKS and not path.startswith("<"):
-            try:
-                shown = os.path.relpath(path)
-            except ValueError:  # another drive on Windows
-                shown = path
-            return f"{path if shown.startswith('..') else shown}:{frame.f_lineno}"
+            return f"{path.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"
         frame = frame.f_back
     return None

@@ -1,4 +1,4 @@
-"""Books time on phases, and keeps when which phase took how much. Standard library only."""
+"""Books time on phases, and keeps when which phase took how much."""
 
 from __future__ import annotations
 
@@ -6,44 +6,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 
 class PhaseSpan(NamedTuple):
-    """A part of a run and what it was spent on.
+    """A part of a run and what it was spent on."""
 
-    Attributes:
-        begin_s: Seconds since the start of the run.
-        end_s: Seconds since the start of the run.
-        phase_s: Seconds by phase, without what follows a slash; they add up to the span.
-        steps: Training steps begun in it.
-    """
-
-    begin_s: float
+    begin_s: float  # since the start of the run
     end_s: float
-    phase_s: Mapping[str, float]
-    steps: int
+    phase_s: Mapping[str, float]  # by phase without what follows a slash; adds up to the span
+    steps: int  # begun in it
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """The time booked on one phase, up to the last change of phase."""
 
-    __slots__ = ("phase", "seconds")
-
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
-        self.seconds = 0.0
+    phase: str
+    seconds: float = 0.0
 
 
 class Stopwatch:
-    """Books every instant on exactly one phase, the innermost one, so that the phases add up to the time.
-
-    Attributes:
-        current: What time is booked on now.
-        since_s: Up to when it is booked.
-        entered: How often a context of :meth:`booked` was entered.
-    """
+    """Books every instant on the innermost phase alone, so that the phases add up to the time."""
 
     __slots__ = ("_accounts", "_around", "_clock", "current", "entered", "since_s")
 
@@ -52,18 +38,18 @@ class Stopwatch:
         self._clock = clock
         self._around: list[Account] = []
         self.current = self.account(base)
-        self.since_s = 0.0
-        self.entered = 0
+        self.since_s = 0.0  # up to when time is booked
+        self.entered = 0  # how often a context of `booked` was entered
 
     @property
     def now_s(self) -> float:
-        """The time by which everything here is measured."""
+        """The time by its clock."""
         return self._clock()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time by phase, up to the last change of phase; without the phases that have taken none."""
-        accounts = list(self._accounts.values())  # another thread may ask while a phase is added
+        """Time by phase up to the last change of phase, without phases that took none. From any thread."""
+        accounts = list(self._accounts.values())  # which may grow meanwhile
         return {account.phase: account.seconds for account in accounts if account.seconds}
 
     def account(self, phase: str) -> Account:
@@ -75,22 +61,18 @@ class Stopwatch:
         self.since_s = self._clock()
 
     def switch(self, account: Account) -> Account:
-        """Book what has gone by, go on in another phase, and return the present one."""
+        """Go on in another phase, and return the one before."""
         now_s, before = self._clock(), self.current
         before.seconds += now_s - self.since_s
         self.since_s, self.current = now_s, account
         return before
 
     def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
-        """Return a context, to be used again and again, in which time is booked on a phase, except in another one.
-
-        ``with`` gives the action.
-        """
+        """Return a reusable context that books time on a phase, except within another one, and gives ``action``."""
         watch, account, excepted = self, self.account(phase), self.account(except_in) if except_in else None
         clock, push, pop = self._clock, self._around.append, self._around.pop
 
-        # Both methods do themselves what `switch` does, and find what they need in their closure: between the kernels
-        # of a training, every call and every look into an object counts.
+        # Both methods do themselves what `switch` does, by closures: every call and attribute counts.
         class Booked:
             __slots__ = ()
 
@@ -111,7 +93,7 @@ class Stopwatch:
         return Booked()
 
     def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
-        """Return the function with its time booked on a phase, except in another one."""
+        """Return the function with its time booked on a phase, except within another one."""
         booked = self.booked(phase, except_in=except_in)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -121,28 +103,22 @@ class Stopwatch:
         return timed
 
 
-def seconds_per_call(function: Callable[[], object], calls: int = 200, rounds: int = 5) -> float:
-    """Return what a call of this function costs: the median of some rounds, in seconds of this thread's CPU time."""
+def seconds_per_call(function: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call: the median of five rounds."""
     costs = []
-    for _ in range(rounds):
+    for _ in range(5):
         began_s = time.thread_time()
-        for _ in range(calls):
+        for _ in range(200):
             function()
-        costs.append((time.thread_time() - began_s) / calls)
+        costs.append((time.thread_time() - began_s) / 200)
     return median(costs)
 
 
 class PhaseTimeline:
-    """What a run was spent on, span by span, in a bounded number of spans: when they are used up, neighbors become one.
-
-    The length of a span doubles then.
-
-    Attributes:
-        due_s: From when on the next regular span can be cut.
-    """
+    """What a run was spent on, in a bounded number of spans: at the limit, each two neighbors become one."""
 
     def __init__(self, max_spans: int = 400, width_s: float = 0.25) -> None:
-        self.due_s = width_s
+        self.due_s = width_s  # when to cut the next regular span
         self._max_spans = max_spans
         self._width_s = width_s
         self._start_s = self._begin_s = 0.0
@@ -156,7 +132,7 @@ class PhaseTimeline:
         self.due_s = now_s + self._width_s
 
     def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span, with the seconds by phase and the training steps up to ``now_s``, both since the start."""
+        """End a span; seconds by phase and steps are those since the start."""
         spent: dict[str, float] = {}
         for phase, total_s in seconds.items():
             since_s = total_s - self._before.get(phase, 0.0)
@@ -167,20 +143,19 @@ class PhaseTimeline:
         self._before, self._begin_s, self._steps_before = dict(seconds), now_s, steps
         if len(self._spans) > self._max_spans:
             self._spans = [_join(self._spans[i : i + 2]) for i in range(0, len(self._spans), 2)]
-            # No shorter than these, or where steps are longer than a span the first ones would be joined over and over.
+            # Not shorter than these spans, or with long steps the first ones would be joined ever again.
             self._width_s = max(2 * self._width_s, (now_s - self._start_s) / len(self._spans))
         self.due_s = now_s + self._width_s
 
     def cut_at_edge(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span early, so that what begins or ends here has an edge, unless the span has hardly begun."""
+        """End a span early, because something begins or ends here, unless it has hardly begun."""
         if now_s - self._begin_s > self._width_s / 8:
             self.cut(now_s, seconds, steps)
 
     def spans(self) -> list[PhaseSpan]:
         """Return the spans, oldest first."""
-        return [
-            one._replace(begin_s=one.begin_s - self._start_s, end_s=one.end_s - self._start_s) for one in self._spans
-        ]
+        start_s = self._start_s
+        return [one._replace(begin_s=one.begin_s - start_s, end_s=one.end_s - start_s) for one in self._spans]
 
 
 def _join(spans: list[PhaseSpan]) -> PhaseSpan:

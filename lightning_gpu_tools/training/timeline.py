@@ -1,4 +1,4 @@
-"""A quantity over time, in a bounded number of points. Standard library only, no clock."""
+"""A quantity over time, in a bounded number of points. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Series:
     values: Sequence[float | None]
 
     def points(self) -> list[tuple[float, float]]:
-        """Return (the middle of an interval, its mean) for those with one, oldest first."""
+        """Return (middle of an interval, mean) where something was reported, oldest first."""
         return [
             (self.begin_s + (number + 0.5) * self.interval_s, value)
             for number, value in enumerate(self.values)
@@ -31,9 +31,9 @@ class Series:
         ]
 
     def means(self, edges_s: Sequence[float]) -> list[float | None]:
-        """Return the mean between each two neighbors of these moments; ``None`` where nothing was reported.
+        """Return the mean between each two neighbors of these moments, by the intervals whose middle lies there.
 
-        An interval counts where its middle is. Where the moments are closer, each has the value of its interval.
+        Where the moments are closer, it is the mean of their interval. ``None`` where nothing was reported.
         """
         places = [(edge_s - self.begin_s) / self.interval_s for edge_s in edges_s]
         found: list[float | None] = []
@@ -47,7 +47,7 @@ class Series:
         return found
 
     def at_most(self, count: int) -> Series:
-        """Return the series in at most so many intervals, which are longer by a power of two if need be."""
+        """Return the series in at most so many intervals, made longer by a power of two."""
         if len(self.values) <= count:
             return self
         interval_s = 2 * self.interval_s
@@ -55,28 +55,22 @@ class Series:
         return Series(self.begin_s, interval_s, self.means(edges_s)).at_most(count)
 
 
-_MIN_WIDTH_S = 0.01  # which is what their times were rounded to
-
-
 class Timeline:
-    """A quantity over time in a bounded number of points: when they are used up, two neighbors become one.
+    """A quantity over time in a bounded number of intervals: at the limit, each two neighbors become one.
 
-    Args:
-        max_points: How many there can be.
-        width_s: Length of the interval that a point stands for, at first.
-        origin_s: When the first one begins; by default at the first entry. What was before counts as then.
+    They are ``width_s`` long at first, and begin at ``origin_s``, by default the first entry.
     """
 
     def __init__(self, max_points: int, width_s: float, origin_s: float | None = None) -> None:
         self._max_points = max_points
         self._width_s = width_s
         self._origin_s = origin_s
-        # Of each interval: the sum of values times weights, and of weights.
+        # By interval: the sum of values times weights, and of weights.
         self._totals: list[float] = []
         self._weights: list[float] = []
 
     def add(self, time_s: float, value: float, weight: float = 1.0) -> None:
-        """Add a value; within one point the values are averaged by weight."""
+        """Add a value; within an interval values are averaged by weight."""
         if self._origin_s is None:
             self._origin_s = time_s
         number = max(0, math.floor((time_s - self._origin_s) / self._width_s))
@@ -92,14 +86,17 @@ class Timeline:
         self._weights[number] += weight
 
     def series(self) -> Series:
-        """Return the mean of every interval, by the time in which entries were added."""
+        """Return the mean of every interval."""
         sums = zip(self._totals, self._weights, strict=True)
         means = [total / weight if weight > 0 else None for total, weight in sums]
         return Series(self._origin_s or 0.0, self._width_s, means)
 
     def points(self) -> list[tuple[float, float]]:
-        """Return (time, mean), oldest first; the time is the middle of the point's interval."""
+        """Return those of the series."""
         return self.series().points()
+
+
+_MIN_WIDTH_S = 0.01  # to which the times of a report are rounded
 
 
 def series_of(points: Sequence[tuple[float, float]]) -> Series:
