@@ -27,16 +27,12 @@ from lightning_gpu_tools.units import printable
 
 # What loads the samples of a batch, a private name of torch.utils.data. Without it an error lacks the index.
 FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
-_FETCH_FILE = "torch/utils/data/_utils/fetch.py"
-_PICKLING = "multiprocessing/reduction.py"
 
 
 def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
     """Return the workers that have died, of the loader that an error comes from or of the training's.
 
-    Args:
-        run: The training.
-        error: What has ended it. If it may be about workers, those that are about to end are waited for.
+    If the error may be about workers, those that are about to end are waited for.
     """
     workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
     text = str(error)
@@ -49,16 +45,15 @@ def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
 
 
 def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
-    """Return what has ended a training, where more is known than its error; else ``None``.
+    """Return what has ended a training, where more is known than its error.
 
-    Args:
-        error: With its traceback.
-        exits: The workers that have died.
-        oom_kills: How many processes the kernel has killed meanwhile because memory ran out.
+    ``exits`` are the workers that have died, ``oom_kills`` how many processes the kernel has killed meanwhile.
     """
     frames, shm_bytes = _frames(error), shared_memory_bytes()
-    files = [frame.f_code.co_filename.replace("\\", "/") for frame in frames]
-    if any(file.endswith(_PICKLING) for file in files) and any("torch/utils/data/" in file for file in files):
+    files = [_file(frame) for frame in frames]
+    if any("torch/utils/data/" in file for file in files) and any(
+        "multiprocessing/reduction.py" in file for file in files
+    ):
         return not_picklable(str(error))
     dead = explain_exits(exits, oom_kills, shm_bytes)
     return dead or explain_error(str(error), _index_of(frames), shm_bytes)
@@ -86,9 +81,13 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
 def _index_of(frames: Sequence[FrameType]) -> str | None:
     """Return the index with which torch has asked the dataset for a sample; ``None`` if it has not."""
-    fetching = [i for i, one in enumerate(frames) if one.f_code.co_filename.replace("\\", "/").endswith(_FETCH_FILE)]
+    fetching = [i for i, frame in enumerate(frames) if _file(frame).endswith("torch/utils/data/_utils/fetch.py")]
     for frame in frames[fetching[-1] + 1 :][:1] if fetching else ():
         names = frame.f_code.co_varnames
         if frame.f_code.co_name == "__getitem__" and len(names) > 1:

@@ -1,4 +1,4 @@
-"""From the session of a training to its report: described, printed, and written beside the logs."""
+"""Makes the report of a training, prints it, and writes it beside the logs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import (
-    PREVIOUS_NAME,
-    RUNNING,
-    WRITE_EVERY_S,
-    Report,
-    ReportFile,
-    summarize,
-)
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, WRITE_EVERY_S, Report, ReportFile, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import HostReading, loader_settings
@@ -42,22 +35,16 @@ from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
 # Our default: the report is written at the start, so much later, and then whenever the run has become twice as long, at
-# least once a minute. So a run that is killed loses half of itself at most, or a minute.
+# least once a minute. A run that is killed loses half of itself at most, or a minute.
 FIRST_WRITE_S = 2.0
-# Our default: how long a step may take until what is known without its end is written.
+# Our default: how long a step may take until the report is written without it.
 _MAX_WAIT_S = 5.0
 
 
 def describe(session: Session, outcome: str, host: HostReading | None = None) -> Report:
-    """Return the report of a training, with what the other ranks published last. For the training thread.
+    """Return the report of a training, in the training thread; ``host`` is what another thread has just read.
 
-    Of one that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, and the
-    cost of measuring.
-
-    Args:
-        session: Of the training.
-        outcome: How it ended.
-        host: What another thread has just read of the host; by default it is read again.
+    While the training runs, it lacks what takes long: the GPUs of this node, and the cost of measuring.
     """
     ended = outcome != RUNNING
     measured = session.begin().measurements(host)
@@ -82,7 +69,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         phase_s=measured.phase_s,
         step_s_median=None if times is None else times.p50_s,
         diagnosis=diagnosis,
-        gpus=session.gpus_of_other_nodes(),
+        gpus=session.ranks.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
         step_s_p95=None if times is None else times.p95_s,
         step_s_max=None if times is None else times.max_s,
@@ -94,7 +81,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         spans=tuple(clock.timeline.spans()),
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
-        memory=session.memory_accounts(all_ranks=ended),
+        memory=session.ranks.memory_accounts(all_ranks=ended),
         allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
         failure=None if ending.failure is None else str(ending.failure),
@@ -106,7 +93,6 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
 
 
 def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
-    """Return the report with the GPUs of this node added."""
     gpus = tuple(gpus)
     settings = {**report.settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})}
     return dataclasses.replace(report, gpus=gpus + tuple(report.gpus), settings=settings)
@@ -131,12 +117,8 @@ def _settings(run: Run, cores: float) -> dict[str, Any]:
 class RunningReport:
     """Writes the report of a training while it runs, so that a run that is killed leaves one.
 
-    That begins in a background thread, which asks for it when it is time. The training thread measures after its next
-    step, and the background thread writes. If that step takes too long, it writes what it has, with the clock's times.
-
-    Args:
-        session: Of the training.
-        file: Where the report is written.
+    A background thread asks for it when it is time. The training thread measures after its next step, and the other one
+    writes; if that step takes too long, what it has, with the clock's times.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -149,7 +131,7 @@ class RunningReport:
         session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
-        """Measure, and have it written at once; for the training thread, after a step."""
+        """Measure, in the training thread, and have it written at once."""
         self._session.clock.as_own_work(self._measure)
 
     def _measure(self) -> None:
@@ -162,7 +144,7 @@ class RunningReport:
         session = self._session
         has_stalled = any(not one.is_over for one in session.stalls[-1:])
         if not self._is_fresh and not self._asked and not has_stalled:
-            self._host = self._recorder.read_host()  # which takes longer than all that the training thread has to do
+            self._host = self._recorder.read_host()  # takes longer than all that the training thread has to do
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
@@ -180,7 +162,7 @@ class RunningReport:
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:
-        """Say in the file that nothing more is measured, though the training may go on."""
+        """Say in the file that nothing more is measured."""
         self._session.background.close()
         if self._saved:
             outcome = f"measured only up to step {self._measured.steps}"
@@ -190,11 +172,7 @@ class RunningReport:
 def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
     """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
 
-    Args:
-        report: Of a training that has ended.
-        file: Where it is written, and the picture and the page beside it.
-        run: Whose loggers get the summary.
-        snapshot: What torch has written when memory ran out, if it did.
+    Picture and page come beside the file. ``snapshot`` is where torch writes what is allocated when memory runs out.
     """
     folder = file.path.parent
     paths: list[Path] = []
@@ -234,14 +212,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
 
 
 def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
-    """Send a report to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
-
-    Args:
-        report: Of which the summary of the diagnosis is sent, and the parts of the memory of the first GPU.
-        text: All of it, which is sent as ``gpu_tools/report``.
-        logger: Any logger of Lightning's.
-        step: Of the metrics.
-    """
+    """Send the summary of a report to a logger, numbers as metrics; and texts, also the whole, if it takes them."""
     parts = report.memory[0].parts_bytes if report.memory else {}
     sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
     summary = {**report.diagnosis.summary(), **sizes, "report": text}
@@ -255,7 +226,7 @@ def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
 
 
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
-    """Log a text for which Lightning has no method that all loggers share. CSV files have no place for it."""
+    # Lightning has no method for texts that all loggers share. CSV files have no place for them.
     experiment = logger.experiment
     is_long = "\n" in text
     if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
@@ -276,17 +247,16 @@ def _log_text(logger: Any, name: str, text: str, step: int) -> None:
 def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file: the training itself went well
+    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file
         lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
 
 
 def _how_to_verify(file: Path) -> str:
-    """Return the command that compares the next run with this one, by the name that its report will have then."""
-    command, folder = "lightning-gpu-tools report", file.parent
-    if is_of_one_run(folder):
-        return f"After the next run: {command} NEW --against {_quoted(file)}"
-    previous = _quoted(folder / PREVIOUS_NAME)
-    return f"After the next run in this folder: {command} {_quoted(folder)} --against {previous}"
+    """Return the command that compares the next run with this one."""
+    folder, new, where, old = file.parent, "NEW", "", file
+    if not is_of_one_run(folder):  # the next run gives this report another name
+        new, where, old = _quoted(folder), " in this folder", folder / PREVIOUS_NAME
+    return f"After the next run{where}: lightning-gpu-tools report {new} --against {_quoted(old)}"
 
 
 def _quoted(path: Path) -> str:
@@ -294,20 +264,20 @@ def _quoted(path: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print for the person at the terminal, as far as it can show the characters.
+    """Print on the terminal, as far as it can show the characters, in one write.
 
-    In one write that ends the line: Rich's progress bar in a notebook prints an unfinished line over and over.
+    Rich's progress bar in a notebook prints an unfinished line over and over.
     """
     try:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         sys.stdout.flush()
-    except Exception:  # a closed terminal, a notebook's own stream: what is said here must not end the training
+    except Exception:  # a closed terminal, a notebook's own stream
         logging.getLogger(__name__).warning("The end of the training's report could not be printed.", exc_info=True)
 
 
 def say_verdict(diagnosis: Diagnosis) -> None:
-    """Print why memory has run out on a rank that has no report of its own."""
+    """Print why memory has run out, on a rank without a report of its own."""
     say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
 
 

@@ -17,12 +17,7 @@ from lightning_gpu_tools.selection import claims
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
-    """Return what a training needs and what there is. For its first rank, after the first step.
-
-    Args:
-        run: The training.
-        batch_bytes: Size of a batch; ``None`` if it is unknown.
-    """
+    """Return what a training needs and what there is: for its first rank, after the first step."""
     loader, ranks = loader_settings(run), run.place.local_ranks
     workers = 0 if loader is None else loader.num_workers * ranks
     ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
