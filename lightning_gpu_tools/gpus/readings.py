@@ -21,7 +21,7 @@ class GpuProcess:
         user: Owner of the process, ``None`` where the process cannot be seen from here.
         name: Name of the process, ``None`` likewise.
         graphics_only: It draws (a desktop) and computes nothing.
-        utilization_percent: How busy this process kept the GPU lately; ``None`` where it is not reported (MIG).
+        utilization_percent: How busy this process kept the GPU lately; ``None`` where not reported (MIG).
     """
 
     pid: int
@@ -37,22 +37,21 @@ class GpuReading:
     """One GPU, or one MIG instance of a GPU, at one moment.
 
     Attributes:
-        index: Position in PCI bus order, the number that ``nvidia-smi`` shows. For display; the UUID is the identity. A
-            MIG instance has the index of its GPU.
+        index: Position in PCI bus order, as ``nvidia-smi`` shows it, for display; the UUID is the identity. A MIG
+            instance has the index of its GPU.
         uuid: ``GPU-...`` or ``MIG-...``; ``None`` only if the driver does not report even that (see ``error``).
         name: Product name.
         pci_bus_id: ``domain:bus:device.function``.
         memory_total_bytes: All memory of the GPU.
         memory_free_bytes: What the driver reports as free; never computed from total and used, because drivers differ
             in what "used" includes.
-        utilization_percent: Time-weighted mean over the samples the driver has buffered (the last seconds) of the share
-            of time in which at least one kernel ran; its instantaneous reading where there is no buffer; ``None`` on
-            MIG.
+        utilization_percent: Share of the time in which at least one kernel ran: the mean over the driver's buffer of
+            the last seconds, or without one its instantaneous reading; ``None`` on MIG.
         processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a
             container the processes of others are invisible.
         mig_mode: Whether the GPU is divided into MIG instances; ``None`` if unknown.
         mig_instances: The instances, if it is divided.
-        mig_index: Of a MIG instance its number on its GPU, as the driver counts; ``None`` for a whole GPU.
+        mig_index: Number of a MIG instance on its GPU, as the driver counts; ``None`` for a whole GPU.
         compute_mode: As set with ``nvidia-smi -c``.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
         error: Why this GPU cannot be used, in words with what to do; ``None`` if it could be read.
@@ -112,30 +111,17 @@ class GpuClaim(NamedTuple):
 
 
 class GpuWaiter(NamedTuple):
-    """A live job that waits for GPUs.
+    """A live job that waits for GPUs."""
 
-    Attributes:
-        name: Random name.
-        uuids: The GPUs and MIG instances that it could use.
-        requested: How many of them it waits for.
-        pid: The process, as it sees itself.
-        user: Its owner, by the file system's word.
-    """
-
-    name: str
-    uuids: tuple[str, ...]
-    requested: int
-    pid: int
-    user: str
+    name: str  # random
+    uuids: tuple[str, ...]  # that it could use
+    requested: int  # how many of them it waits for
+    pid: int  # as it sees itself
+    user: str  # by the file system's word
 
 
 class UtilizationSample(NamedTuple):
-    """One entry of the driver's utilization buffer: the mean over the driver's sample period that ends at ``time_s``.
+    """One entry of the driver's utilization buffer: in which share of a sample period at least one kernel ran."""
 
-    Attributes:
-        time_s: End of the period in seconds since the epoch, by the driver's clock on this host.
-        percent: Share of the period in which at least one kernel ran, 0 to 100.
-    """
-
-    time_s: float
+    time_s: float  # end of the period, seconds since the epoch
     percent: float

@@ -2,11 +2,6 @@
 
 The driver buffers its utilization samples for some seconds, so polling once a second misses none of them. All that
 happens in the training thread is ``Sampler.take``, which adds up numbers and asks no driver.
-
-    sampler = Sampler([uuid], interval_s=1.0)
-    ...
-    window = sampler.take()[uuid]
-    sampler.close()
 """
 
 from __future__ import annotations
@@ -16,7 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
@@ -24,6 +20,9 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.utilization import mean_percent
 from lightning_gpu_tools.gpus.window import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]
@@ -43,41 +42,12 @@ _OPENING_TIMEOUT_S = 60.0
 _THREAD_NAME = "lightning-gpu-tools-sampler"
 
 
-class Probe(Protocol):
-    """What the thread reads: ``nvml.probe.GpuProbe``."""
-
-    def read(self) -> GpuSample:
-        """Return what happened since the last call."""
-
-    def close(self) -> None:
-        """Give everything back."""
-
-
-def _open_probe(uuid: str, gpm: bool) -> Probe:
-    from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: importing it imports pynvml
-
-    return GpuProbe(uuid, gpm=gpm)
-
-
 class Sampler:
-    """Samples some GPUs in a thread of its own from now on until it is closed, and adds up what it sees.
+    """Samples GPUs and MIG instances in a thread of its own until it is closed, and adds up what it sees.
 
-    The thread never raises: if it has to stop, ``failure`` says why, and what was seen before can still be taken. In a
-    forked child, where there is no thread, a sampler is empty.
-
-    Args:
-        uuids: GPUs and MIG instances.
-        interval_s: Seconds between two polls. Above 10 s the thread still polls every 10 s, because the driver keeps no
-            more of its samples.
-        gpm: Whether the GPU performance monitors may be used.
-        open_probe: Called in the thread for what reads one GPU, with its UUID and ``gpm``.
-
-    Attributes:
-        failure: Why the thread had to stop, ``None`` if it did not.
-        cpu_s: CPU time of the thread so far.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver. Later the thread never raises: if it has
+    to stop, ``failure`` says why, and what was seen before can still be taken. In a forked child, where there is no
+    thread, a sampler is empty. ``gpm`` says whether the GPU performance monitors may be used.
     """
 
     def __init__(
@@ -86,10 +56,11 @@ class Sampler:
         *,
         interval_s: float = 1.0,
         gpm: bool = True,
-        open_probe: Callable[..., Probe] = _open_probe,
+        open_probe: Callable[..., GpuProbe] | None = None,
     ) -> None:
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
-        self._open_probe = functools.partial(open_probe, gpm=gpm)
+        self._gpm = gpm
+        self._open_probe = open_probe
         self._pid = os.getpid()
         self._phases = Phases("training")
         # What has not been taken yet, and the whole time so far.
@@ -104,7 +75,7 @@ class Sampler:
         self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
         self.failure: Exception | None = None
-        self.cpu_s = 0.0
+        self.cpu_s = 0.0  # of the thread
         self._opened = threading.Event()
         self._wake = threading.Event()
         self._stopping = self._ended = False
@@ -120,7 +91,7 @@ class Sampler:
     def latest_percent(self) -> float | None:
         """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
         values = list(self._latest_percent.values())
-        return sum(values) / len(values) if values else None
+        return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
         """Count what the GPUs do from now on to this phase; it begins with training."""
@@ -129,13 +100,9 @@ class Sampler:
                 self._phases.enter(phase, time.time())
 
     def take(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase since the last such call, by UUID.
+        """Return what happened in a phase since the last such call, by UUID; errors are in the windows of both.
 
-        Errors and problems are in the window of either phase.
-
-        Args:
-            phase: What happened in the other one is kept until it is asked for.
-            wait_s: First have the thread poll once more, and wait for that at most this long: for the end of a run.
+        With ``wait_s`` the thread polls once more, which is waited for at most so long: for the end of a run.
         """
         return self._read(self._recent[phase], WindowBuilder.take, wait_s)
 
@@ -151,11 +118,7 @@ class Sampler:
             return dict(self._latest_listed)
 
     def timelines(self, uuid: str) -> dict[str, Series]:
-        """Return each metric over the whole time, in seconds since the epoch and at most 2000 points.
-
-        The metrics are named as in ``GpuSample``; utilization is ``utilization_percent``. What the GPU does not report
-        is absent.
-        """
+        """Return over the whole time what ``GpuTimelines`` keeps, in at most 2000 points."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
@@ -181,17 +144,19 @@ class Sampler:
             return {uuid: read(window) for uuid, window in windows.items()}
 
     def _run(self) -> None:
-        probes: list[Probe] = []
+        probes: list[GpuProbe] = []
         try:
+            from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
+
             for uuid in self._timelines:
-                probes.append(self._open_probe(uuid))  # noqa: PERF401 - those that were opened are closed in any case
+                probe = (self._open_probe or GpuProbe)(uuid, gpm=self._gpm)
+                probes.append(probe)  # one by one: those that were opened are closed in any case
             self._opened.set()
             while not self._stopping:
                 self._poll(probes)  # the first sample gives the counters their start
                 self._wake.wait(self._interval_s)
                 self._wake.clear()
-        # The top of a thread is the one place for this: whatever it was, training goes on, and `failure` reports it.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on
             self.failure = error
         finally:
             for probe in probes:
@@ -201,7 +166,7 @@ class Sampler:
                 self._ended = True
                 self._polled.notify_all()
 
-    def _poll(self, probes: Sequence[Probe]) -> None:
+    def _poll(self, probes: Sequence[GpuProbe]) -> None:
         with self._polled:
             self._polls_begun += 1
         samples = [probe.read() for probe in probes]  # this takes time, and the lock is free meanwhile
@@ -221,11 +186,7 @@ class Sampler:
 
 
 def read_gpus() -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, as ``nvml.read_gpus`` does, but not in the thread that calls this.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver, or it does not answer.
-    """
+    """Read every GPU as ``nvml.read_gpus`` does, in a thread; ``NvmlUnavailableError`` also if no answer comes."""
     found: list[tuple[GpuReading, ...] | Exception] = []
 
     def read() -> None:

@@ -35,5 +35,5 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | 
 
 
 def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
-    """Return the time-weighted mean of the samples, which are given oldest first; ``None`` without any."""
+    """Return the time-weighted mean of the samples, oldest first; ``None`` without any."""
     return weighted_mean([sample.percent for sample in samples], weights_s(samples))

@@ -27,42 +27,42 @@ _MAX_TEXTS = 100
 # Of at most this many processes the utilization is averaged in one window.
 _MAX_PROCESSES = 256
 
+_Sums = dict[Any, tuple[float, float]]  # a quantity summed up over time, and the seconds
+
+
+def _add(sums: _Sums, key: str | int, amount: float, seconds: float) -> None:
+    total, total_s = sums.get(key, (0.0, 0.0))
+    sums[key] = total + amount, total_s + seconds
+
 
 class PercentHistogram:
     """How long a percentage had which value. The driver gives whole percents, so nothing is lost."""
 
     def __init__(self) -> None:
+        self.total_s = 0.0
         self._seconds = [0.0] * 101
-        self._total_s = 0.0
         self._percent_seconds = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """How long it was observed."""
-        return self._total_s
 
     def add(self, percent: float, seconds: float) -> None:
         """Add an observation; values that are no whole percent count as the nearest one in percentiles."""
         self._seconds[round(min(max(percent, 0.0), 100.0))] += seconds
-        self._total_s += seconds
+        self.total_s += seconds
         self._percent_seconds += percent * seconds
 
     def mean(self) -> float | None:
         """Return the mean over the time, ``None`` if nothing was observed."""
-        return self._percent_seconds / self._total_s if self._total_s > 0 else None
+        return self._percent_seconds / self.total_s if self.total_s > 0 else None
 
     def percentile(self, share: float) -> float | None:
         """Return the lowest value that was not exceeded for this share (0 to 1) of the time; ``None`` without any."""
-        if self._total_s <= 0:
-            return None
         # Rounding in the sum must not push a percentile beyond the last value.
-        below_s, wanted_s = 0.0, share * self._total_s * (1 - 1e-9)
-        observed = [(percent, seconds) for percent, seconds in enumerate(self._seconds) if seconds > 0]
-        for percent, seconds in observed:
-            below_s += seconds
-            if below_s >= wanted_s:
-                return float(percent)
-        return float(observed[-1][0])
+        below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
+        for percent, seconds in enumerate(self._seconds):
+            if seconds > 0:
+                below_s, value = below_s + seconds, float(percent)
+                if below_s >= wanted_s:
+                    break
+        return value
 
 
 class Phases:
@@ -110,11 +110,11 @@ class WindowBuilder:
     def _begin(self) -> None:
         self._duration_s = 0.0
         self._last: GpuSample | None = None
-        self._maxima: dict[str, float] = {}
         self._utilization = PercentHistogram()
-        self._differences: dict[str, tuple[float, float]] = {}  # difference, and the seconds it took
-        self._means: dict[str, tuple[float, float]] = {}  # value x seconds, and seconds
-        self._busy: dict[int, tuple[float, float]] = {}  # of each process: percent x seconds, and seconds
+        self._maxima: dict[str, float] = {}
+        self._means: _Sums = {}
+        self._differences: _Sums = {}  # of counters
+        self._busy: _Sums = {}  # of each process
         self._errors: dict[str, None] = {}
         self._problems: dict[str, None] = {}
 
@@ -125,32 +125,26 @@ class WindowBuilder:
             if counted_s > 0:
                 self._utilization.add(entry.percent, counted_s)
             self._utilization_s = entry.time_s
-        sample_s, self._sample_s = self._sample_s, sample.time_s
-        begin_s = sample.time_s - LONGEST_PERIOD_S if sample_s is None else min(sample_s, sample.time_s)
+        before_s, self._sample_s = self._sample_s, sample.time_s
+        begin_s = sample.time_s - LONGEST_PERIOD_S if before_s is None else min(before_s, sample.time_s)
         counted_s = self._overlap_s(begin_s, sample.time_s)
         share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
         self._add_counters(sample, share)
-        for text in sample.errors[: _MAX_TEXTS - len(self._errors)]:
-            self._errors[text] = None
-        for text in sample.problems[: _MAX_TEXTS - len(self._problems)]:
-            self._problems[text] = None
+        for texts, new in ((self._errors, sample.errors), (self._problems, sample.problems)):
+            texts.update(dict.fromkeys(new[: _MAX_TEXTS - len(texts)]))
         if share <= 0:
             return
-        if sample_s is not None:
+        if before_s is not None:
             self._duration_s += counted_s
         for metric in _OF_STATE:
             value = getattr(sample, metric.source)
-            if value is None:
-                continue
-            if metric.reduction == "max":
+            if value is not None and metric.reduction == "max":
                 self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
-            else:
-                total, total_s = self._means.get(metric.source, (0.0, 0.0))
-                self._means[metric.source] = total + value * counted_s, total_s + counted_s
+            elif value is not None:
+                _add(self._means, metric.source, value * counted_s, counted_s)
         for process in sample.processes or ():
             if process.utilization_percent is not None and len(self._busy) < _MAX_PROCESSES:
-                total, total_s = self._busy.get(process.pid, (0.0, 0.0))
-                self._busy[process.pid] = total + process.utilization_percent * counted_s, total_s + counted_s
+                _add(self._busy, process.pid, process.utilization_percent * counted_s, counted_s)
         self._last = sample
 
     def _add_counters(self, sample: GpuSample, share: float) -> None:
@@ -162,9 +156,7 @@ class WindowBuilder:
             self._counters[name] = sample.time_s, value
             # A counter that was set back (a reset, a new driver) starts again.
             if before is not None and value >= before[1] and share > 0:
-                total, total_s = self._differences.get(name, (0.0, 0.0))
-                seconds = share * (sample.time_s - before[0])
-                self._differences[name] = total + share * (value - before[1]), total_s + seconds
+                _add(self._differences, name, share * (value - before[1]), share * (sample.time_s - before[0]))
 
     def take(self) -> GpuWindow:
         """Return everything since the last call, and begin a new window."""

@@ -10,7 +10,7 @@ import pynvml
 from lightning_gpu_tools.gpus.readings import UtilizationSample
 from lightning_gpu_tools.units import printable
 
-# NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
+# This hardware, this driver or this user never gets to know: the answer is None.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
 # After one of these, no other question about the GPU has an answer.
@@ -18,7 +18,7 @@ GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLE
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; ``None`` for what this hardware, driver or user never gets to know."""
+    """Call NVML; ``None`` where it answers with one of ``NEVER``."""
     try:
         return function(*arguments)
     except NEVER:
@@ -26,7 +26,7 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def product_name(handle: Any) -> str | None:
-    """Return the product's name, printable; ``None`` if the driver does not report it, or not in UTF-8."""
+    """Return the product's name, printable; ``None`` if the driver does not report it in UTF-8."""
     try:
         name = ask(pynvml.nvmlDeviceGetName, handle)
     except UnicodeDecodeError:
@@ -35,7 +35,7 @@ def product_name(handle: Any) -> str | None:
 
 
 def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML for what may just as well be unknown: ``None`` on every failure, and if an argument is ``None``."""
+    """Call NVML; ``None`` on every failure, and if an argument is ``None``."""
     if None in arguments:
         return None
     try:
@@ -61,7 +61,7 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
 
 
 def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], int]:
-    """Return how busy each process kept the GPU since ``last_us``, in percent by pid, and the driver's newest time."""
+    """Return how busy each process kept the GPU since ``last_us``, in percent, and the driver's newest time."""
     try:
         samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
     except pynvml.NVMLError_NotFound:  # nobody used it

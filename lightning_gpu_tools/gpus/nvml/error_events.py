@@ -40,11 +40,7 @@ class ErrorEvents:
         self._event_set: Any = None
 
     def start(self, handle: Any) -> None:
-        """Collect from now on.
-
-        Raises:
-            pynvml.NVMLError: The GPU reports none, or this user may not know.
-        """
+        """Collect from now on; ``pynvml.NVMLError`` if the GPU reports none, or this user may not know."""
         self.close()
         event_set = pynvml.nvmlEventSetCreate()
         try:

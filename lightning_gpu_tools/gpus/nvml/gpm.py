@@ -19,14 +19,10 @@ _INTERVAL_S = 0.1
 
 
 class PerformanceMonitors:
-    """Two samples of one GPU or MIG instance that take turns, so that no time is left out between two reads.
-
-    Attributes:
-        pcie_bytes: Sent and received, as far as the monitors counted them.
-    """
+    """Two samples of one GPU or MIG instance that take turns, so that no time is left out between two reads."""
 
     def __init__(self, *, is_mig: bool) -> None:
-        self.pcie_bytes = [0.0, 0.0]
+        self.pcie_bytes = [0.0, 0.0]  # sent and received
         self._is_mig = is_mig
         self._samples: list[Any] = []
         self._since_s: float | None = None  # when the first of them was taken
@@ -37,14 +33,13 @@ class PerformanceMonitors:
         return bool(self._samples)
 
     def restart(self) -> None:
-        """Begin a new interval with the next read: the counters may have started again."""
+        """Begin a new interval with the next read: the GPU was away."""
         self._since_s = None
 
     def read(self, handle: Any, now_s: float) -> dict[int, float]:
         """Return the means since the last read by metric; empty at the first one and where it was too soon.
 
-        Raises:
-            pynvml.NVMLError: They cannot be read; ``NVMLError_NotSupported`` if the GPU has none.
+        A GPU without monitors raises ``NVMLError_NotSupported``.
         """
         if not self._samples:
             self._start(handle)
@@ -57,7 +52,6 @@ class PerformanceMonitors:
             return {}
         self._take(handle, second)
         metrics = _difference(first, second)
-        # The interval of the next read begins where that of this one ends, so that nothing is left out.
         self._samples = [second, first]
         interval_s, self._since_s = now_s - self._since_s, now_s
         for direction, metric in enumerate((PCIE_TX, PCIE_RX)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import sys
@@ -33,8 +32,8 @@ _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
 }
 
-# The driver keeps the samples of the last seconds (about 20 s). On some products (GB10) it adds none while the GPU is
-# idle, so that what it has may be minutes old: https://github.com/polarsignals/gpu-metrics-agent/pull/37
+# The driver keeps samples of about 20 s. On some products (GB10) it adds none while the GPU is idle, so they may be
+# minutes old: https://github.com/polarsignals/gpu-metrics-agent/pull/37
 _STALE_AFTER_S = 30.0
 
 # Products whose GPU has no memory of its own. The driver's names: "NVIDIA GB10" (DGX Spark), "NVIDIA Thor",
@@ -43,16 +42,10 @@ _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
 def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Read every GPU of this machine, in PCI order, with 10 calls of NVML for each without MIG.
 
-    That takes 10 calls of NVML for a GPU without MIG. A GPU that cannot be read is listed with the reason in ``error``,
-    and the others are not affected.
-
-    Args:
-        with_loads: Whether to ask also how busy each process keeps its GPU, which takes one call more.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    A GPU that cannot be read is listed with the reason in ``error``. ``with_loads`` asks, with one call more, how busy
+    each process keeps its GPU, too. ``NvmlUnavailableError``: there is no usable NVIDIA driver.
     """
     with session():
         try:
@@ -74,7 +67,7 @@ def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
 
 
 def _read_gpu(nvml_index: int, with_loads: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
-    """Return the PCI address, ``None`` if that is not known, and the reading."""
+    """Return the PCI address, if it is known, and the reading."""
     address, reading = None, GpuReading(index=nvml_index)
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
@@ -121,10 +114,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
             reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
             total_bytes, free_bytes = _memory(handle, integrated=False)
             reading = replace(
-                reading,
-                memory_total_bytes=total_bytes,
-                memory_free_bytes=free_bytes,
-                processes=_processes(handle),
+                reading, memory_total_bytes=total_bytes, memory_free_bytes=free_bytes, processes=_processes(handle)
             )
         except pynvml.NVMLError_NotFound:
             continue  # slots may be empty in between
@@ -137,14 +127,12 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
 def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
     """Return the total and the free bytes."""
     if integrated:
-        # What the host has available is what the GPU can get. NVML's answer, where there is one, leaves out what the
-        # page cache would give back.
+        # NVML's answer, where there is one, leaves out what the page cache would give back.
         import psutil
 
         host = psutil.virtual_memory()
         return host.total, host.available
-    # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
-    # https://github.com/XuehaiPan/nvitop/pull/30.
+    # The newer call means the same, and fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     return (None, None) if memory is None else (memory.total, memory.free)
 
@@ -168,15 +156,14 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     # A process may have both kinds of context.
     by_pid = {process.pid: process for process in [*graphics, *compute]}
     compute_pids = {process.pid for process in compute}
-    found = (
-        GpuProcess(pid=pid, memory_used_bytes=by_pid[pid].usedGpuMemory, graphics_only=pid not in compute_pids)
-        for pid in sorted(by_pid)
-    )
+    found = [
+        GpuProcess(pid=pid, memory_used_bytes=process.usedGpuMemory, graphics_only=pid not in compute_pids)
+        for pid, process in sorted(by_pid.items())
+    ]
     return tuple(map(identified, found))
 
 
 def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-    """Return the processes with what the driver's samples of the last seconds say of each."""
     answer = tolerate(process_utilization, handle, 0)
     if answer is None:
         return processes
@@ -184,21 +171,21 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
 
 
 def identified(process: GpuProcess) -> GpuProcess:
-    """Return the process with its user and name, as far as they can be seen from here."""
+    """Return the process with its user and name, where they can be seen from here."""
     if pids_are_ours():
         # Not by psutil, whose import takes as long as half a pick.
         with contextlib.suppress(OSError):  # ended in the meantime, hidden from this user, or no Linux
             with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
                 name = printable(file.read().rstrip("\n"))
             user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
-            return dataclasses.replace(process, user=user, name=name)
+            return replace(process, user=user, name=name)
     return process
 
 
 def pids_are_ours() -> bool:
-    """Return whether the driver's process numbers are this process's: it gives those of the host, also in a container.
+    """Return whether the driver's process numbers are those of this process's namespace.
 
-    https://github.com/NVIDIA/nvidia-docker/issues/1483. Inside another PID namespace the same number is someone else.
+    It gives those of the host, also in a container: https://github.com/NVIDIA/nvidia-docker/issues/1483.
     """
     try:
         # PROC_PID_INIT_INO of the Linux kernel (include/linux/proc_ns.h), the namespace of the host

@@ -14,13 +14,10 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Keep the driver open; NVML counts how often it was opened.
+    """Keep the driver open; ``NvmlUnavailableError`` says why there is no usable one, and what to do.
 
-    Every function of this package opens one for itself. Open one around repeated reads: without persistence mode the
-    first one has to wake the GPUs up.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver; the message says why and what to do.
+    Every function of this package opens a session for itself. Open one around repeated reads: without persistence mode
+    the first one has to wake the GPUs up.
     """
     pid = open_driver()
     try:
@@ -30,7 +27,7 @@ def session() -> Iterator[None]:
 
 
 def open_driver() -> int:
-    """Open the driver for this process, once more if it is open already; return the process for ``close_driver``."""
+    """Open the driver for this process, which NVML counts; return the process for ``close_driver``."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -39,7 +36,7 @@ def open_driver() -> int:
 
 
 def close_driver(pid: int) -> None:
-    """Undo one ``open_driver`` of that process."""
+    """Undo one ``open_driver``."""
     if os.getpid() == pid:  # a child that was forked in between has nothing to close
         with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
             pynvml.nvmlShutdown()

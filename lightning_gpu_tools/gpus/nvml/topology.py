@@ -15,14 +15,10 @@ _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
 
 
 def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """Return which of these GPUs are joined by NVLink or NVSwitch, as pairs of UUIDs in alphabetical order.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
-    """
+    """Return which of these GPUs are joined by NVLink or NVSwitch, as pairs of UUIDs in alphabetical order."""
     with session():
         handles = {uuid: _handle(uuid) for uuid in uuids}
-        # Asking for the status of peer access finds NVSwitch, too, where the far end of a link is no GPU.
+        # The status of peer access shows NVSwitch, too, where the far end of a link is no GPU.
         return frozenset(
             (a, b)
             for a, b in itertools.combinations(sorted(handles), 2)
@@ -32,11 +28,7 @@ def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
 
 
 def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
-    """Return the NUMA node of the host that each GPU hangs on; ``None`` where unknown (always outside Linux).
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
-    """
+    """Return the NUMA node of the host that each GPU hangs on; ``None`` where unknown (always outside Linux)."""
     with session():
         # Not nvmlDeviceGetNumaNodeId: that is the node which the GPU's own memory forms on Grace Hopper.
         nodes = {
@@ -47,12 +39,9 @@ def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
 
 
 def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
-    """Return the CPUs that are near a GPU, ``None`` where unknown (always outside Linux).
+    """Return the CPUs of the machine that are near a GPU, ``None`` where unknown (always outside Linux).
 
-    They are CPUs of the machine; intersect them with those that this process may use.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    This process may not be allowed to use all of them.
     """
     with session():
         # 64 words: Linux kernels are built for at most 8192 CPUs, and no machine with NVIDIA GPUs has over 4096.
