@@ -1,8 +1,4 @@
-"""A background thread that samples GPUs.
-
-The driver buffers its utilization samples for some seconds, so polling once a second misses none of them. All that
-happens in the training thread is ``Sampler.take``, which adds up numbers and asks no driver.
-"""
+"""A background thread that samples GPUs, often enough to miss none of the samples that the driver buffers."""
 
 from __future__ import annotations
 
@@ -27,27 +23,20 @@ if TYPE_CHECKING:
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]
 
-# The driver's buffer holds about 20 s; poll at least this often, so that nothing in it is overwritten unseen.
-_MAX_INTERVAL_S = 10.0
-
-# Enough for a chart as wide as a screen; about 10 kB of a report for each metric.
-_TIMELINE_POINTS = 2000
-
-# How long to wait for a poll that hangs in the driver, as it does with a GPU that is falling off the bus.
-_TIMEOUT_S = 5.0
-
-# Without persistence mode the driver wakes each GPU up when it is opened, which takes seconds a GPU.
-_OPENING_TIMEOUT_S = 60.0
+_MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
+_TIMELINE_POINTS = 2000  # as wide as a screen; about 10 kB of a report for each metric
+_TIMEOUT_S = 5.0  # a poll hangs in the driver when a GPU is falling off the bus
+_OPENING_TIMEOUT_S = 60.0  # without persistence mode the driver wakes each GPU up, which takes seconds
 
 _THREAD_NAME = "lightning-gpu-tools-sampler"
 
 
 class Sampler:
-    """Samples GPUs and MIG instances in a thread of its own until it is closed, and adds up what it sees.
+    """Samples GPUs and MIG instances in a thread until it is closed, and adds up what it sees.
 
-    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver. Later the thread never raises: if it has
-    to stop, ``failure`` says why, and what was seen before can still be taken. In a forked child, where there is no
-    thread, a sampler is empty. ``gpm`` says whether the GPU performance monitors may be used.
+    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the thread has to stop later,
+    ``failure`` says why, and what was seen before can still be taken. In a forked child, which has no thread, it is
+    empty. ``gpm``: whether to use the GPU performance monitors.
     """
 
     def __init__(
@@ -63,7 +52,7 @@ class Sampler:
         self._open_probe = open_probe
         self._pid = os.getpid()
         self._phases = Phases("training")
-        # What has not been taken yet, and the whole time so far.
+        # Since the last `take`, and over the whole time.
         self._recent, self._whole = (
             {
                 phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
@@ -89,12 +78,12 @@ class Sampler:
 
     @property
     def latest_percent(self) -> float | None:
-        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
+        """Utilization between the last two polls, the mean of the GPUs."""
         values = list(self._latest_percent.values())
         return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
-        """Count what the GPUs do from now on to this phase; it begins with training."""
+        """Book what the GPUs do from now on on this phase, at first on training."""
         if self._pid == os.getpid():
             with self._polled:
                 self._phases.enter(phase, time.time())
@@ -102,39 +91,39 @@ class Sampler:
     def take(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
         """Return what happened in a phase since the last such call, by UUID; errors are in the windows of both.
 
-        With ``wait_s`` the thread polls once more, which is waited for at most so long: for the end of a run.
+        With ``wait_s`` the thread polls once more, which is waited for at most so long.
         """
         return self._read(self._recent[phase], WindowBuilder.take, wait_s)
 
     def whole(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase so far, whatever has been taken meanwhile, by UUID."""
+        """Return what happened in a phase so far, by UUID."""
         return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
     def latest_listed(self) -> dict[str, GpuSample]:
-        """Return the last sample of each GPU that lists the memory of its processes, by UUID."""
+        """Return the last sample of each GPU that lists its processes, by UUID."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
             return dict(self._latest_listed)
 
     def timelines(self, uuid: str) -> dict[str, Series]:
-        """Return over the whole time what ``GpuTimelines`` keeps, in at most 2000 points."""
+        """Return the timelines of a GPU over the whole time."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
             return self._timelines[uuid].series()
 
     def close(self) -> None:
-        """End the thread; what was collected can still be taken. Idempotent."""
+        """End the thread; what was collected can still be taken."""
         if self._pid == os.getpid():
             self._stopping = True
             self._wake.set()
-            self._thread.join(_TIMEOUT_S)  # it may hang in the driver, and then it is left behind
+            self._thread.join(_TIMEOUT_S)
 
     def _read(
         self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float
     ) -> dict[str, GpuWindow]:
-        if self._pid != os.getpid():  # the thread is the parent's, and it may hold the lock for ever
+        if self._pid != os.getpid():  # the parent's thread may hold the lock for ever
             return {}
         with self._polled:
             if wait_s > 0:
@@ -169,7 +158,7 @@ class Sampler:
     def _poll(self, probes: Sequence[GpuProbe]) -> None:
         with self._polled:
             self._polls_begun += 1
-        samples = [probe.read() for probe in probes]  # this takes time, and the lock is free meanwhile
+        samples = [probe.read() for probe in probes]  # without the lock: this takes time
         with self._polled:
             for sample in samples:
                 for windows in (*self._recent.values(), *self._whole.values()):
@@ -186,7 +175,7 @@ class Sampler:
 
 
 def read_gpus() -> tuple[GpuReading, ...]:
-    """Read every GPU as ``nvml.read_gpus`` does, in a thread; ``NvmlUnavailableError`` also if no answer comes."""
+    """Call ``nvml.read_gpus`` in a thread; ``NvmlUnavailableError`` also if it does not answer."""
     found: list[tuple[GpuReading, ...] | Exception] = []
 
     def read() -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from statistics import fmean
 
-from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, gpu_summary
+from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, over_run, rounded
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 from lightning_gpu_tools.gpus.sharing import Sharing, share_out
 
-# How long the end of a run waits for one more poll of the GPUs; it takes a few milliseconds.
-_LAST_POLL_S = 2.0
+_LAST_POLL_S = 2.0  # at most, for one more poll at the end of a run
 
 
 class GpuWatch:
     """Samples some GPUs until it is closed; ``NvmlUnavailableError`` without a usable NVIDIA driver.
 
-    ``gpus`` are those to log and report, with the index to show. ``trained_on`` are those that the model trains on,
-    sampled in any case. ``job_pids`` returns the processes of this job on the node, as they see themselves.
+    ``gpus`` are logged and reported, with the index to show; those that the model trains on are sampled in any case.
+    ``job_pids`` returns this job's processes on the node, as they see themselves.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GpuWatch:
         self._sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         self.enter = self._sampler.enter
         self.metrics: dict[str, float] = {}  # those that `take` has returned last
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml, as the sampler did
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
 
@@ -52,7 +52,7 @@ class GpuWatch:
 
     @property
     def latest_percent(self) -> float | None:
-        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
+        """As of the sampler."""
         return self._sampler.latest_percent
 
     @property
@@ -65,7 +65,7 @@ class GpuWatch:
         return [window for uuid, window in self._sampler.whole(phase=phase).items() if uuid in self._trained_on]
 
     def throttled_percent(self) -> dict[int, float]:
-        """Return, of the GPUs that the model trains on, the share of the run so far in which clocks were held down."""
+        """Return the share of the run so far in which clocks were held down, by index, where the model trains."""
         shares = {window.uuid: window.throttled_percent for window in self.trained_on()}
         return {gpu.index: share for uuid, gpu in self._gpus.items() if (share := shares.get(uuid)) is not None}
 
@@ -74,11 +74,11 @@ class GpuWatch:
         return share_out(window.processes, self.own_pids)
 
     def note_memory(self) -> None:
-        """Note who uses what of the memory by the last samples: what torch counts was read at this moment."""
+        """Note who uses what of the memory by the last samples, as torch's counters were read at this moment."""
         self._noted = self._sampler.latest_listed()
 
     def noted_memory(self) -> list[tuple[GpuReading, GpuSample]]:
-        """Return the GPUs that the model trains on with the samples that were noted last."""
+        """Return the GPUs that the model trains on with the samples noted last."""
         uuids = self._gpus.keys() & self._noted.keys() & self._trained_on
         return [(gpu, self._noted[uuid]) for uuid, gpu in self._gpus.items() if uuid in uuids]
 
@@ -106,30 +106,36 @@ class GpuWatch:
         return metrics, troubles
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
-        """Return each GPU over the whole run so far, from any thread; at its end the GPUs are polled once more."""
+        """Return each GPU over the whole run so far, in any thread; at its end the GPUs are polled once more."""
         windows = self._sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
         validation = self._sampler.whole(phase="validation")
         found = []
         for uuid, gpu in self._gpus.items():
             if uuid not in windows:
                 continue
-            sharing = self.sharing(windows[uuid])
+            window, sharing, timelines = windows[uuid], self.sharing(windows[uuid]), self._sampler.timelines(uuid)
+            power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
             found.append(
-                gpu_summary(
-                    gpu,
-                    windows[uuid],
-                    validation[uuid],
-                    self._sampler.timelines(uuid),
+                GpuSummary(
+                    index=gpu.index,
+                    uuid=uuid,
+                    name=gpu.name,
                     node=self._node,
-                    started_s=self._started_s,
-                    sharing=sharing,
+                    validation_utilization_percent_mean=validation[uuid].utilization_percent_mean,
+                    power_watts_mean=fmean(power) if power else None,
+                    own_memory_bytes=sharing.own_memory_bytes,
                     others_memory_bytes_max=_largest(self._others_peak_bytes.get(uuid), sharing.others_memory_bytes),
+                    own_utilization_percent=sharing.own_utilization_percent,
+                    others_utilization_percent=sharing.others_utilization_percent,
+                    errors=window.errors,
+                    timelines={name: rounded(one, one.begin_s - self._started_s) for name, one in timelines.items()},
+                    **over_run(window, validation[uuid]),
                 )
             )
         return tuple(found)
 
     def close(self) -> None:
-        """Stop sampling; what was sampled stays. Idempotent."""
+        """Stop sampling; what was sampled stays."""
         self._sampler.close()
 
 

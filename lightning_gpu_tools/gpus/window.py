@@ -16,18 +16,16 @@ from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S, weights_s
 from lightning_gpu_tools.training.timeline import Series, Timeline
 
-# What a timeline is kept of, besides utilization.
-_TIMELINES = ("memory_used_bytes", "power_watts")
-# The metrics made of a GPU's state at a sample, and those made of how far a counter has gone since the one before.
+_TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
+# The metrics made of a GPU's state at a sample, and those made of counters.
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
-# A GPU that fails over and over is reported once; at most this many different texts are kept until they are taken.
+# In one window:
 _MAX_TEXTS = 100
-# Of at most this many processes the utilization is averaged in one window.
 _MAX_PROCESSES = 256
 
-_Sums = dict[Any, tuple[float, float]]  # a quantity summed up over time, and the seconds
+_Sums = dict[Any, tuple[float, float]]  # a quantity times seconds, or a difference, and the seconds
 
 
 def _add(sums: _Sums, key: str | int, amount: float, seconds: float) -> None:
@@ -36,7 +34,7 @@ def _add(sums: _Sums, key: str | int, amount: float, seconds: float) -> None:
 
 
 class PercentHistogram:
-    """How long a percentage had which value. The driver gives whole percents, so nothing is lost."""
+    """How long a percentage had which value; the driver gives whole percents."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -44,17 +42,17 @@ class PercentHistogram:
         self._percent_seconds = 0.0
 
     def add(self, percent: float, seconds: float) -> None:
-        """Add an observation; values that are no whole percent count as the nearest one in percentiles."""
+        """Add an observation."""
         self._seconds[round(min(max(percent, 0.0), 100.0))] += seconds
         self.total_s += seconds
         self._percent_seconds += percent * seconds
 
     def mean(self) -> float | None:
-        """Return the mean over the time, ``None`` if nothing was observed."""
+        """Return the mean over the time."""
         return self._percent_seconds / self.total_s if self.total_s > 0 else None
 
     def percentile(self, share: float) -> float | None:
-        """Return the lowest value that was not exceeded for this share (0 to 1) of the time; ``None`` without any."""
+        """Return the lowest value that was not exceeded for this share (0 to 1) of the time."""
         # Rounding in the sum must not push a percentile beyond the last value.
         below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
         for percent, seconds in enumerate(self._seconds):
@@ -66,7 +64,7 @@ class PercentHistogram:
 
 
 class Phases:
-    """When a run was in which phase, as far back as a sample of a GPU can reach; in the first one from ever on."""
+    """When a run was in which phase, as far back as a sample can reach."""
 
     def __init__(self, first: str) -> None:
         self._since: deque[tuple[float, str]] = deque([(-math.inf, first)], maxlen=1000)
@@ -76,7 +74,7 @@ class Phases:
         self._since.append((time_s, phase))
 
     def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
-        """Return for how long of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
+        """Return how much of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
         total_s, until_s = 0.0, end_s
         for since_s, name in reversed(self._since):
             if name == phase:
@@ -94,14 +92,13 @@ def _whole(begin_s: float, end_s: float) -> float:
 class WindowBuilder:
     """Adds up the samples of one GPU until they are taken.
 
-    ``overlap_s`` says how much of the time between two moments counts. What a sample says of the time since the one
-    before counts in proportion.
+    ``overlap_s`` says how much of the time between two moments counts; counters count in proportion.
     """
 
     def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:
         self._uuid = uuid
         self._overlap_s = overlap_s
-        # From one window to the next, so that nothing falls in between:
+        # Kept from one window to the next:
         self._sample_s: float | None = None
         self._utilization_s: float | None = None
         self._counters: dict[str, tuple[float, float]] = {}  # time and value
@@ -192,7 +189,7 @@ class WindowBuilder:
             return total
         if seconds <= 0:
             return None
-        # Power and heat may hold the clocks down at once, and the driver moves these counters in steps of 0.1 s.
+        # Power and heat may hold the clocks down at once, and these counters move in steps of 0.1 s.
         return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
@@ -201,7 +198,7 @@ class WindowBuilder:
 
 
 class GpuTimelines:
-    """The timelines of one GPU by metric, named as in ``GpuSample``; utilization is ``utilization_percent``."""
+    """The timelines of one GPU, by field of ``GpuSample`` and as ``utilization_percent``."""
 
     def __init__(self, max_points: int, width_s: float) -> None:
         self._timelines = {name: Timeline(max_points, width_s) for name in ("utilization_percent", *_TIMELINES)}

@@ -1,4 +1,4 @@
-"""How a training ends, and what is kept while it runs for the case that an error ends it."""
+"""How a training ends, and what is kept for the case that an error ends it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ending:
         self.listen()
 
     def listen(self) -> None:
-        """Hear of the failures of torch's allocator, as soon as CUDA has begun."""
+        """Hear of the allocator's failures, as soon as CUDA has begun."""
         if self.allocator is not None:
             self.allocator.listen()
 
@@ -45,21 +45,21 @@ class Ending:
             self.allocator.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Note the batch of a step that begins; only the first call for it counts."""
+        """Note the batch of a step that begins; only the first call counts."""
         step = self._clock.steps
         if self.allocator is not None and self._begun != (step,):
             self._begun = (step,)
             self.allocator.begin_step(step, _shape(batch))
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
-        """Note a batch of validation that begins, likewise; number 0 begins another validation."""
+        """Note a batch of validation, likewise; number 0 begins another validation."""
         place = self._clock.steps, number
         if self.allocator is not None and self._begun != place:
             self._begun = place
             self.allocator.begin_validation_batch(number, _shape(batch))
 
     def note_error(self, session: Session, error: BaseException, step: int) -> str:
-        """Return the outcome of a training that an error has ended at a step of the Trainer; keep what explains it."""
+        """Return the outcome of a training that this error has ended, and keep what explains it."""
         if self.outcome == COMPLETED:  # the first one who hears of it
             is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
             exits = [] if is_wanted else worker_exits(session.run, error)
@@ -79,12 +79,12 @@ class Ending:
 
     @property
     def snapshot(self) -> Path | None:
-        """Where torch writes a snapshot of all that is allocated when memory runs out; ``None`` = nowhere."""
+        """Where torch writes what is allocated when memory runs out."""
         return None if self.allocator is None else self.allocator.snapshot
 
     @property
     def allocator_failures(self) -> int:
-        """How often torch's allocator has failed on this rank, and the training went on."""
+        """How often the allocator has failed on this rank, and the training went on."""
         count = 0 if self.allocator is None else self.allocator.count
         has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
         return max(0, count - has_ended)

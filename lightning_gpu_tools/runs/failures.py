@@ -1,7 +1,6 @@
 """Finds out what has ended a training, where the error does not say it: by exit codes, counters and the traceback.
 
-The text of the error is a race: of a worker that was killed torch says that it was killed, that it exited unexpectedly,
-or nothing at all, and its handler of SIGCHLD raises wherever the training thread is.
+Of a worker that was killed torch says that, that it exited unexpectedly, or nothing, wherever the training thread is.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.units import printable
 
-# What loads the samples of a batch, a private name of torch.utils.data. Without it an error lacks the index.
+# What loads the samples of a batch, private in torch.utils.data. Without it an error lacks the index.
 FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
 
 
 def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
-    """Return the workers that have died, of the loader that an error comes from or of the training's.
-
-    If the error may be about workers, those that are about to end are waited for.
-    """
+    """Return the workers that have died, of the loader that an error comes from or of the training's."""
     workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
     text = str(error)
     may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
@@ -45,10 +41,7 @@ def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
 
 
 def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
-    """Return what has ended a training, where more is known than its error.
-
-    ``exits`` are the workers that have died, ``oom_kills`` how many processes the kernel has killed meanwhile.
-    """
+    """Return what has ended a training, where more is known than its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
     files = [_file(frame) for frame in frames]
     if any("torch/utils/data/" in file for file in files) and any(
@@ -60,10 +53,7 @@ def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills
 
 
 def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return what loads the samples of a batch, so that an error says at which index of the dataset it came.
-
-    Processes that are forked later inherit it, and what they add to an error is in its text here (Python 3.11).
-    """
+    """Have what loads the samples of a batch, also in workers, add the dataset's index to an error (Python 3.11)."""
 
     def fetched(self: Any, indices: Any) -> Any:
         try:
@@ -86,7 +76,7 @@ def _file(frame: FrameType) -> str:
 
 
 def _index_of(frames: Sequence[FrameType]) -> str | None:
-    """Return the index with which torch has asked the dataset for a sample; ``None`` if it has not."""
+    """Return the index with which torch has asked the dataset for a sample."""
     fetching = [i for i, frame in enumerate(frames) if _file(frame).endswith("torch/utils/data/_utils/fetch.py")]
     for frame in frames[fetching[-1] + 1 :][:1] if fetching else ():
         names = frame.f_code.co_varnames

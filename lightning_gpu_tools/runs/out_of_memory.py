@@ -1,4 +1,4 @@
-"""Collects what explains an out-of-memory error that has ended a training: from torch, the GPUs and the host."""
+"""Collects what explains an out-of-memory error: from torch, the GPUs and the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UN
 if TYPE_CHECKING:
     from lightning_gpu_tools.runs.session import Session
 
-# What the training thread was doing, by the innermost of these functions in the traceback, with a part of its path.
+# What the training thread was doing, by the innermost of these functions in the traceback; after a colon, of its path.
 _FUNCTIONS = {
     "training_step": FORWARD,
     "backward": BACKWARD,
@@ -49,10 +49,7 @@ _FUNCTIONS = {
 def explain(
     session: Session, error: BaseException, step: int, exits: Sequence[WorkerExit], kills: int
 ) -> OutOfMemory | None:
-    """Return what is known of an out-of-memory error; ``None`` if the error is another one.
-
-    ``exits`` are the workers that have died, ``kills`` how many processes the kernel has killed because memory ran out.
-    """
+    """Return what is known of an out-of-memory error; ``None`` if the error is another one."""
     message = out_of_memory(error)
     killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
@@ -90,7 +87,7 @@ def explain(
 
 
 def phase_of(error: BaseException) -> str | None:
-    """Return what the training thread was doing by the functions in an error's traceback."""
+    """Return what the training thread was doing by an error's traceback."""
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -102,7 +99,6 @@ def phase_of(error: BaseException) -> str | None:
 
 
 def _with_gpus(found: OutOfMemory, session: Session, run: Run) -> OutOfMemory:
-    """Return the same with the GPUs of this machine, as they are now, and who uses them."""
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
     found = replace(found, uuid=own.uuid)
@@ -119,13 +115,13 @@ def _with_gpus(found: OutOfMemory, session: Session, run: Run) -> OutOfMemory:
 
 
 def _orphans(gpu: GpuReading | None, others: frozenset[int]) -> tuple[int, ...]:
-    """Return the processes on a GPU whose parent has ended, but for these others."""
+    """Return the processes on a GPU whose parent has ended, without these others."""
     pids = [one.pid for one in (gpu.processes if gpu is not None else None) or () if one.pid not in others]
     return tuple(pid for pid in pids if (stat := process_stat(pid)) is not None and stat.parent == INIT)
 
 
 def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
-    """Return what a model needs beside its batch, also what has yet to be made: gradients, states."""
+    """Return what a model needs beside its batch, also gradients and states that have yet to be made."""
     held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
@@ -140,5 +136,5 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
 
 
 def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers an optimizer keeps for each weight: two if it is like Adam, one with momentum."""
+    """Return how many numbers an optimizer keeps for each weight."""
     return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0

@@ -1,4 +1,4 @@
-"""What the ranks of a training exchange: what each one publishes of itself, and what rank 0 hears of the others."""
+"""What the ranks of a training exchange: what each publishes, and what rank 0 makes of it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MAX_TROUBLES = 8  # of other nodes at a time: what fits on a screen
 
 
 class Ranks:
-    """One rank among the others, from the start of a training on; a job of one rank hears only itself.
+    """One rank among the others, from the start of a training on.
 
-    ``exchange`` is the thread in which they publish and hear. GPUs of other nodes come along if ``is_monitored``.
+    GPUs of other nodes are published if ``is_monitored``: for loggers and the report.
     """
 
     def __init__(self, name: str, store: Any, recorder: RunRecorder, *, is_monitored: bool) -> None:
@@ -40,7 +40,7 @@ class Ranks:
         self.exchange.publish(pid=os.getpid())
 
     def pids_on_node(self) -> frozenset[int] | None:
-        """Return this job's processes on the node, as they see themselves; ``None`` until all have published."""
+        """Return this job's processes on the node; ``None`` until all have published."""
         if self._pids is None:
             pids = [entry["pid"] for entry in self.exchange.entries() if entry["node"] == self._place.node]
             if len(pids) >= min(self._place.local_ranks, self.exchange.ranks):
@@ -48,7 +48,7 @@ class Ranks:
         return self._pids
 
     def publish(self, *, at_end: bool = False) -> None:
-        """Publish how fast this rank is, and from the first rank of another node what its GPUs did, too."""
+        """Publish how fast this rank is, and from the first rank of another node what its GPUs did."""
         recorder, gpus = self._recorder, self._recorder.gpus
         facts: dict[str, Any] = {"own_step": recorder.own_step()}
         if self._place.world_size > 1:
@@ -68,7 +68,7 @@ class Ranks:
         self.exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Publish a last time, and on rank 0 wait, at most so long, for the others; say what is missing."""
+        """Publish a last time, and on rank 0 wait for the others; return what is missing, in words."""
         self.publish(at_end=True)
         late = self.exchange.finish(timeout_s)
         missing = []
@@ -87,7 +87,7 @@ class Ranks:
         return missing
 
     def _hear(self, entries: Sequence[Entry]) -> None:
-        """Take in, on rank 0 and in the thread of the exchange, what the ranks have published."""
+        """Take in what the ranks have published: on rank 0, in the thread of the exchange."""
         self._recorder.hear(entries)
         others = [entry for entry in entries if "metrics" in entry]
         news = [entry for entry in others if entry["turn"] > self._turns.get(entry["rank"], 0)]
@@ -114,17 +114,17 @@ class Ranks:
         self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]
 
     def take(self) -> tuple[Mapping[str, float], list[str]]:
-        """Return what was heard of the GPUs of other nodes since the last call, as ``GpuWatch.take`` does."""
+        """Return what was heard of the GPUs of other nodes since the last call, as ``GpuWatch.take``."""
         metrics, self._metrics = self._metrics, {}
         troubles, self._troubles = self._troubles, []
         return metrics, troubles
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
-        """Return the GPUs that the first ranks of the other nodes published last, as far as they could be heard."""
+        """Return the GPUs that other nodes have published last."""
         return tuple(read(GpuSummary, gpu, {}) for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
 
     def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
-        """Return what the memory of each GPU was used for, by all ranks that were heard or, faster, by this one."""
+        """Return what the memory of each GPU was used for, by all ranks or, faster, by this one alone."""
         share = own_share(self._recorder)
         shares = [] if share is None else [share]
         if all_ranks:
@@ -133,7 +133,7 @@ class Ranks:
         return accounts(shares)
 
     def are_missing(self, measured: RunMeasurements) -> bool:
-        """Return whether it is too early to judge: rank 0 has not heard yet how fast some of the others are."""
+        """Return whether it is too early to judge: rank 0 has yet to hear how fast some others are."""
         return self._place.rank == 0 and self.exchange.ranks > max(1, len(measured.ranks))
 
 

@@ -1,4 +1,4 @@
-"""What the measuring asks of a training, whoever drives it: a Trainer, Fabric, or a loop of the user's own."""
+"""What the measuring asks of a training, be it of a Trainer, of Fabric, or a loop of the user's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gpu_tools.training.rank_exchange import Place
 
 
 class Run(Protocol):
-    """A training, as far as it is known to whoever drives it; ``None`` = unknown, but for a GPU or a loader."""
+    """A training, as far as it is known to whoever drives it; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, with options that can be advised
 
@@ -56,7 +56,7 @@ class Run(Protocol):
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether ranks meet at the end of backward alone; with FSDP or DeepSpeed every layer waits for all ranks."""
+        """Whether ranks meet at the end of backward alone, and not in every layer as with FSDP or DeepSpeed."""
 
     @property
     def loggers(self) -> Sequence[Any]:
@@ -88,14 +88,14 @@ class Run(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What else a report has in its settings: at least ``model``, the name of what is trained."""
+        """More settings for the report: at least ``model``, the name of what is trained."""
 
 
 def gpu_readings(devices: Sequence[torch.device]) -> tuple[GpuReading, ...]:
-    """Return UUID and name of each of these GPUs, and torch's index, which means nothing outside this process."""
+    """Return UUID and name of each of these GPUs, and torch's index, which counts within this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if devices and visible.startswith("MIG-"):
-        # A process sees one MIG instance; torch gives the UUID of the GPU that it is part of.
+        # A process sees one instance; torch gives the UUID of its GPU.
         return (GpuReading(index=0, uuid=visible.split(",")[0], name=torch.cuda.get_device_name(0)),)
     found = []
     for device in devices:

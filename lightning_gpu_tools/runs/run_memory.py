@@ -1,4 +1,4 @@
-"""The account of GPU memory of a training: what its ranks counted and what the driver said, brought together by GPU."""
+"""What the GPUs' memory was used for, by what the ranks counted and the driver said."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MemoryShare:
 
     gpu: DriverMemory  # which GPU it trains on
     memory: RankMemory  # what it has counted there
-    drivers: tuple[DriverMemory, ...] = ()  # of all GPUs of its node, if it is the rank that asks the driver
+    drivers: tuple[DriverMemory, ...] = ()  # of the GPUs of its node, if this rank asks the driver
 
 
 def own_share(recorder: RunRecorder) -> MemoryShare | None:
@@ -51,7 +51,7 @@ def _driver_memory(gpus: GpuWatch, node: int) -> Iterable[DriverMemory]:
 
 
 def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
-    """Return what the memory of each GPU was used for, as far as its ranks could be heard."""
+    """Return what the memory of each GPU was used for."""
     drivers: dict[tuple[int, str], DriverMemory] = {}
     ranks: defaultdict[tuple[int, str], list[RankMemory]] = defaultdict(list)
     for share in shares:

@@ -1,4 +1,4 @@
-"""Collects all that the diagnosis needs of a training, from its driver, its step clock, the host and the GPUs."""
+"""Collects all that the diagnosis needs of a training."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
-# Our default: from this many samples of a GPU's steps on, their medians are compared between ranks.
-_MIN_GPU_SAMPLES = 5
-# Our default: in so many parts of a run shows when a rank was slow.
-_MAX_PARTS = 16
-# What GpuFacts has of the windows of the GPUs that the model trains on.
+_MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to be compared between ranks
+_MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
+# Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
     "sm_active_percent",
     "tensor_active_percent",
@@ -58,10 +56,7 @@ class HostReading(NamedTuple):
 
 
 class RunRecorder:
-    """Keeps, from the start of a training on, what is needed to describe it at any later moment.
-
-    Make it when the loader is known.
-    """
+    """Keeps what is needed to describe a training at any moment from its start on, when the loader is known."""
 
     def __init__(
         self, run: Run, clock: StepClock, rank_waits: RankWaits, gpus: GpuWatch | None, memory: MemoryCounters | None
@@ -88,7 +83,7 @@ class RunRecorder:
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be seen of the loader's workers with this version of torch or Lightning."""
+        """What could not be seen of the loader's workers."""
         return sorted(self._workers.unseen or ()) if self._loader is not None and self._loader.num_workers else []
 
     def note_batch(self, batch: Any) -> None:
@@ -101,7 +96,7 @@ class RunRecorder:
             self.batch_bytes = batch_bytes(batch)
 
     def after_step(self) -> None:
-        """Sample the loader's workers if it is time; nearly always this does nothing."""
+        """Sample the loader's workers if it is time."""
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self._workers.after_long_wait()
         if self._clock.steps >= self._next_poll:
@@ -111,15 +106,15 @@ class RunRecorder:
             self._follow_loader()
 
     def _follow_loader(self) -> None:
-        # After NumWorkersFinder has changed its settings, the loader is judged by the new ones alone.
+        # When NumWorkersFinder has changed the settings, only the new ones count.
         settings = loader_settings(self.run)
         if settings is not None and settings != self._loader:
             self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
-            self._workers.unseen = None  # the loader before may have had no workers
+            self._workers.unseen = None
             self._clock.begin_anew()
 
     def own_step(self) -> dict[str, Any] | None:
-        """Return the fields of ``RankStep`` but who this rank is; ``None`` before there are steady steps."""
+        """Return the fields of ``RankStep`` but who this rank is; ``None`` before steady steps."""
         clock, run = self._clock, self.run
         if not clock.blocks:
             return None
@@ -157,9 +152,9 @@ class RunRecorder:
         }
 
     def _own_gpu_s(self) -> dict[str, float]:
-        """Return the GPU's own times for the parts of sampled steps; empty if it waits for other ranks within them.
+        """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
 
-        A GPU that waits for others in forward, as for the statistics of SyncBatchNorm, does so in backward, too.
+        If it does so in forward, as for the statistics of SyncBatchNorm, it does in backward, too.
         """
         idle, waits = self._clock.gpu_idle(), self._rank_waits
         if not self.run.is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
@@ -170,8 +165,7 @@ class RunRecorder:
         return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
     def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what all ranks have published, in any thread."""
-        # By JSON, whose keys are texts.
+        """Take in what all ranks have published, in any thread; keys of JSON are texts."""
         throttled = {
             (entry["node"], int(gpu)): percent
             for entry in entries
@@ -191,7 +185,7 @@ class RunRecorder:
         self._batch_sizes = [size for entry in entries if (size := entry.get("largest_batch_size")) is not None]
 
     def read_host(self) -> HostReading:
-        """Ask the host, in any thread, for some milliseconds."""
+        """Ask the host, in any thread; this takes some milliseconds."""
         return HostReading(
             time.perf_counter(),
             read_host_budget(local_ranks=self._local_ranks),
@@ -201,7 +195,7 @@ class RunRecorder:
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
-        """Return everything measured so far, in the training thread; ``now`` is for what another one has just read."""
+        """Return everything measured so far, in the training thread; ``now`` may come from another one."""
         clock, run, gpus, began = self._clock, self.run, self.gpus, self._began
         now = now or self.read_host()
         host, children_s = now.budget, now.children_cpu_s
@@ -245,7 +239,7 @@ class RunRecorder:
         )
 
     def largest_batch_size(self) -> int | None:
-        """Return the largest batch that fits this rank's GPU, in samples; ``None`` if that cannot be told."""
+        """Return the largest batch that fits this rank's GPU, in samples, if that can be told."""
         memory = None if self.memory is None else self.memory.facts()
         peak, gpu = None if memory is None else step_peak(memory, self.batch_bytes or 0), self._gpu_facts()
         if memory is None or peak is None or gpu.memory_total_bytes is None:
@@ -277,13 +271,13 @@ class RunRecorder:
 
 
 def loader_settings(run: Run) -> LoaderSettings | None:
-    """Return the settings of a training's loader; ``None`` if it is not a ``torch.utils.data.DataLoader``."""
+    """Return the settings of a training's loader, if it is a ``torch.utils.data.DataLoader``."""
     return None if run.loader is None else settings_of(run.loader)
 
 
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:
-    observed = [one for one in windows if one.utilization_mean_percent is not None]
-    percents = [one.utilization_mean_percent or 0.0 for one in observed]
+    observed = [one for one in windows if one.utilization_percent_mean is not None]
+    percents = [one.utilization_percent_mean or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
 
 

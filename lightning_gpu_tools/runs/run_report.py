@@ -34,11 +34,10 @@ from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default: the report is written at the start, so much later, and then whenever the run has become twice as long, at
-# least once a minute. A run that is killed loses half of itself at most, or a minute.
+# Our default: the report is written at the start, so much later, and whenever the run has become twice as long. A run
+# that is killed loses half of itself at most, or a minute.
 FIRST_WRITE_S = 2.0
-# Our default: how long a step may take until the report is written without it.
-_MAX_WAIT_S = 5.0
+_MAX_WAIT_S = 5.0  # our default: for the next step
 
 
 def describe(session: Session, outcome: str, host: HostReading | None = None) -> Report:
@@ -117,8 +116,8 @@ def _settings(run: Run, cores: float) -> dict[str, Any]:
 class RunningReport:
     """Writes the report of a training while it runs, so that a run that is killed leaves one.
 
-    A background thread asks for it when it is time. The training thread measures after its next step, and the other one
-    writes; if that step takes too long, what it has, with the clock's times.
+    The background thread asks the training thread to measure after its next step, and writes. If that step takes too
+    long, it writes what it has, with the clock's times.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -144,7 +143,7 @@ class RunningReport:
         session = self._session
         has_stalled = any(not one.is_over for one in session.stalls[-1:])
         if not self._is_fresh and not self._asked and not has_stalled:
-            self._host = self._recorder.read_host()  # takes longer than all that the training thread has to do
+            self._host = self._recorder.read_host()  # the longest part
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
@@ -170,9 +169,9 @@ class RunningReport:
 
 
 def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
-    """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
+    """Write the report with its picture and page, log its summary, and print it.
 
-    Picture and page come beside the file. ``snapshot`` is where torch writes what is allocated when memory runs out.
+    Whatever fails costs only itself and is printed, too. ``snapshot`` is what torch may have written.
     """
     folder = file.path.parent
     paths: list[Path] = []
@@ -212,7 +211,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
 
 
 def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
-    """Send the summary of a report to a logger, numbers as metrics; and texts, also the whole, if it takes them."""
+    """Send the summary of a report to a logger: numbers as metrics, and texts if it takes them."""
     parts = report.memory[0].parts_bytes if report.memory else {}
     sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
     summary = {**report.diagnosis.summary(), **sizes, "report": text}
@@ -264,10 +263,7 @@ def _quoted(path: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print on the terminal, as far as it can show the characters, in one write.
-
-    Rich's progress bar in a notebook prints an unfinished line over and over.
-    """
+    """Print what the terminal can show, in one write: Rich's bar in a notebook repeats unfinished lines."""
     try:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
@@ -282,7 +278,7 @@ def say_verdict(diagnosis: Diagnosis) -> None:
 
 
 def warn_if_not_writable(folder: str) -> None:
-    """Warn before training, not after it, that the report cannot be written."""
+    """Warn before training that the report cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

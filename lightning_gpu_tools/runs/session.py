@@ -1,4 +1,4 @@
-"""The measuring of one training: it opens what measures, is called after each step, finishes, and judges."""
+"""The measuring of one training: opening, stepping, finishing, judging."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
-# Counts the trainings with several ranks, which all of them train in the same order.
-_trainings = itertools.count()
+_trainings = itertools.count()  # with several ranks, in the same order on all of them
 _WARM_UP_POLL_S = 0.4
 
 
 def check_interval(interval_s: float) -> None:
-    """Raise ``ValueError`` unless GPUs can be polled at this interval."""
+    """Raise ``ValueError`` if GPUs cannot be polled at this interval."""
     if not 0 < interval_s < math.inf:
         raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
 
@@ -57,24 +56,23 @@ class Timer(Protocol):
 
     @property
     def is_trial(self) -> bool:
-        """Whether a tuner tries something with the model, of which nothing is measured."""
+        """Whether a tuner tries something, of which nothing is measured."""
 
     @property
     def unseen(self) -> list[str]:
         """What could not be timed."""
 
     def stop(self) -> None:
-        """Stop the clock, and put everything back; nothing happens the second time."""
+        """Stop the clock, and put everything back, once."""
 
 
 class Session:
     """Everything that is measured of one training, once.
 
-    Call :meth:`begin` when training starts, :meth:`after_step` after each step, :meth:`finish` at the end, and
-    :meth:`close` it then. Everybody who shares it may call every method: only the first call at each moment counts.
+    Call :meth:`begin` when training starts, :meth:`after_step` after each step, :meth:`finish` at the end, and then
+    :meth:`close`. Whoever shares it may call every method: only the first call at each moment counts.
 
-    ``timer`` makes what drives the clock; it is given the clock, and what to call with the phase when validation begins
-    and when training goes on.
+    ``timer`` makes what drives the clock; it is given the clock, and what to call when validation begins and ends.
     """
 
     # Since training has begun:
@@ -92,7 +90,7 @@ class Session:
         self.stall_watch: StallWatch | None = None
         self.started_s = 0.0  # time.time()
         self.report_wanted = False  # after the next step
-        # Whoever advises, or searches for settings of the loader, sets these.
+        # Set by whoever advises, or searches for settings:
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
         self._is_monitored = False
@@ -123,7 +121,7 @@ class Session:
     def monitor(
         self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool, stall_after_s: StallAfter
     ) -> None:
-        """Ask, before training begins, for it to be logged, watched and reported; see ``GPUUtilizationMonitor``."""
+        """Have the training logged, watched and reported; to be called before it begins."""
         self._is_monitored = True
         self._sampling = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
         if stall_after_s is not None and self.stall_watch is None:
@@ -132,7 +130,7 @@ class Session:
             self._threads.append(self.stall_watch.jobs)
 
     def begin(self) -> RunRecorder:
-        """Begin to measure what is known only when training starts: the loader, the GPUs, the ranks."""
+        """Begin to measure what is known only now: the loader, the GPUs, the ranks."""
         if self.timer.fault is not None:
             raise self.timer.fault
         if self.recorder is None:
@@ -164,7 +162,7 @@ class Session:
         return self._own_store or compat.default_store()
 
     def board(self, name: str) -> Board:
-        """Return a new board on which the ranks of this training exchange something."""
+        """Return a new board for the ranks of this training."""
         return Board(f"{self._name}/{name}", self.run.place, self._store)
 
     def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
@@ -198,16 +196,13 @@ class Session:
             self.timer.memory.enter(phase)
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
-        """Note that a batch of validation begins; number 0 begins another validation."""
+        """Note a batch of validation; number 0 begins another validation."""
         if self.stall_watch is not None:
             self.stall_watch.beats += 1
         self.ending.begin_validation_batch(batch, number)
 
     def after_step(self, batch: Any = None) -> None:
-        """Sample what has to be sampled after a step; nearly always this does nothing.
-
-        ``batch`` is that of the step; ``None`` if it was noted when the step began.
-        """
+        """Sample what is due after a step; ``batch`` is its batch, unless that was noted when it began."""
         if self.clock.steps != self._last_step and self.recorder is not None:
             is_first, self._last_step = self._last_step < 0, self.clock.steps
             if batch is not None:
@@ -221,15 +216,15 @@ class Session:
                 self.clock.as_own_work(self._check_surroundings, self.recorder.batch_bytes)
 
     def _check_surroundings(self, batch_bytes: int | None) -> None:
-        """Warn, once, of what would end the training later."""
+        """Warn of what would end the training later."""
         self.warn(*shortcomings(read_surroundings(self.run, batch_bytes)))
 
     def _poll_memory(self) -> float:
-        # What the first steps fill does not count: caches, workers, the allocator, what torch.compile keeps.
+        # What the first steps fill does not count, such as caches.
         return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
 
     def log_if_due(self) -> float:
-        """Log the GPUs at the steps at which loggers get metrics; return after which of the clock's to ask again."""
+        """Log the GPUs when loggers get metrics; return the step of the clock after which to ask again."""
         every = self.run.log_every_n_steps
         if not every:
             return math.inf
@@ -256,7 +251,7 @@ class Session:
             logger.log_metrics({name.replace("/", separator): value for name, value in metrics.items()}, step=step)
 
     def warn(self, *messages: str, category: type[Warning] = UserWarning) -> None:
-        """Warn of each once, on rank zero, and have the report written: whoever is warned may want to read more."""
+        """Warn of each once, on rank zero, and have the report written, to read more."""
         for message in messages:
             if message not in self._warned:
                 self._warned.add(message)
@@ -267,7 +262,7 @@ class Session:
     # Finishing, and judging
 
     def finish(self, timeout_s: float) -> None:
-        """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks to do so."""
+        """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks."""
         if self._finished:
             return
         if self.stall_watch is not None:
@@ -282,7 +277,7 @@ class Session:
             self._log_gpus(self.ranks, self.run.logged_step - 1)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
-        """Return each GPU of this node over the whole run so far; at its end they are polled once more."""
+        """Return each GPU of this node over the whole run so far."""
         if self.gpus is None:
             return ()
         summaries = self.gpus.summaries(at_end=self._finished)
@@ -291,7 +286,7 @@ class Session:
         return summaries
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
-        """Return what the measurements say, by the advisor's thresholds; ``None`` before training begins."""
+        """Return what the measurements say, by the advisor's thresholds; ``None`` before training."""
         if self.recorder is None or self._diagnosis is not None:
             return self._diagnosis
         diagnosis = diagnose(
@@ -308,12 +303,12 @@ class Session:
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
-        """The times so far in which this rank saw the training make no progress."""
+        """When this rank saw the training make no progress."""
         return () if self.stall_watch is None else self.stall_watch.stalls
 
     @property
     def thread_cpu_s(self) -> float:
-        """CPU time of all threads of the session so far but that of the GPUs' sampler."""
+        """CPU time of all threads but the GPUs' sampler."""
         return sum(thread.cpu_s for thread in self._threads)
 
     @property

@@ -1,4 +1,4 @@
-"""Watches a training for stalls, in a thread of its own, and says what it sees while it stands."""
+"""Watches a training for stalls from a thread, and says what it sees while it stands."""
 
 from __future__ import annotations
 
@@ -42,17 +42,13 @@ if TYPE_CHECKING:
 
 StallAfter = float | Literal["auto"] | None
 
-# Our defaults, from here on. A training is polled twelve times before it has stalled, and at least every 5 s.
-_POLLS = 12
-_MAX_INTERVAL_S = 5.0
-# How long what the processes do is sampled.
-_SAMPLE_S = 0.5
-# How much later than this thread C code is suspected to hold Python's lock.
-_LOCK_GRACE_S = 5.0
-# A rank is silent that has left out so many of its messages.
-_MISSED = 6
-# A checkpoint that is written this fast (bytes between two polls) makes progress.
-_WRITING_BYTES = 1 << 20
+# Our defaults.
+_POLLS = 12  # before a training has stalled
+_MAX_INTERVAL_S = 5.0  # between two of them
+_SAMPLE_S = 0.5  # what the processes do
+_LOCK_GRACE_S = 5.0  # until C code is suspected to hold Python's lock
+_MISSED = 6  # messages of a rank that is silent
+_WRITING_BYTES = 1 << 20  # between two polls: a checkpoint that makes progress
 _MAX_PRINTED, _MAX_KEPT = 8, 50  # calls of a stack
 _MAX_WORKERS, _MAX_ASKED = 64, 4  # sampled, and asked for their stack
 _MAX_STALLS = 100
@@ -60,7 +56,7 @@ _MAX_RANKS = 64
 
 
 def check_stall_after(stall_after_s: StallAfter) -> None:
-    """Raise ``ValueError`` unless a training can be watched with this value."""
+    """Raise ``ValueError`` if a training cannot be watched with this value."""
     if stall_after_s not in ("auto", None) and not (isinstance(stall_after_s, (int, float)) and stall_after_s > 0):
         raise ValueError(f'stall_after_s must be "auto", None or a positive number of seconds, got {stall_after_s!r}.')
 
@@ -68,15 +64,14 @@ def check_stall_after(stall_after_s: StallAfter) -> None:
 class StallWatch:
     """Watches the training of a session, made in the thread that trains.
 
-    The thread never touches a disk, which may not answer, and never calls ``torch.cuda``, a collective, or a store that
-    another thread may wait for: no other thread uses the connection of ``ranks``. It warns while the training thread
-    stands still, which forks no worker then.
+    The thread never touches a disk, ``torch.cuda``, a collective, or a store that the training waits for: ``ranks`` has
+    another connection. It may warn, because the training thread stands still then and forks no worker.
     """
 
     def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: Board) -> None:
         self.stalls: tuple[Stall, ...] = ()
         self.notes: list[str] = []  # what the training thread is to say in `pass_on`
-        self.beats = 0  # batches of validation begun, which the clock does not count; of the training thread
+        self.beats = 0  # batches of validation begun, which the clock does not count
         self.ended: str | None = None  # how the training has ended
         self._session = session
         self._ranks = ranks
@@ -95,7 +90,7 @@ class StallWatch:
         self.jobs.add("Watching for stalls", self._poll)
 
     def close(self, ended: str | None = None) -> None:
-        """End the watch, and let the other ranks know how the training has ended; nothing happens the second time."""
+        """End the watch, once, and let the other ranks know how the training has ended."""
         if self._is_closed:
             return
         self._is_closed, self.ended = True, ended
@@ -200,7 +195,6 @@ class StallWatch:
     # The ranks
 
     def _publish(self, phase: str) -> None:
-        """Publish where this rank stands; the store does not answer, so nothing is waited for."""
         if self._session.run.place.world_size > 1:
             self._ranks.post(facts=asdict(self._own_facts(phase)))
 
@@ -225,7 +219,7 @@ class StallWatch:
         return replace(facts, cause=own.cause, why=own.why, next_step=own.next_step, stack=calls)
 
     def _hear(self) -> list[RankFacts] | None:
-        """Return where all ranks stand; ``None`` where a lower rank is there to speak for all."""
+        """Return where all ranks stand; ``None`` where a lower rank speaks for all."""
         place, board = self._session.run.place, self._ranks
         if place.local_rank == 0 and place.rank > 0:
             board.read(place.mates)
@@ -244,7 +238,7 @@ class StallWatch:
         return [one for one in found if one is not None]
 
     def _facts_of(self, rank: int) -> RankFacts | None:
-        """Return where another rank stands by its last entry; ``None`` without a store, or before the first one."""
+        """Return where another rank stands by its last entry."""
         entry = self._ranks.entries.get(rank)
         if entry is None:
             return None

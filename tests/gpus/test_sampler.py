@@ -60,8 +60,8 @@ def test_a_window_holds_what_happened_between_two_calls(clock):
         reader.whole(wait_s=TIMEOUT_S)
         assert reader.latest_percent == 80
     after, whole = reader.take(wait_s=TIMEOUT_S)[uuid], reader.whole()[uuid]  # also when it is closed
-    assert window.utilization_mean_percent == pytest.approx(50, abs=4)
-    assert (window.utilization_p5_percent, window.utilization_p95_percent) == (20, 80)
+    assert window.utilization_percent_mean == pytest.approx(50, abs=4)
+    assert (window.utilization_percent_p5, window.utilization_percent_p95) == (20, 80)
     assert window.utilization_observed_s == pytest.approx(4, abs=0.3)
     assert window.duration_s == pytest.approx(4)
     assert window.memory_used_bytes == 20 * GIB
@@ -106,8 +106,8 @@ def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
         clock.advance(1)
         training = reader.take(wait_s=TIMEOUT_S)[uuid]
         validation = reader.take(phase="validation")[uuid]
-    assert training.utilization_mean_percent == pytest.approx(90, abs=3)
-    assert validation.utilization_mean_percent == pytest.approx(10, abs=3)
+    assert training.utilization_percent_mean == pytest.approx(90, abs=3)
+    assert validation.utilization_percent_mean == pytest.approx(10, abs=3)
     assert (training.duration_s, validation.duration_s) == (pytest.approx(3), pytest.approx(3))
     assert (training.energy_joules, validation.energy_joules) == (pytest.approx(300), pytest.approx(300))
 

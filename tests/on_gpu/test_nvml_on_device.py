@@ -68,7 +68,7 @@ def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
         window = sampler.take(wait_s=10)[uuid]
     print(window)
     assert sampler.failure is None
-    assert window.utilization_mean_percent > 70
+    assert window.utilization_percent_mean > 70
     assert window.utilization_observed_s > 3
     assert window.memory_used_bytes >= matrix.numel() * 4
     assert window.energy_joules is None or window.energy_joules > 0

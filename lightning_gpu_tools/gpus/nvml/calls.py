@@ -1,4 +1,4 @@
-"""Single calls of NVML, with the errors that are answers turned into answers, and the others into words."""
+"""Single calls of NVML, and its errors as answers or in words."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pynvml
 from lightning_gpu_tools.gpus.readings import UtilizationSample
 from lightning_gpu_tools.units import printable
 
-# This hardware, this driver or this user never gets to know: the answer is None.
+# This hardware, driver or user never gets an answer.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
-# After one of these, no other question about the GPU has an answer.
+# After one of these, nothing about the GPU can be read.
 GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
 
 
@@ -50,7 +50,7 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
         _, answer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
     except pynvml.NVMLError_NotFound:  # nothing newer
         return [], last_us
-    # The order is not documented, and values far above 100 have been seen: https://github.com/Syllo/nvtop/issues/110
+    # In no documented order, with values far above 100: https://github.com/Syllo/nvtop/issues/110
     pairs = sorted(
         (stamp_us, percent)
         for sample in answer
@@ -66,7 +66,7 @@ def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], in
         samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
     except pynvml.NVMLError_NotFound:  # nobody used it
         return {}, last_us
-    # One sample a process; values above 100 are as wrong as in the GPU's own samples.
+    # One sample a process, likewise.
     percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
     return percents, max((one.timeStamp for one in samples), default=last_us)
 

@@ -32,20 +32,19 @@ _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
 }
 
-# The driver keeps samples of about 20 s. On some products (GB10) it adds none while the GPU is idle, so they may be
-# minutes old: https://github.com/polarsignals/gpu-metrics-agent/pull/37
+# The driver keeps samples of about 20 s, but on some products (GB10) adds none while the GPU is idle:
+# https://github.com/polarsignals/gpu-metrics-agent/pull/37
 _STALE_AFTER_S = 30.0
 
-# Products whose GPU has no memory of its own. The driver's names: "NVIDIA GB10" (DGX Spark), "NVIDIA Thor",
-# "Orin (nvgpu)": https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
+# GPUs without memory of their own: "NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)". See
+# https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
 def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, in PCI order, with 10 calls of NVML for each without MIG.
+    """Read every GPU of this machine, in PCI order; with loads also how busy each process keeps it.
 
-    A GPU that cannot be read is listed with the reason in ``error``. ``with_loads`` asks, with one call more, how busy
-    each process keeps its GPU, too. ``NvmlUnavailableError``: there is no usable NVIDIA driver.
+    A GPU that cannot be read is listed with the reason in ``error``; ``NvmlUnavailableError`` without a usable driver.
     """
     with session():
         try:
@@ -53,7 +52,7 @@ def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(why_unavailable(error)) from error
         found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
-    # NVML promises no order. A GPU that does not even report its address keeps the place that NVML gave it.
+    # NVML promises no order. A GPU without an address keeps its place.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
     ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
     return tuple(
@@ -74,7 +73,6 @@ def _read_gpu(nvml_index: int, with_loads: bool) -> tuple[tuple[int, int, int] |
         reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
         address = (pci.domain, pci.bus, pci.device)
-        # As nvidia-smi writes it.
         reading = replace(reading, pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0")
         integrated = reading.name is not None and _INTEGRATED_NAME.search(reading.name) is not None
         total_bytes, free_bytes = _memory(handle, integrated)
@@ -127,7 +125,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
 def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
     """Return the total and the free bytes."""
     if integrated:
-        # NVML's answer, where there is one, leaves out what the page cache would give back.
+        # NVML leaves out what the page cache would give back.
         import psutil
 
         host = psutil.virtual_memory()
@@ -153,7 +151,6 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     if compute is None:
         return None
     graphics = ask(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or []
-    # A process may have both kinds of context.
     by_pid = {process.pid: process for process in [*graphics, *compute]}
     compute_pids = {process.pid for process in compute}
     found = [
@@ -172,9 +169,8 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
 
 def identified(process: GpuProcess) -> GpuProcess:
     """Return the process with its user and name, where they can be seen from here."""
-    if pids_are_ours():
-        # Not by psutil, whose import takes as long as half a pick.
-        with contextlib.suppress(OSError):  # ended in the meantime, hidden from this user, or no Linux
+    if pids_are_ours():  # without psutil, whose import takes as long as half a pick
+        with contextlib.suppress(OSError):  # it has ended, is hidden from this user, or this is no Linux
             with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
                 name = printable(file.read().rstrip("\n"))
             user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
@@ -183,12 +179,8 @@ def identified(process: GpuProcess) -> GpuProcess:
 
 
 def pids_are_ours() -> bool:
-    """Return whether the driver's process numbers are those of this process's namespace.
-
-    It gives those of the host, also in a container: https://github.com/NVIDIA/nvidia-docker/issues/1483.
-    """
-    try:
-        # PROC_PID_INIT_INO of the Linux kernel (include/linux/proc_ns.h), the namespace of the host
+    """Return whether this process shares the host's PID namespace, whose numbers the driver gives."""
+    try:  # https://github.com/NVIDIA/nvidia-docker/issues/1483; PROC_PID_INIT_INO in include/linux/proc_ns.h
         return os.readlink("/proc/self/ns/pid") == f"pid:[{0xEFFFFFFC}]"
     except OSError:  # no Linux, so no PID namespaces
         return not sys.platform.startswith("linux")

@@ -19,9 +19,8 @@ from lightning_gpu_tools.gpus.nvml.session import close_driver, open_driver
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S
 
-# Field values, by number because older versions of nvidia-ml-py lack the names. Not the finer throttle counters
-# (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN): their numbers, 251 to 253 in R580 and 269 to 271 in nvidia-ml-py 13.615,
-# mean something else on the other side.
+# Field values, by number because older versions of nvidia-ml-py lack the names. The finer throttle counters
+# (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have other numbers in R580 than in nvidia-ml-py 13.615.
 _FIELDS = 4, 74, 75, 83, 197, 198
 _ECC_UNCORRECTED, _POWER_CAPPED, _THERMAL, _ENERGY, _PCIE_TX, _PCIE_RX = _FIELDS
 _SCALES = {_POWER_CAPPED: 1e-9, _THERMAL: 1e-9, _ENERGY: 1e-3}  # of nanoseconds and millijoules
@@ -29,20 +28,18 @@ _SCALES = {_POWER_CAPPED: 1e-9, _THERMAL: 1e-9, _ENERGY: 1e-3}  # of nanoseconds
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-# The PCIe counters of a L40S stay below this (https://github.com/NVIDIA/dcgm-exporter/issues/721): at full speed they
-# start again at 0 seven times a second, and differences say nothing. A counter that was seen above it is wider.
+# At this some PCIe counters start again at 0, up to seven times a second (L40S), so that differences say nothing:
+# https://github.com/NVIDIA/dcgm-exporter/issues/721. One that was seen above it is wider.
 _32_BITS = 2**32
 
 
 class GpuProbe:
-    """Reads one GPU or MIG instance again and again, in one thread, with at most 13 calls of the C library each time.
+    """Reads one GPU or MIG instance again and again, in one thread, with at most 13 calls of NVML each time.
 
-    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver; the GPU need not be readable yet. A read
-    never raises. What the hardware, the driver or this user's rights never give is asked for once and is ``None`` from
-    then on. What fails otherwise is ``None`` as long as it fails, and reported once in ``GpuSample.problems``.
+    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. What this hardware,
+    driver or user never gets is asked for once. What fails otherwise is reported once in ``GpuSample.problems``.
 
-    Of a MIG instance only memory, processes and GPM are read: power, heat and counters are those of the whole GPU,
-    which others use as well. Its utilization is GPM's, which needs Hopper or later.
+    Of a MIG instance only memory, processes and GPM are read, also for utilization: the rest is of the whole GPU.
     """
 
     def __init__(self, uuid: str, *, gpm: bool = True, clock: Callable[[], float] = time.time) -> None:
@@ -68,7 +65,7 @@ class GpuProbe:
         self._pid = open_driver()
 
     def close(self) -> None:
-        """Give everything back to the driver; idempotent."""
+        """Give everything back to the driver."""
         if self._pid != os.getpid():
             return
         self._monitors.close()
@@ -78,7 +75,7 @@ class GpuProbe:
         self._pid = 0
 
     def read(self) -> GpuSample:
-        """Return what happened since the last read; the first one only gives the counters their start."""
+        """Return what happened since the last read."""
         now_s = self._clock()
         self._problems = []
         errors = self._events.read()
@@ -120,7 +117,7 @@ class GpuProbe:
         )
 
     def _held_clock(self, held_s: float) -> float | None:
-        """Return the clock against the highest there is, if something has held it down since the last read."""
+        """Return the clock in percent of the highest, if something has held it down since the last read."""
         before_s, self._held_s = self._held_s, held_s
         if before_s is None or held_s <= before_s:
             return None
@@ -144,7 +141,7 @@ class GpuProbe:
         self._ask("error events", self._events.start)
 
     def _ask(self, metric: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call NVML for a metric of this GPU; ``None`` if it does not have it, or fails."""
+        """Call NVML for a metric; ``None`` if this GPU does not have it, or fails."""
         if self._handle is None or metric in self._absent:
             return None
         try:
@@ -160,7 +157,7 @@ class GpuProbe:
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
         if isinstance(error, GONE):
-            metric, self._handle = "GPU", None  # nothing else of it can be read; find it again the next time
+            metric, self._handle = "GPU", None  # to be found again the next time
         if metric not in self._failing:
             self._failing.add(metric)
             self._problems.append(f"{metric} of {self.uuid} cannot be read: {why_unreadable(error)}.")
@@ -178,14 +175,13 @@ class GpuProbe:
         if samples or is_first:
             self._last_sample_s = now_s
             return [] if is_first else samples
-        # On some products (GB10) the buffer is not filled while the GPU is idle. Or this read was just too early.
+        # The buffer of some products (GB10) stays empty while the GPU is idle. Or this read was just too early.
         if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
         return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]
 
     def _read_counters(self) -> dict[int, float]:
-        """Return the fields that this GPU has, by their number."""
         wanted = [field for field in _FIELDS if field not in self._absent]
         if self._is_mig or not wanted:
             return {}
@@ -215,7 +211,7 @@ class GpuProbe:
             self._absent |= {_PCIE_TX, _PCIE_RX}
             sent_bytes, received_bytes = self._monitors.pcie_bytes
             return int(sent_bytes), int(received_bytes)
-        if self._monitors.started and not metrics:  # what GPM will count from here on is not what the fields count
+        if self._monitors.started and not metrics:  # GPM will count, from another start
             return None, None
         sent, received = counters.get(_PCIE_TX), counters.get(_PCIE_RX)
         if sent is None or received is None:
@@ -228,7 +224,7 @@ class GpuProbe:
         return self._processes_by_utilization and bool(self._processes) and "process utilization" not in self._absent
 
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes; what each uses, and how busy it keeps the GPU, is asked for in turn, to save calls."""
+        """Return the processes; their memory and how busy they keep the GPU are read in turn, to save calls."""
         if self._handle is None:
             return None
         before = self._processes or ()

@@ -16,8 +16,7 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 def session() -> Iterator[None]:
     """Keep the driver open; ``NvmlUnavailableError`` says why there is no usable one, and what to do.
 
-    Every function of this package opens a session for itself. Open one around repeated reads: without persistence mode
-    the first one has to wake the GPUs up.
+    Every function of this package opens a session for itself. Open one around repeated reads: it may wake the GPUs up.
     """
     pid = open_driver()
     try:
@@ -27,7 +26,7 @@ def session() -> Iterator[None]:
 
 
 def open_driver() -> int:
-    """Open the driver for this process, which NVML counts; return the process for ``close_driver``."""
+    """Open the driver once more; return this process, for ``close_driver``."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
