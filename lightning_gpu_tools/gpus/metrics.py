@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, known
 from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.training.timeline import Series
 
@@ -204,9 +204,9 @@ def job_metrics(by_node: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             values[name.partition("gpu/")[2].partition("/")[2]].append(value)
     found: dict[str, float] = {}
-    for name, known in values.items():
+    for name, numbers in values.items():
         prefix = f"gpu/all/{name}"
-        found |= {f"{prefix}/min": min(known), f"{prefix}/mean": fmean(known), f"{prefix}/max": max(known)}
+        found |= {f"{prefix}/min": min(numbers), f"{prefix}/mean": fmean(numbers), f"{prefix}/max": max(numbers)}
     return found
 
 
@@ -221,8 +221,8 @@ def over_run(window: GpuWindow, validation: GpuWindow) -> dict[str, Any]:
     found = {}
     for metric in METRICS:
         if metric.field in GpuSummary.__dataclass_fields__:
-            values = [getattr(phase, metric.field) for phase in (window, validation)]
             combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
-            known = [value for value in values if value is not None]
-            found[metric.field] = values[0] if combine is None else combine(known) if known else None
+            phases = (window,) if combine is None else (window, validation)
+            values = known(getattr(phase, metric.field) for phase in phases)
+            found[metric.field] = None if not values else values[0] if combine is None else combine(values)
     return found

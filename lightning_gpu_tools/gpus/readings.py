@@ -5,9 +5,11 @@ Only what a pick needs: making a dataclass costs a millisecond.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
+_T = TypeVar("_T")
 ComputeMode = Literal["default", "prohibited", "exclusive_process"]
 
 
@@ -123,3 +125,8 @@ class UtilizationSample(NamedTuple):
 
     time_s: float  # end of the period, seconds since the epoch
     percent: float
+
+
+def known(values: Iterable[_T | None]) -> list[_T]:
+    """Return the values that were reported."""
+    return [value for value in values if value is not None]

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
@@ -65,14 +66,14 @@ class Sampler:
         self._latest_listed: dict[str, GpuSample] = {}
         self.failure: Exception | None = None
         self.cpu_s = 0.0  # of the thread
-        self._opened = threading.Event()
         self._wake = threading.Event()
         self._stopping = self._ended = False
         self._polled = threading.Condition()  # guards all that the thread collects
         self._polls_begun = self._polls_done = 0
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._thread.start()
-        self._opened.wait(_OPENING_TIMEOUT_S)
+        with self._polled:
+            self._polled.wait_for(lambda: self._polls_begun or self._ended, _OPENING_TIMEOUT_S)
         if isinstance(self.failure, NvmlUnavailableError):
             raise self.failure
 
@@ -140,7 +141,6 @@ class Sampler:
             for uuid in self._timelines:
                 probe = (self._open_probe or GpuProbe)(uuid, gpm=self._gpm)
                 probes.append(probe)  # one by one: those that were opened are closed in any case
-            self._opened.set()
             while not self._stopping:
                 self._poll(probes)  # the first sample gives the counters their start
                 self._wake.wait(self._interval_s)
@@ -150,7 +150,6 @@ class Sampler:
         finally:
             for probe in probes:
                 probe.close()
-            self._opened.set()
             with self._polled:
                 self._ended = True
                 self._polled.notify_all()
@@ -158,6 +157,7 @@ class Sampler:
     def _poll(self, probes: Sequence[GpuProbe]) -> None:
         with self._polled:
             self._polls_begun += 1
+            self._polled.notify_all()
         samples = [probe.read() for probe in probes]  # without the lock: this takes time
         with self._polled:
             for sample in samples:
@@ -176,21 +176,19 @@ class Sampler:
 
 def read_gpus() -> tuple[GpuReading, ...]:
     """Call ``nvml.read_gpus`` in a thread; ``NvmlUnavailableError`` also if it does not answer."""
-    found: list[tuple[GpuReading, ...] | Exception] = []
+    answer: Future[tuple[GpuReading, ...]] = Future()
 
     def read() -> None:
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         try:
-            found.append(nvml.read_gpus())
-        except NvmlUnavailableError as error:
-            found.append(error)
+            answer.set_result(nvml.read_gpus())
+        except Exception as error:  # noqa: BLE001 - raised below
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=read, name=_THREAD_NAME, daemon=True)
-    thread.start()
-    thread.join(_OPENING_TIMEOUT_S)
-    if not found:
-        raise NvmlUnavailableError(f"The NVIDIA driver did not answer within {_OPENING_TIMEOUT_S:.0f} s: see `dmesg`.")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    threading.Thread(target=read, name=_THREAD_NAME, daemon=True).start()
+    try:
+        return answer.result(_OPENING_TIMEOUT_S)
+    except TimeoutError:
+        late = f"The NVIDIA driver did not answer within {_OPENING_TIMEOUT_S:.0f} s: see `dmesg`."
+        raise NvmlUnavailableError(late) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.gpus.readings import GpuProcess, known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,10 @@ def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] 
 
 
 def _memory(processes: Sequence[GpuProcess]) -> int | None:
-    sizes = [one.memory_used_bytes for one in processes if one.memory_used_bytes is not None]
+    sizes = known(one.memory_used_bytes for one in processes)
     return sum(sizes) if len(sizes) == len(processes) else None
 
 
 def _utilization(processes: Sequence[GpuProcess]) -> float | None:
-    percents = [one.utilization_percent for one in processes if one.utilization_percent is not None]
+    percents = known(one.utilization_percent for one in processes)
     return min(sum(percents), 100.0) if len(percents) == len(processes) else None

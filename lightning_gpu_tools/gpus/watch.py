@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, over_run, rounded
-from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.gpus.readings import GpuReading, known
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 from lightning_gpu_tools.gpus.sharing import Sharing, share_out
 
 _LAST_POLL_S = 2.0  # at most, for one more poll at the end of a run
 
 
-class GpuWatch:
-    """Samples some GPUs until it is closed; ``NvmlUnavailableError`` without a usable NVIDIA driver.
+class GpuWatch(Sampler):
+    """Samples the GPUs of one node, those to log and report with the index to show, and those that the model trains on.
 
-    ``gpus`` are logged and reported, with the index to show; those that the model trains on are sampled in any case.
     ``job_pids`` returns this job's processes on the node, as they see themselves.
     """
 
@@ -31,16 +30,15 @@ class GpuWatch:
         gpm: bool,
         node: int,
     ) -> None:
+        self.metrics: dict[str, float] = {}  # those that `take_metrics` has returned last
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
-        self._trained_on = frozenset(gpu.uuid for gpu in trained_on if gpu.uuid is not None)
+        self._trained_on = frozenset(known(gpu.uuid for gpu in trained_on))
         self._node = node
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
-        self._sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
-        self.enter = self._sampler.enter
-        self.metrics: dict[str, float] = {}  # those that `take` has returned last
+        super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
@@ -50,19 +48,9 @@ class GpuWatch:
         """This job's processes on the node by the driver's numbers; ``None`` if unknown, as in a container."""
         return self._job_pids()
 
-    @property
-    def latest_percent(self) -> float | None:
-        """As of the sampler."""
-        return self._sampler.latest_percent
-
-    @property
-    def thread_cpu_s(self) -> float:
-        """CPU time of the sampling thread."""
-        return self._sampler.cpu_s
-
     def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
         """Return the whole run so far of the GPUs that the model trains on."""
-        return [window for uuid, window in self._sampler.whole(phase=phase).items() if uuid in self._trained_on]
+        return [window for uuid, window in self.whole(phase=phase).items() if uuid in self._trained_on]
 
     def throttled_percent(self) -> dict[int, float]:
         """Return the share of the run so far in which clocks were held down, by index, where the model trains."""
@@ -75,16 +63,16 @@ class GpuWatch:
 
     def note_memory(self) -> None:
         """Note who uses what of the memory by the last samples, as torch's counters were read at this moment."""
-        self._noted = self._sampler.latest_listed()
+        self._noted = self.latest_listed()
 
     def noted_memory(self) -> list[tuple[GpuReading, GpuSample]]:
         """Return the GPUs that the model trains on with the samples noted last."""
         uuids = self._gpus.keys() & self._noted.keys() & self._trained_on
         return [(gpu, self._noted[uuid]) for uuid, gpu in self._gpus.items() if uuid in uuids]
 
-    def take(self) -> tuple[dict[str, float], list[str]]:
+    def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""
-        windows, validation = self._sampler.take(), self._sampler.take(phase="validation")
+        windows, validation = self.take(), self.take(phase="validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []
         for uuid, gpu in self._gpus.items():
@@ -92,52 +80,44 @@ class GpuWatch:
             if window is None:
                 continue
             sharing = self.sharing(window)
-            self._others_peak_bytes[uuid] = _largest(self._others_peak_bytes.get(uuid), sharing.others_memory_bytes)
-            joules = [one.energy_joules for one in (window, validation[uuid]) if one.energy_joules is not None]
+            self._others_peak_bytes[uuid] = self._peak_of_others(uuid, sharing)
+            joules = known(one.energy_joules for one in (window, validation[uuid]))
             self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
             energy = self._energy_joules[uuid] if joules else None  # not of a GPU that can no longer be read
             metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
             node = f" of node {self._node}" if self._node else ""
             troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
             troubles += window.problems
-        if self._sampler.failure is not None:
-            troubles.append(f"The GPUs are no longer measured: {self._sampler.failure!r}.")
+        if self.failure is not None:
+            troubles.append(f"The GPUs are no longer measured: {self.failure!r}.")
         self.metrics = metrics
         return metrics, troubles
 
+    def _peak_of_others(self, uuid: str, sharing: Sharing) -> int | None:
+        return max(known([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)
+
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU over the whole run so far, in any thread; at its end the GPUs are polled once more."""
-        windows = self._sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
-        validation = self._sampler.whole(phase="validation")
-        found = []
-        for uuid, gpu in self._gpus.items():
-            if uuid not in windows:
-                continue
-            window, sharing, timelines = windows[uuid], self.sharing(windows[uuid]), self._sampler.timelines(uuid)
-            power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
-            found.append(
-                GpuSummary(
-                    index=gpu.index,
-                    uuid=uuid,
-                    name=gpu.name,
-                    node=self._node,
-                    validation_utilization_percent_mean=validation[uuid].utilization_percent_mean,
-                    power_watts_mean=fmean(power) if power else None,
-                    own_memory_bytes=sharing.own_memory_bytes,
-                    others_memory_bytes_max=_largest(self._others_peak_bytes.get(uuid), sharing.others_memory_bytes),
-                    own_utilization_percent=sharing.own_utilization_percent,
-                    others_utilization_percent=sharing.others_utilization_percent,
-                    errors=window.errors,
-                    timelines={name: rounded(one, one.begin_s - self._started_s) for name, one in timelines.items()},
-                    **over_run(window, validation[uuid]),
-                )
-            )
-        return tuple(found)
+        windows = self.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
+        validation = self.whole(phase="validation")
+        gpus = [(gpu, windows[uuid], validation[uuid]) for uuid, gpu in self._gpus.items() if uuid in windows]
+        return tuple(self._summary(*gpu) for gpu in gpus)
 
-    def close(self) -> None:
-        """Stop sampling; what was sampled stays."""
-        self._sampler.close()
-
-
-def _largest(*sizes: int | None) -> int | None:
-    return max((size for size in sizes if size is not None), default=None)
+    def _summary(self, gpu: GpuReading, window: GpuWindow, validation: GpuWindow) -> GpuSummary:
+        sharing, timelines = self.sharing(window), self.timelines(window.uuid)
+        power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
+        return GpuSummary(
+            index=gpu.index,
+            uuid=window.uuid,
+            name=gpu.name,
+            node=self._node,
+            validation_utilization_percent_mean=validation.utilization_percent_mean,
+            power_watts_mean=fmean(power) if power else None,
+            own_memory_bytes=sharing.own_memory_bytes,
+            others_memory_bytes_max=self._peak_of_others(window.uuid, sharing),
+            own_utilization_percent=sharing.own_utilization_percent,
+            others_utilization_percent=sharing.others_utilization_percent,
+            errors=window.errors,
+            timelines={name: rounded(one, one.begin_s - self._started_s) for name, one in timelines.items()},
+            **over_run(window, validation),
+        )

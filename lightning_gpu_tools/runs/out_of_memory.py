@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,25 +60,31 @@ def explain(
         session.begin()  # it may have come before training did
     run, clock, failures = session.run, session.clock, session.ending.allocator
     memory = None if session.timer.memory is None else session.timer.memory.facts()
-    failure = failures.last if failures is not None and message.source == "allocator" else None
-    phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+    phase = UNEXPLAINED
+    counted: dict[str, Any] = {}
+    if failures is not None:
+        failure = failures.last if message.source == "allocator" else None
+        phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+        counted = {
+            "reading": failures.counted() if failure is None else failure.reading,
+            "grad_enabled": None if failure is None else failure.grad_enabled,
+            "batch_shape": failures.batch_shape,
+            "usual_items": failures.usual_items,
+            "begins": failures.begins,
+            "validation_begins": failures.validation_begins,
+        }
     if phase == UNEXPLAINED:
-        phase = phase_of(error) or (clock.current.phase if clock.ran else SETUP)
+        phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)
     found = OutOfMemory(
         message=message,
         phase=phase,
         step=step,
         rank=run.place.rank,
-        reading=failure.reading if failure is not None else failures.counted() if failures is not None else None,
-        grad_enabled=None if failure is None else failure.grad_enabled,
-        batch_shape=None if failures is None else failures.batch_shape,
-        usual_items=None if failures is None else failures.usual_items,
         memory=memory,
-        begins=() if failures is None else failures.begins,
-        validation_begins=() if failures is None else failures.validation_begins,
         is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
         growth=session.memory.growth() if session.recorder is not None else (),
         oom_kills=kills,
+        **counted,
     )
     if message.source != "host" and run.gpu is not None:
         found = _with_gpus(found, session, run)
@@ -86,8 +92,7 @@ def explain(
     return found if is_out_of_memory(found) else None
 
 
-def phase_of(error: BaseException) -> str | None:
-    """Return what the training thread was doing by an error's traceback."""
+def _phase_of(error: BaseException) -> str | None:
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

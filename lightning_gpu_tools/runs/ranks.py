@@ -56,7 +56,7 @@ class Ranks:
             facts["largest_batch_size"] = recorder.largest_batch_size()
             metrics: Mapping[str, float] | None = None
             if self._is_monitored and gpus is not None and self._place.rank != 0:
-                metrics, facts["troubles"] = gpus.take()
+                metrics, facts["troubles"] = gpus.take_metrics()
                 summaries = gpus.summaries(at_end=at_end)
                 facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
             share = own_share(recorder)
@@ -113,8 +113,8 @@ class Ranks:
         rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
         self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]
 
-    def take(self) -> tuple[Mapping[str, float], list[str]]:
-        """Return what was heard of the GPUs of other nodes since the last call, as ``GpuWatch.take``."""
+    def take_metrics(self) -> tuple[Mapping[str, float], list[str]]:
+        """Return the metrics of other nodes' GPUs that were heard since the last call, and what went wrong."""
         metrics, self._metrics = self._metrics, {}
         troubles, self._troubles = self._troubles, []
         return metrics, troubles

@@ -12,6 +12,7 @@ import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
 from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.readings import known
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
@@ -182,7 +183,7 @@ class RunRecorder:
             if (own := entry.get("own_step")) is not None
         )
         self._ranks = ranks if len(ranks) > 1 else ()
-        self._batch_sizes = [size for entry in entries if (size := entry.get("largest_batch_size")) is not None]
+        self._batch_sizes = known(entry.get("largest_batch_size") for entry in entries)
 
     def read_host(self) -> HostReading:
         """Ask the host, in any thread; this takes some milliseconds."""
@@ -250,8 +251,7 @@ class RunRecorder:
         return largest_batch([peak], gpu.memory_total_bytes - beside, gpu.memory_total_bytes).size
 
     def _largest_on_all_ranks(self) -> int | None:
-        sizes = [self.largest_batch_size(), *self._batch_sizes]
-        return min((size for size in sizes if size is not None), default=None)
+        return min(known([self.largest_batch_size(), *self._batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
         facts = device_facts(self.run.device)
@@ -282,9 +282,9 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = known(values)
+    return fmean(numbers) if numbers else None
 
 
 def _largest(values: Iterable[Any]) -> Any:
-    return max((value for value in values if value is not None), default=None)
+    return max(known(values), default=None)

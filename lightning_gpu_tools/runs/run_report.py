@@ -52,7 +52,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
     settings = _settings(run, measured.host.cores)
-    thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
+    thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
     no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
@@ -200,7 +200,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                log_summary(report, text, logger, run.logged_step - 1)
+                _log_summary(report, text, logger, run.logged_step - 1)
     if snapshot is not None and snapshot.exists():
         paths.append(snapshot)
     if paths:
@@ -210,8 +210,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
     say("\n".join(lines))
 
 
-def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
-    """Send the summary of a report to a logger: numbers as metrics, and texts if it takes them."""
+def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
     parts = report.memory[0].parts_bytes if report.memory else {}
     sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
     summary = {**report.diagnosis.summary(), **sizes, "report": text}

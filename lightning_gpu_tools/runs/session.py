@@ -146,11 +146,12 @@ class Session:
                 self.background.add("Sampling the memory", self._poll_memory)
             if place.local_rank == 0:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**self._sampling)
-            self.recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory)
-            self.ranks = Ranks(f"{self._name}/measured", self._store, self.recorder, is_monitored=self._is_monitored)
+            recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory)
+            self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             self._threads.append(self.ranks.exchange)
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
+            self.recorder = recorder
         return self.recorder
 
     @cached_property
@@ -244,7 +245,7 @@ class Session:
         self._log_gpus(self.ranks, step)
 
     def _log_gpus(self, source: GpuWatch | Ranks, step: int) -> None:
-        metrics, troubles = source.take()
+        metrics, troubles = source.take_metrics()
         self.warn(*troubles)
         for logger in self.run.loggers if metrics else ():
             separator = logger.group_separator
@@ -282,7 +283,7 @@ class Session:
             return ()
         summaries = self.gpus.summaries(at_end=self._finished)
         if self._finished:
-            self.warn(*self.gpus.take()[1])
+            self.warn(*self.gpus.take_metrics()[1])
         return summaries
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:

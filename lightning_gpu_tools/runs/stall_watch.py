@@ -270,12 +270,9 @@ class StallWatch:
                 is_over=False,
                 step=step,
                 phase=phase,
-                cause=found.cause,
-                why=found.why,
-                next_step=found.next_step,
-                rank=found.rank,
                 stack=tuple(calls),
                 ranks=tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else (),
+                **found._asdict(),
             )
             self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
             self._is_told = True

@@ -78,9 +78,9 @@ def why_unreadable(error: pynvml.NVMLError) -> str:
     if isinstance(error, pynvml.NVMLError_ResetRequired):
         return "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot"
     if isinstance(error, pynvml.NVMLError_NoPermission):
-        return "no permission to read it: is /dev/nvidia* accessible, and was this GPU given to this container or job?"
+        return "no permission to read it: is /dev/nvidia* accessible, and the GPU given to this container or job?"
     if isinstance(error, pynvml.NVMLError_Timeout):
-        return "the driver did not answer in time: try again; if it happens again, see `dmesg` and reset the GPU"
+        return "the driver did not answer in time: try again, then see `dmesg` and reset the GPU"
     if isinstance(error, pynvml.NVMLError_NotFound):
         return "the driver does not know this UUID, or no longer: see `nvidia-smi -L`"
     return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"

@@ -53,73 +53,64 @@ def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
             raise NvmlUnavailableError(why_unavailable(error)) from error
         found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
     # NVML promises no order. A GPU without an address keeps its place.
-    in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
-    ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
+    in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
+    ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
     return tuple(
-        replace(
-            reading,
-            index=index,
-            mig_instances=tuple(replace(instance, index=index) for instance in reading.mig_instances),
-        )
-        for index, (_, reading) in enumerate(ordered)
+        replace(gpu, index=index, mig_instances=tuple(replace(one, index=index) for one in gpu.mig_instances))
+        for index, gpu in enumerate(ordered)
     )
 
 
-def _read_gpu(nvml_index: int, with_loads: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
-    """Return the PCI address, if it is known, and the reading."""
-    address, reading = None, GpuReading(index=nvml_index)
+def _read_gpu(nvml_index: int, with_loads: bool) -> GpuReading:
+    facts: dict[str, Any] = {"index": nvml_index}
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
-        reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
+        facts |= _identity(handle)
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
-        address = (pci.domain, pci.bus, pci.device)
-        reading = replace(reading, pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0")
-        integrated = reading.name is not None and _INTEGRATED_NAME.search(reading.name) is not None
-        total_bytes, free_bytes = _memory(handle, integrated)
+        facts["pci_bus_id"] = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0"
+        integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
-        reading = replace(
-            reading,
-            integrated=integrated,
-            memory_total_bytes=total_bytes,
-            memory_free_bytes=free_bytes,
-            utilization_percent=_utilization_percent(handle),
-            processes=_processes(handle),
-            compute_mode=_COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
-            mig_mode=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
-        )
+        facts |= {
+            **_usage(handle, integrated),
+            "integrated": integrated,
+            "utilization_percent": _utilization_percent(handle),
+            "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
+            "mig_mode": None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        }
     except pynvml.NVMLError as error:
-        return address, replace(reading, error=why_unreadable(error))
+        return GpuReading(**facts, error=why_unreadable(error))
+    reading = GpuReading(**facts)
     if with_loads and reading.processes:
         reading = replace(reading, processes=_with_loads(handle, reading.processes))
     if reading.mig_mode:
         reading = replace(reading, mig_instances=_read_mig_instances(handle, reading))
-    return address, reading
+    return reading
 
 
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
     instances = []
+    shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
     for slot in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
-        reading = GpuReading(
-            index=gpu.index,
-            pci_bus_id=gpu.pci_bus_id,
-            compute_mode=gpu.compute_mode,
-            mig_mode=False,
-            mig_index=slot,
-            integrated=False,
-        )
+        facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
-            reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
-            total_bytes, free_bytes = _memory(handle, integrated=False)
-            reading = replace(
-                reading, memory_total_bytes=total_bytes, memory_free_bytes=free_bytes, processes=_processes(handle)
-            )
+            facts |= _identity(handle)
+            facts |= _usage(handle, integrated=False)
         except pynvml.NVMLError_NotFound:
             continue  # slots may be empty in between
         except pynvml.NVMLError as error:
-            reading = replace(reading, error=why_unreadable(error))
-        instances.append(reading)
+            facts["error"] = why_unreadable(error)
+        instances.append(GpuReading(**facts))
     return tuple(instances)
+
+
+def _identity(handle: Any) -> dict[str, Any]:
+    return {"uuid": pynvml.nvmlDeviceGetUUID(handle), "name": product_name(handle)}
+
+
+def _usage(handle: Any, integrated: bool) -> dict[str, Any]:
+    total_bytes, free_bytes = _memory(handle, integrated)
+    return {"memory_total_bytes": total_bytes, "memory_free_bytes": free_bytes, "processes": _processes(handle)}
 
 
 def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:

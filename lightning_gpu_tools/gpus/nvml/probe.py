@@ -47,13 +47,15 @@ class GpuProbe:
         self._is_mig = uuid.startswith("MIG-")
         self._clock = clock
         self._handle: Any = None
-        self._absent: set[object] = set() if gpm else {"GPM"}  # what this GPU does not have
+        self._absent: set[object] = {"power", "temperature", "counters"} if self._is_mig else set()
+        if not gpm:
+            self._absent.add("GPM")
         self._failing: set[str] = set()  # what has been reported
         self._problems: list[str] = []
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
         self._events = ErrorEvents()
-        self._ecc_errors: int | None = None
+        self._ecc_errors: float | None = None
         self._monitors = _gpm.PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
         self._driver_memory_bytes: int | None = None
@@ -61,7 +63,6 @@ class GpuProbe:
         self._processes_by_utilization = False
         self._last_process_us = 0
         self._held_s: float | None = None
-        self._highest_mhz: int | None = None
         self._pid = open_driver()
 
     def close(self) -> None:
@@ -84,10 +85,7 @@ class GpuProbe:
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
         counters = self._read_counters()
         memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
-        milliwatts = celsius = None
-        if not self._is_mig:
-            milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
-            celsius = self._ask("temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+        milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
         throttled_s = [counters[field] for field in (_POWER_CAPPED, _THERMAL) if field in counters]
         pcie_tx_bytes, pcie_rx_bytes = self._pcie(metrics, counters)
         return GpuSample(
@@ -99,7 +97,7 @@ class GpuProbe:
             driver_memory_bytes=self._driver_memory_bytes,
             power_watts=None if milliwatts is None else 1e-3 * milliwatts,
             energy_joules=counters.get(_ENERGY),
-            temperature_celsius=celsius,
+            temperature_celsius=self._ask("temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
             throttled_s=sum(throttled_s) if throttled_s else None,
             power_capped_s=counters.get(_POWER_CAPPED),
             thermal_throttled_s=counters.get(_THERMAL),
@@ -121,10 +119,9 @@ class GpuProbe:
         before_s, self._held_s = self._held_s, held_s
         if before_s is None or held_s <= before_s:
             return None
-        if self._highest_mhz is None:
-            self._highest_mhz = self._ask("highest clock", pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
+        highest_mhz = self._ask("highest clock", pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
         mhz = self._ask("clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
-        return 100.0 * mhz / self._highest_mhz if mhz and self._highest_mhz else None
+        return 100.0 * mhz / highest_mhz if mhz and highest_mhz else None
 
     def _find(self) -> None:
         try:
@@ -183,10 +180,8 @@ class GpuProbe:
 
     def _read_counters(self) -> dict[int, float]:
         wanted = [field for field in _FIELDS if field not in self._absent]
-        if self._is_mig or not wanted:
-            return {}
         counters = {}
-        for value in self._ask("counters", pynvml.nvmlDeviceGetFieldValues, wanted) or ():
+        for value in (self._ask("counters", pynvml.nvmlDeviceGetFieldValues, wanted) if wanted else None) or ():
             if value.nvmlReturn == pynvml.NVML_SUCCESS:
                 self._failing.discard(f"counter {value.fieldId}")
                 number = getattr(value.value, _VALUE_MEMBERS[value.valueType])
@@ -198,13 +193,11 @@ class GpuProbe:
         return counters
 
     def _ecc(self, counters: dict[int, float]) -> list[str]:
-        count = counters.get(_ECC_UNCORRECTED)
-        if count is None:
+        before = self._ecc_errors
+        count = self._ecc_errors = counters.get(_ECC_UNCORRECTED, before)
+        if before is None or count is None or count <= before:
             return []
-        before, self._ecc_errors = self._ecc_errors, int(count)
-        if before is None or count <= before:
-            return []
-        return [f"{int(count) - before} uncorrectable ECC error(s) in the GPU's memory"]
+        return [f"{count - before:.0f} uncorrectable ECC error(s) in the GPU's memory"]
 
     def _pcie(self, metrics: dict[int, float], counters: dict[int, float]) -> tuple[int | None, int | None]:
         if _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics:
