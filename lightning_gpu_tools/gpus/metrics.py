@@ -72,7 +72,6 @@ class GpuWindow:
     """One GPU in a window of time; ``None`` = nothing was reported."""
 
     uuid: str
-    duration_s: float = 0.0  # from the last sample before the window to its own last one
     utilization_observed_s: float = 0.0  # of which the driver gave utilization samples
     utilization_percent_mean: float | None = _by("mean", "utilization", logged="utilization_percent/mean")
     utilization_percent_p5: float | None = _by("p5", "utilization", logged="utilization_percent/p5")

@@ -40,19 +40,11 @@ class Sampler:
     empty. ``gpm``: whether to use the GPU performance monitors.
     """
 
-    def __init__(
-        self,
-        uuids: Sequence[str],
-        *,
-        interval_s: float = 1.0,
-        gpm: bool = True,
-        open_probe: Callable[..., GpuProbe] | None = None,
-    ) -> None:
+    def __init__(self, uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> None:
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
         self._gpm = gpm
-        self._open_probe = open_probe
         self._pid = os.getpid()
-        self._phases = Phases("training")
+        self._phases = Phases()
         # Since the last `take`, and over the whole time.
         self._recent, self._whole = (
             {
@@ -89,15 +81,12 @@ class Sampler:
             with self._polled:
                 self._phases.enter(phase, time.time())
 
-    def take(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase since the last such call, by UUID; errors are in the windows of both.
+    def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
+        """Return what happened in a phase since the last such call, by UUID; errors are in the windows of both."""
+        return self._read(self._recent[phase], WindowBuilder.take)
 
-        With ``wait_s`` the thread polls once more, which is waited for at most so long.
-        """
-        return self._read(self._recent[phase], WindowBuilder.take, wait_s)
-
-    def whole(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase so far, by UUID."""
+    def whole(self, phase: Phase = "training", *, wait_s: float = 0.0) -> dict[str, GpuWindow]:
+        """Return what happened in a phase so far, by UUID, after one more poll that comes within ``wait_s``."""
         return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
     def latest_listed(self) -> dict[str, GpuSample]:
@@ -122,7 +111,7 @@ class Sampler:
             self._thread.join(_TIMEOUT_S)
 
     def _read(
-        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float
+        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
     ) -> dict[str, GpuWindow]:
         if self._pid != os.getpid():  # the parent's thread may hold the lock for ever
             return {}
@@ -139,8 +128,7 @@ class Sampler:
             from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
 
             for uuid in self._timelines:
-                probe = (self._open_probe or GpuProbe)(uuid, gpm=self._gpm)
-                probes.append(probe)  # one by one: those that were opened are closed in any case
+                probes.append(GpuProbe(uuid, gpm=self._gpm))  # noqa: PERF401 - what was opened is closed in any case
             while not self._stopping:
                 self._poll(probes)  # the first sample gives the counters their start
                 self._wake.wait(self._interval_s)

@@ -50,7 +50,7 @@ class GpuWatch(Sampler):
 
     def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
         """Return the whole run so far of the GPUs that the model trains on."""
-        return [window for uuid, window in self.whole(phase=phase).items() if uuid in self._trained_on]
+        return [window for uuid, window in self.whole(phase).items() if uuid in self._trained_on]
 
     def throttled_percent(self) -> dict[int, float]:
         """Return the share of the run so far in which clocks were held down, by index, where the model trains."""
@@ -72,7 +72,7 @@ class GpuWatch(Sampler):
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""
-        windows, validation = self.take(), self.take(phase="validation")
+        windows, validation = self.take(), self.take("validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []
         for uuid, gpu in self._gpus.items():
@@ -99,7 +99,7 @@ class GpuWatch(Sampler):
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU over the whole run so far, in any thread; at its end the GPUs are polled once more."""
         windows = self.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
-        validation = self.whole(phase="validation")
+        validation = self.whole("validation")
         gpus = [(gpu, windows[uuid], validation[uuid]) for uuid, gpu in self._gpus.items() if uuid in windows]
         return tuple(self._summary(*gpu) for gpu in gpus)
 

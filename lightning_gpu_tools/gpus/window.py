@@ -23,14 +23,7 @@ _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "
 
 # In one window:
 _MAX_TEXTS = 100
-_MAX_PROCESSES = 256
-
-_Sums = dict[Any, tuple[float, float]]  # a quantity times seconds, or a difference, and the seconds
-
-
-def _add(sums: _Sums, key: str | int, amount: float, seconds: float) -> None:
-    total, total_s = sums.get(key, (0.0, 0.0))
-    sums[key] = total + amount, total_s + seconds
+_MAX_SUMS = 256
 
 
 class PercentHistogram:
@@ -64,10 +57,10 @@ class PercentHistogram:
 
 
 class Phases:
-    """When a run was in which phase, as far back as a sample can reach."""
+    """When a run was in which phase, as far back as a sample can reach; at first in training."""
 
-    def __init__(self, first: str) -> None:
-        self._since: deque[tuple[float, str]] = deque([(-math.inf, first)], maxlen=1000)
+    def __init__(self) -> None:
+        self._since: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
 
     def enter(self, phase: str, time_s: float) -> None:
         """Be in this phase from ``time_s`` on."""
@@ -85,17 +78,13 @@ class Phases:
         return total_s
 
 
-def _whole(begin_s: float, end_s: float) -> float:
-    return max(0.0, end_s - begin_s)
-
-
 class WindowBuilder:
     """Adds up the samples of one GPU until they are taken.
 
     ``overlap_s`` says how much of the time between two moments counts; counters count in proportion.
     """
 
-    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:
+    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float]) -> None:
         self._uuid = uuid
         self._overlap_s = overlap_s
         # Kept from one window to the next:
@@ -105,13 +94,11 @@ class WindowBuilder:
         self._begin()
 
     def _begin(self) -> None:
-        self._duration_s = 0.0
         self._last: GpuSample | None = None
         self._utilization = PercentHistogram()
         self._maxima: dict[str, float] = {}
-        self._means: _Sums = {}
-        self._differences: _Sums = {}  # of counters
-        self._busy: _Sums = {}  # of each process
+        # A quantity times seconds, or the difference of a counter, and the seconds; by field, and by process.
+        self._sums: dict[str | int, tuple[float, float]] = {}
         self._errors: dict[str, None] = {}
         self._problems: dict[str, None] = {}
 
@@ -131,17 +118,15 @@ class WindowBuilder:
             texts.update(dict.fromkeys(new[: _MAX_TEXTS - len(texts)]))
         if share <= 0:
             return
-        if before_s is not None:
-            self._duration_s += counted_s
         for metric in _OF_STATE:
             value = getattr(sample, metric.source)
             if value is not None and metric.reduction == "max":
                 self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
             elif value is not None:
-                _add(self._means, metric.source, value * counted_s, counted_s)
+                self._sum_up(metric.source, value * counted_s, counted_s)
         for process in sample.processes or ():
-            if process.utilization_percent is not None and len(self._busy) < _MAX_PROCESSES:
-                _add(self._busy, process.pid, process.utilization_percent * counted_s, counted_s)
+            if process.utilization_percent is not None and len(self._sums) < _MAX_SUMS:
+                self._sum_up(process.pid, process.utilization_percent * counted_s, counted_s)
         self._last = sample
 
     def _add_counters(self, sample: GpuSample, share: float) -> None:
@@ -153,7 +138,11 @@ class WindowBuilder:
             self._counters[name] = sample.time_s, value
             # A counter that was set back (a reset, a new driver) starts again.
             if before is not None and value >= before[1] and share > 0:
-                _add(self._differences, name, share * (value - before[1]), share * (sample.time_s - before[0]))
+                self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
+
+    def _sum_up(self, key: str | int, amount: float, seconds: float) -> None:
+        total, total_s = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = total + amount, total_s + seconds
 
     def take(self) -> GpuWindow:
         """Return everything since the last call, and begin a new window."""
@@ -167,7 +156,6 @@ class WindowBuilder:
         metrics: dict[str, Any] = {metric.field: self._reduced(metric, last) for metric in METRICS}
         return GpuWindow(
             uuid=self._uuid,
-            duration_s=self._duration_s,
             utilization_observed_s=self._utilization.total_s,
             processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
             errors=tuple(self._errors),
@@ -184,7 +172,7 @@ class WindowBuilder:
             return getattr(last, source)  # type: ignore[no-any-return]
         if reduction == "max":
             return self._maxima.get(source)
-        total, seconds = (self._means if reduction == "mean" else self._differences).get(source, (None, 0.0))
+        total, seconds = self._sums.get(source, (None, 0.0))
         if total is None or reduction == "difference":
             return total
         if seconds <= 0:
@@ -193,7 +181,7 @@ class WindowBuilder:
         return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
-        total, seconds = self._busy.get(process.pid, (0.0, 0.0))
+        total, seconds = self._sums.get(process.pid, (0.0, 0.0))
         return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
 
 

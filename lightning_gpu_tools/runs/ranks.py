@@ -49,22 +49,25 @@ class Ranks:
 
     def publish(self, *, at_end: bool = False) -> None:
         """Publish how fast this rank is, and from the first rank of another node what its GPUs did."""
+        if self._place.world_size == 1:
+            return
         recorder, gpus = self._recorder, self._recorder.gpus
-        facts: dict[str, Any] = {"own_step": recorder.own_step()}
-        if self._place.world_size > 1:
-            facts["throttled"] = {} if gpus is None else gpus.throttled_percent()
-            facts["largest_batch_size"] = recorder.largest_batch_size()
-            metrics: Mapping[str, float] | None = None
-            if self._is_monitored and gpus is not None and self._place.rank != 0:
-                metrics, facts["troubles"] = gpus.take_metrics()
-                summaries = gpus.summaries(at_end=at_end)
-                facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
-            share = own_share(recorder)
-            if share is not None:  # without what would be a long message
-                share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
-                facts["memory"] = dataclasses.asdict(share)
-            if metrics is not None:  # the first that is left out where an entry is too long
-                facts["metrics"] = metrics
+        facts: dict[str, Any] = {
+            "own_step": recorder.own_step(),
+            "throttled": {} if gpus is None else gpus.throttled_percent(),
+            "largest_batch_size": recorder.largest_batch_size(),
+        }
+        metrics: Mapping[str, float] | None = None
+        if self._is_monitored and gpus is not None and self._place.rank != 0:
+            metrics, facts["troubles"] = gpus.take_metrics()
+            summaries = gpus.summaries(at_end=at_end)
+            facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
+        share = own_share(recorder)
+        if share is not None:  # without what would be a long message
+            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
+            facts["memory"] = dataclasses.asdict(share)
+        if metrics is not None:  # the first that is left out where an entry is too long
+            facts["metrics"] = metrics
         self.exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> list[str]:
