@@ -35,9 +35,8 @@ def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
     may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
         wait_for_exit_codes(workers)
-    codes = [(number, worker.pid or 0, worker.exitcode) for number, worker in enumerate(workers)]
-    is_unexpected = "exited unexpectedly" in text  # then also with 0
-    return [WorkerExit(number, pid, code) for number, pid, code in codes if code or (code == 0 and is_unexpected)]
+    exits = [WorkerExit(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
+    return [one for one in exits if one.exitcode or "exited unexpectedly" in text]
 
 
 def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:

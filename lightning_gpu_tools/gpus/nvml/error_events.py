@@ -41,26 +41,24 @@ class ErrorEvents:
     def start(self, handle: Any) -> None:
         """Collect from now on; ``NVMLError`` if the GPU reports none, or not to this user."""
         self.close()
-        event_set = pynvml.nvmlEventSetCreate()
+        self._event_set = pynvml.nvmlEventSetCreate()
         try:
-            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, event_set)
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._event_set)
         except pynvml.NVMLError:
-            tolerate(pynvml.nvmlEventSetFree, event_set)
+            self.close()
             raise
-        self._event_set = event_set
 
     def read(self) -> list[str]:
         """Return what has happened, in words, also of a GPU that has just been lost."""
         found: list[str] = []
-        while self._event_set is not None and len(found) < _MAX_PER_READ:
+        for _ in range(_MAX_PER_READ):
             event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
-            if event is None:  # a timeout: there is no event
+            if event is None:  # a timeout: there is none
                 break
             found.append(f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, _OTHER_XID)})")
         return found
 
     def close(self) -> None:
         """Give everything back to the driver."""
-        if self._event_set is not None:
-            tolerate(pynvml.nvmlEventSetFree, self._event_set)
+        tolerate(pynvml.nvmlEventSetFree, self._event_set)
         self._event_set = None
