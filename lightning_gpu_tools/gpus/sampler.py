@@ -76,7 +76,7 @@ class Sampler:
         return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
-        """Book what the GPUs do from now on on this phase, at first on training."""
+        """Count what the GPUs do from now on to this phase; it begins with training."""
         if self._pid == os.getpid():
             with self._polled:
                 self._phases.enter(phase, time.time())

@@ -35,7 +35,6 @@ class Ranks:
         self._turns: dict[int, int] = {}  # of each rank, the last entry that was heard
         self._metrics: Mapping[str, float] = {}
         self._troubles: list[str] = []
-        self._known_troubles: set[str] = set()
         self.exchange = RankExchange(name, self._place, store, self._hear)
         self.exchange.publish(pid=os.getpid())
 
@@ -110,8 +109,7 @@ class Ranks:
         else:
             for entry in news:
                 self._metrics = {**self._metrics, **entry["metrics"]}
-        troubles = [text for entry in news for text in entry["troubles"] if text not in self._known_troubles]
-        self._known_troubles.update(troubles)
+        troubles = [text for entry in news for text in entry["troubles"]]
         more = len(troubles) - _MAX_TROUBLES
         rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
         self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]

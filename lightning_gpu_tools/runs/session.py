@@ -84,7 +84,7 @@ class Session:
         self.clock = StepClock()
         self.ending = Ending(run, self.clock)
         self.background = BackgroundJobs()
-        self.recorder: RunRecorder | None = None  # before training begins
+        self.recorder: RunRecorder | None = None  # None before training begins
         self.gpus: GpuWatch | None = None  # in the first process of each node
         self.gpu_note: str | None = None  # why GPUs are not measured
         self.stall_watch: StallWatch | None = None
