@@ -1,6 +1,6 @@
 """Finds out what has ended a training, where the error does not say it: by exit codes, counters and the traceback.
 
-Of a worker that was killed torch says that, that it exited unexpectedly, or nothing, wherever the training thread is.
+What torch says of a killed worker is a race: that it was killed, that it exited unexpectedly, or nothing.
 """
 
 from __future__ import annotations

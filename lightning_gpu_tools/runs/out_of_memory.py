@@ -141,5 +141,5 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
 
 
 def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers an optimizer keeps for each weight."""
+    """Return how many numbers an optimizer keeps for each weight: two in Adam and its kind, one with momentum."""
     return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0

@@ -57,7 +57,7 @@ class HostReading(NamedTuple):
 
 
 class RunRecorder:
-    """Keeps what is needed to describe a training at any moment from its start on, when the loader is known."""
+    """Keeps what is needed to describe a training at any moment; made when it starts and the loader is known."""
 
     def __init__(
         self, run: Run, clock: StepClock, rank_waits: RankWaits, gpus: GpuWatch | None, memory: MemoryCounters | None

@@ -19,7 +19,6 @@ from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.ranks import Ranks
@@ -167,9 +166,13 @@ class Session:
         return Board(f"{self._name}/{name}", self.run.place, self._store)
 
     def _open_gpus(self, devices: str, interval_s: float, gpm: bool) -> None:
-        trained_on = gpu_readings(self.run.gpus)
+        gpus = trained_on = gpu_readings(self.run.gpus)
         try:
-            gpus = self._every_gpu() if devices == "all" else trained_on
+            if devices == "all":
+                readings = sampler.read_gpus()
+                gpus = tuple(gpu for gpu in readings if not gpu.error)
+                broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
+                self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
             if gpus or trained_on:
                 self.gpus = GpuWatch(
                     gpus,
@@ -181,12 +184,6 @@ class Session:
                 )
         except NvmlUnavailableError as error:
             self.gpu_note = f"No GPU was measured. {error}"
-
-    def _every_gpu(self) -> tuple[GpuReading, ...]:
-        readings = sampler.read_gpus()
-        broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
-        self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
-        return tuple(gpu for gpu in readings if not gpu.error)
 
     # Stepping
 

@@ -1,4 +1,4 @@
-"""Asks the machine for what a training will need: disk, shared memory, cores, and its GPUs unclaimed."""
+"""Asks the machine for what a training will need: disk, shared memory, cores, unclaimed GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
     workers = 0 if loader is None else loader.num_workers * ranks
     ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
     cores = read_host_budget(local_ranks=ranks).cores
-    # torch warns of more workers than cores itself, without other ranks and quotas.
+    # torch itself warns of more workers than cores, but knows of no other rank and no quota.
     has_warned = (
         loader is not None and hasattr(os, "sched_getaffinity") and loader.num_workers > len(os.sched_getaffinity(0))
     )

@@ -15,7 +15,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.nvml.calls import GONE, NEVER, process_utilization, utilization_samples, why_unreadable
 from lightning_gpu_tools.gpus.nvml.error_events import ErrorEvents
-from lightning_gpu_tools.gpus.nvml.session import close_driver, open_driver
+from lightning_gpu_tools.gpus.nvml.session import session
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S
 
@@ -63,17 +63,17 @@ class GpuProbe:
         self._processes_by_utilization = False
         self._last_process_us = 0
         self._held_s: float | None = None
-        self._pid = open_driver()
+        self._pid = os.getpid()
+        self._driver = contextlib.ExitStack()
+        self._driver.enter_context(session())
 
     def close(self) -> None:
         """Give everything back to the driver."""
-        if self._pid != os.getpid():
-            return
-        self._monitors.close()
-        self._events.close()
-        self._handle = None
-        close_driver(self._pid)
-        self._pid = 0
+        if self._pid == os.getpid():
+            self._monitors.close()
+            self._events.close()
+            self._handle = None
+            self._driver.close()
 
     def read(self) -> GpuSample:
         """Return what happened since the last read."""

@@ -18,27 +18,17 @@ def session() -> Iterator[None]:
 
     Every function of this package opens a session for itself. Open one around repeated reads: it may wake the GPUs up.
     """
-    pid = open_driver()
-    try:
-        yield
-    finally:
-        close_driver(pid)
-
-
-def open_driver() -> int:
-    """Open the driver once more; return this process, for ``close_driver``."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise NvmlUnavailableError(why_unavailable(error)) from error
-    return os.getpid()
-
-
-def close_driver(pid: int) -> None:
-    """Undo one ``open_driver``."""
-    if os.getpid() == pid:  # a child that was forked in between has nothing to close
-        with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
-            pynvml.nvmlShutdown()
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:  # a child that was forked in between has nothing to close
+            with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
+                pynvml.nvmlShutdown()
 
 
 def why_unavailable(error: pynvml.NVMLError) -> str:
