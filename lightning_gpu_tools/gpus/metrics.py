@@ -37,8 +37,8 @@ class GpuSample:
     thermal_throttled_s: float | None = None
     pcie_tx_bytes: int | None = None
     pcie_rx_bytes: int | None = None
-    held_clock_percent: float | None = None  # of the highest SM clock, if power or heat has held it down since then
-    # Means since then (Hopper and later):
+    held_clock_percent: float | None = None  # of the highest SM clock, if power or heat has held it down
+    # Means since the sample before (Hopper and later):
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None
@@ -72,7 +72,7 @@ class GpuWindow:
     """One GPU in a window of time; ``None`` = nothing was reported."""
 
     uuid: str
-    utilization_observed_s: float = 0.0  # of which the driver gave utilization samples
+    utilization_observed_s: float = 0.0  # for how long the driver gave utilization samples
     utilization_percent_mean: float | None = _by("mean", "utilization", logged="utilization_percent/mean")
     utilization_percent_p5: float | None = _by("p5", "utilization", logged="utilization_percent/p5")
     utilization_percent_p95: float | None = _by("p95", "utilization", logged="utilization_percent/p95")

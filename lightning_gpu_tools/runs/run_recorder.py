@@ -259,7 +259,9 @@ class RunRecorder:
         if self.gpus is None or not windows:
             return facts
         sharing = [self.gpus.sharing(window) for window in windows]
-        means: dict[str, Any] = {name: _mean(getattr(window, name) for window in windows) for name in _GPU_MEANS}
+        means: dict[str, Any] = {
+            name: fmean(values) for name in _GPU_MEANS if (values := known(getattr(one, name) for one in windows))
+        }
         return replace(
             facts,
             **means,
@@ -279,11 +281,6 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     observed = [one for one in windows if one.utilization_percent_mean is not None]
     percents = [one.utilization_percent_mean or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = known(values)
-    return fmean(numbers) if numbers else None
 
 
 def _largest(values: Iterable[Any]) -> Any:
