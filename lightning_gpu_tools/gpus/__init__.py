@@ -1,1 +1,1 @@
-"""The driver: what it says of the GPUs, read once or sampled in the background."""
+"""What the driver says of the GPUs."""

@@ -1,7 +1,7 @@
 """The one table of GPU metrics: from a sample of the driver to a window, a logger and the report. Pure.
 
-A new metric is one field of :class:`GpuSample` and one of :class:`GpuWindow`; one that the report has, too, is also a
-field of :class:`GpuSummary`. Units are in the names; ``None`` = not reported.
+A new metric is one field of :class:`GpuSample` and one of :class:`GpuWindow`; if the report is to have it, also one of
+the same name in :class:`GpuSummary`. Units are in the names; ``None`` = not reported.
 """
 
 from __future__ import annotations
@@ -13,150 +13,97 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading, UtilizationSample
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, known
 from lightning_gpu_tools.gpus.sharing import Sharing
 from lightning_gpu_tools.training.timeline import Series
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSample:
-    """What the sampler saw of one GPU since the sample before; what the hardware does not report is ``None`` or empty.
+    """One GPU since the sample before; ``None`` or empty = not reported."""
 
-    Attributes:
-        uuid: The GPU or MIG instance.
-        time_s: ``time.time()`` of the sample.
-        utilization: The driver's own samples since then, oldest first.
-        memory_used_bytes: Memory in use by everyone, as the driver reports it.
-        memory_total_bytes: All memory of the GPU.
-        driver_memory_bytes: The part of it that the driver keeps for itself; it counts as used.
-        power_watts: Power draw at this moment.
-        energy_joules: Energy counter since the driver was loaded; take differences.
-        temperature_celsius: Temperature of the GPU core.
-        throttled_s: Counter of the seconds for which power or heat held the clocks down, the sum of the next two; take
-            differences.
-        power_capped_s: The part of it due to the power limit. Normal at full load.
-        thermal_throttled_s: The part of it due to heat.
-        held_clock_percent: Clock of the multiprocessors against the highest they have, if power or heat has held it
-            down since then.
-        pcie_tx_bytes: Counter of the bytes sent over PCIe; take differences.
-        pcie_rx_bytes: Counter of the bytes received over PCIe; take differences.
-        sm_active_percent: Hopper and later (GPM): mean over the interval since then, as the next three.
-        sm_occupancy_percent: Warps resident against what would fit.
-        tensor_active_percent: Tensor cores busy.
-        dram_active_percent: Memory bandwidth used.
-        processes: Processes that compute on the GPU, without user and name; ``None`` if they cannot be read.
-        lists_processes: Whether their memory was read now, and not at the sample before.
-        errors: What the GPU itself reported since then, in words: Xid events, uncorrectable ECC errors.
-        problems: What could not be read and should have been, in words; once, until it has worked again.
-    """
-
-    uuid: str
-    time_s: float
-    utilization: tuple[UtilizationSample, ...] = ()
-    memory_used_bytes: int | None = None
+    uuid: str  # of the GPU or MIG instance
+    time_s: float  # time.time()
+    utilization: tuple[UtilizationSample, ...] = ()  # the driver's own samples, oldest first
+    memory_used_bytes: int | None = None  # by everyone
     memory_total_bytes: int | None = None
-    driver_memory_bytes: int | None = None
+    driver_memory_bytes: int | None = None  # what the driver keeps for itself; counts as used
     power_watts: float | None = None
-    energy_joules: float | None = None
     temperature_celsius: float | None = None
-    throttled_s: float | None = None
-    power_capped_s: float | None = None
+    # Counters:
+    energy_joules: float | None = None
+    throttled_s: float | None = None  # power or heat held the clocks down, the sum of the next two
+    power_capped_s: float | None = None  # normal at full load
     thermal_throttled_s: float | None = None
-    held_clock_percent: float | None = None
     pcie_tx_bytes: int | None = None
     pcie_rx_bytes: int | None = None
+    held_clock_percent: float | None = None  # of the highest SM clock, if power or heat has held it down
+    # Means since the sample before (Hopper and later):
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
-    processes: tuple[GpuProcess, ...] | None = None
-    lists_processes: bool = False
-    errors: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    processes: tuple[GpuProcess, ...] | None = None  # those that compute, without user and name
+    lists_processes: bool = False  # whether their memory was read now, and not at the sample before
+    errors: tuple[str, ...] = ()  # of the GPU itself: Xid events, uncorrectable ECC errors
+    problems: tuple[str, ...] = ()  # what could not be read, once until it has worked again
 
 
-# How the samples of a window become one value: the last or greatest one, the mean over the time, a percentile of the
-# driver's utilization; of a counter its difference, that for each second, or as percent of the time.
+# How the samples of a window become one value; the last three are for counters.
 Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "rate", "percent_of_time"]
 
 
 class Metric(NamedTuple):
-    """A metric of a GPU; its unit is the end of its names.
+    """A metric of a GPU; its unit is the end of its names."""
 
-    Attributes:
-        field: Of :class:`GpuWindow`.
-        source: Field of :class:`GpuSample` that it is made of.
-        reduction: How.
-        logged: Its name behind ``gpu/<i>/``; ``None`` if it is not logged.
-        reported: Field of :class:`GpuSummary`; ``None`` if it is not reported.
-    """
-
-    field: str
-    source: str
+    field: str  # of GpuWindow, and of GpuSummary if it is reported
+    source: str  # field of GpuSample that it is made of
     reduction: Reduction
-    logged: str | None = None
-    reported: str | None = None
+    logged: str | None  # its name behind gpu/<i>/
 
 
-def _of(source: str, reduction: Reduction, logged: str | None = None, reported: str | None = None) -> Any:
-    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, reported)})
+def _by(reduction: Reduction, source: str = "", *, logged: bool | str = False) -> Any:
+    """Declare a metric of this source, by default of its own name, logged by its own name or another."""
+    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuWindow:
-    """All that the sampler saw of one GPU in a window of time; ``None`` = nothing was reported.
-
-    The metrics are those of :class:`GpuSample`, reduced over the window. Of memory and temperature the last value is
-    logged and the greatest one reported.
-
-    Attributes:
-        uuid: The GPU or MIG instance.
-        duration_s: From the last sample before the window to its own last one; 0 without a sample.
-        utilization_observed_s: For how much of it the driver gave utilization samples.
-        processes: At the last sample, with the mean utilization of each over the window.
-        errors: What the GPU itself reported in this window, in words: Xid events, uncorrectable ECC errors.
-        problems: What went wrong in this window, in words; each problem is reported once.
-    """
+    """One GPU in a window of time; ``None`` = nothing was reported."""
 
     uuid: str
-    duration_s: float = 0.0
-    utilization_observed_s: float = 0.0
-    # Source, reduction, name in a logger, name in the report.
-    utilization_mean_percent: float | None = _of(
-        "utilization", "mean", "utilization_percent/mean", "utilization_percent_mean"
-    )
-    utilization_p5_percent: float | None = _of("utilization", "p5", "utilization_percent/p5", "utilization_percent_p5")
-    utilization_p95_percent: float | None = _of(
-        "utilization", "p95", "utilization_percent/p95", "utilization_percent_p95"
-    )
-    memory_used_bytes: int | None = _of("memory_used_bytes", "last", "memory_used_bytes")
-    memory_used_peak_bytes: int | None = _of("memory_used_bytes", "max", None, "memory_used_bytes_max")
-    memory_total_bytes: int | None = _of("memory_total_bytes", "last", "memory_total_bytes", "memory_total_bytes")
-    power_watts: float | None = _of("power_watts", "last", "power_watts")
-    energy_joules: float | None = _of("energy_joules", "difference", None, "energy_joules")
-    temperature_celsius: float | None = _of("temperature_celsius", "last", "temperature_celsius")
-    temperature_max_celsius: float | None = _of("temperature_celsius", "max", None, "temperature_celsius_max")
-    throttled_percent: float | None = _of("throttled_s", "percent_of_time", "throttled_percent", "throttled_percent")
-    power_capped_percent: float | None = _of("power_capped_s", "percent_of_time")
-    thermal_throttled_percent: float | None = _of("thermal_throttled_s", "percent_of_time")
-    held_clock_percent: float | None = _of("held_clock_percent", "mean")
-    pcie_tx_bytes_per_second: float | None = _of("pcie_tx_bytes", "rate", "pcie_tx_bytes_per_second")
-    pcie_rx_bytes_per_second: float | None = _of("pcie_rx_bytes", "rate", "pcie_rx_bytes_per_second")
-    sm_active_percent: float | None = _of("sm_active_percent", "mean", "sm_active_percent", "sm_active_percent")
-    sm_occupancy_percent: float | None = _of(
-        "sm_occupancy_percent", "mean", "sm_occupancy_percent", "sm_occupancy_percent"
-    )
-    tensor_active_percent: float | None = _of(
-        "tensor_active_percent", "mean", "tensor_active_percent", "tensor_active_percent"
-    )
-    dram_active_percent: float | None = _of("dram_active_percent", "mean", "dram_active_percent", "dram_active_percent")
-    processes: tuple[GpuProcess, ...] | None = None
+    utilization_observed_s: float = 0.0  # for how long the driver gave utilization samples
+    utilization_percent_mean: float | None = _by("mean", "utilization", logged="utilization_percent/mean")
+    utilization_percent_p5: float | None = _by("p5", "utilization", logged="utilization_percent/p5")
+    utilization_percent_p95: float | None = _by("p95", "utilization", logged="utilization_percent/p95")
+    memory_used_bytes: int | None = _by("last", logged=True)
+    memory_used_bytes_max: int | None = _by("max", "memory_used_bytes")
+    memory_total_bytes: int | None = _by("last", logged=True)
+    power_watts: float | None = _by("last", logged=True)
+    energy_joules: float | None = _by("difference")
+    temperature_celsius: float | None = _by("last", logged=True)
+    temperature_celsius_max: float | None = _by("max", "temperature_celsius")
+    throttled_percent: float | None = _by("percent_of_time", "throttled_s", logged=True)
+    power_capped_percent: float | None = _by("percent_of_time", "power_capped_s")
+    thermal_throttled_percent: float | None = _by("percent_of_time", "thermal_throttled_s")
+    held_clock_percent: float | None = _by("mean")
+    pcie_tx_bytes_per_second: float | None = _by("rate", "pcie_tx_bytes", logged=True)
+    pcie_rx_bytes_per_second: float | None = _by("rate", "pcie_rx_bytes", logged=True)
+    sm_active_percent: float | None = _by("mean", logged=True)
+    sm_occupancy_percent: float | None = _by("mean", logged=True)
+    tensor_active_percent: float | None = _by("mean", logged=True)
+    dram_active_percent: float | None = _by("mean", logged=True)
+    processes: tuple[GpuProcess, ...] | None = None  # at the last sample, each with its mean utilization
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
+def _metric(field: str, source: str, reduction: Reduction, logged: bool | str) -> Metric:
+    return Metric(field, source or field, reduction, field if logged is True else logged or None)
+
+
 METRICS = tuple(
-    Metric(field.name, *field.metadata["metric"]) for field in dataclasses.fields(GpuWindow) if field.metadata
+    _metric(field.name, *field.metadata["metric"]) for field in dataclasses.fields(GpuWindow) if field.metadata
 )
 
 
@@ -169,8 +116,7 @@ class GpuSummary:
         uuid: The GPU.
         name: Product name.
         node: Number of the node; ``index`` counts within it.
-        utilization_percent_mean: Time-weighted over every sample of the driver outside of validation; the next two are
-            percentiles of it.
+        utilization_percent_mean: Outside of validation, weighted by time; the next two are percentiles of it.
         utilization_percent_p5: 5th percentile.
         utilization_percent_p95: 95th percentile.
         validation_utilization_percent_mean: The same mean, in validation.
@@ -188,7 +134,7 @@ class GpuSummary:
         sm_occupancy_percent: Warps resident against what would fit.
         tensor_active_percent: Tensor cores busy.
         dram_active_percent: Memory bandwidth used.
-        errors: Errors that the GPU reported: Xid events, uncorrectable ECC errors.
+        errors: What the GPU reported: Xid events, uncorrectable ECC errors.
         timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
             intervals; of other nodes than the first only the first two, in at most 128 and 32.
     """
@@ -219,40 +165,33 @@ class GpuSummary:
     timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
 
     def to_send(self, *, at_end: bool) -> GpuSummary:
-        """Return what another node needs of it: over the run only at its end, and then in little room."""
-        known = [(name, most) for name, most in _SENT.items() if name in self.timelines] if at_end else []
-        short = {name: self.timelines[name].at_most(most) for name, most in known}
-        rounded = {name: _rounded(series, series.begin_s) for name, series in short.items()}
-        return dataclasses.replace(self, timelines=rounded)
+        """Return what another node needs of it: timelines only at the end, and in little room."""
+        sent = [name for name in _SENT if at_end and name in self.timelines]
+        short = {name: self.timelines[name].at_most(_SENT[name]) for name in sent}
+        timelines = {name: rounded(series, series.begin_s) for name, series in short.items()}
+        return dataclasses.replace(self, timelines=timelines)
 
 
 # Our default for the points of timelines: with 1,024 GPUs these take 1 MB of a report.
 _SENT = {"utilization_percent": 128, "memory_used_bytes": 32}
 
 
-# What the report has of both phases together.
-_OF_BOTH_PHASES: Mapping[Reduction, Any] = {"max": max, "last": max, "difference": sum}
-
-
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
 ) -> dict[str, float]:
-    """Return what to log of one GPU, by name, of the time since the last point; what was not reported is absent.
-
-    The energy is that since training started. Every node but the first stands in the name.
-    """
+    """Return what to log of one GPU, by name; the energy is that since training started."""
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
     values |= {**dataclasses.asdict(sharing), "energy_joules": energy_joules}
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
 
 
-# Our default: eight machines of eight GPUs. With a dozen metrics each, a page of charts shows no more than that.
+# Our default: eight machines of eight GPUs, with a dozen metrics each.
 MAX_NAMED_GPUS = 64
 
 
 def count_gpus(by_node: Sequence[Mapping[str, float]], nodes: int) -> int:
-    """Return how many GPUs a job has on so many nodes, by the names of the metrics of those that could be heard."""
+    """Return how many GPUs a job has on so many nodes, by the metrics of the nodes that were heard."""
     heard = [{name.partition("gpu/")[2].partition("/")[0] for name in metrics} for metrics in by_node if metrics]
     return sum(map(len, heard)) * nodes // max(1, len(heard))
 
@@ -264,56 +203,25 @@ def job_metrics(by_node: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             values[name.partition("gpu/")[2].partition("/")[2]].append(value)
     found: dict[str, float] = {}
-    for name, known in values.items():
+    for name, numbers in values.items():
         prefix = f"gpu/all/{name}"
-        found |= {f"{prefix}/min": min(known), f"{prefix}/mean": fmean(known), f"{prefix}/max": max(known)}
+        found |= {f"{prefix}/min": min(numbers), f"{prefix}/mean": fmean(numbers), f"{prefix}/max": max(numbers)}
     return found
 
 
-def gpu_summary(
-    gpu: GpuReading,
-    window: GpuWindow,
-    validation: GpuWindow,
-    timelines: Mapping[str, Series],
-    *,
-    node: int,
-    started_s: float,
-    sharing: Sharing,
-    others_memory_bytes_max: int | None,
-) -> GpuSummary:
-    """Return one GPU over a whole run, from its windows outside of validation and in it.
-
-    ``timelines`` is what ``Sampler.timelines`` gives; who shares the GPU is said as of the end.
-    """
-    power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
-    return GpuSummary(
-        index=gpu.index,
-        uuid=window.uuid,
-        name=gpu.name,
-        node=node,
-        validation_utilization_percent_mean=validation.utilization_mean_percent,
-        power_watts_mean=sum(power) / len(power) if power else None,
-        own_memory_bytes=sharing.own_memory_bytes,
-        others_memory_bytes_max=others_memory_bytes_max,
-        own_utilization_percent=sharing.own_utilization_percent,
-        others_utilization_percent=sharing.others_utilization_percent,
-        errors=window.errors,
-        timelines={name: _rounded(series, series.begin_s - started_s) for name, series in timelines.items()},
-        **{metric.reported: over_run(metric, window, validation) for metric in METRICS if metric.reported},
-    )
-
-
-def _rounded(series: Series, begin_s: float) -> Series:
-    """Return the series as a file has it, beginning then: whole numbers of bytes, percent and watts to one decimal."""
+def rounded(series: Series, begin_s: float) -> Series:
+    """Return the series as a file has it: bytes as whole numbers, percent and watts to one decimal."""
     values = [None if value is None else round(value, 1) if value < 1000 else round(value) for value in series.values]
     return Series(max(0.0, round(begin_s, 2)), series.interval_s, values)
 
 
-def over_run(metric: Metric, window: GpuWindow, validation: GpuWindow) -> Any:
-    """Return a metric over a whole run: peaks and counters count in validation, too; means and shares do not."""
-    combine = _OF_BOTH_PHASES.get(metric.reduction)
-    values = [getattr(phase, metric.field) for phase in ((window, validation) if combine else (window,))]
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return combine(known) if combine else known[0]
+def over_run(window: GpuWindow, validation: GpuWindow) -> dict[str, Any]:
+    """Return the reported metrics of a whole run: peaks and counters include validation, means do not."""
+    found = {}
+    for metric in METRICS:
+        if metric.field in GpuSummary.__dataclass_fields__:
+            combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
+            phases = (window,) if combine is None else (window, validation)
+            values = known(getattr(phase, metric.field) for phase in phases)
+            found[metric.field] = None if not values else values[0] if combine is None else combine(values)
+    return found

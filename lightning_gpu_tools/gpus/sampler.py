@@ -1,13 +1,4 @@
-"""A background thread that samples GPUs.
-
-The driver buffers its utilization samples for some seconds, so polling once a second misses none of them. All that
-happens in the training thread is ``Sampler.take``, which adds up numbers and asks no driver.
-
-    sampler = Sampler([uuid], interval_s=1.0)
-    ...
-    window = sampler.take()[uuid]
-    sampler.close()
-"""
+"""A background thread that samples GPUs, often enough to miss none of the samples that the driver buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from concurrent.futures import Future, TimeoutError
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
@@ -25,74 +18,34 @@ from lightning_gpu_tools.gpus.utilization import mean_percent
 from lightning_gpu_tools.gpus.window import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
 
+if TYPE_CHECKING:
+    from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
+
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]
 
-# The driver's buffer holds about 20 s; poll at least this often, so that nothing in it is overwritten unseen.
-_MAX_INTERVAL_S = 10.0
-
-# Enough for a chart as wide as a screen; about 10 kB of a report for each metric.
-_TIMELINE_POINTS = 2000
-
-# How long to wait for a poll that hangs in the driver, as it does with a GPU that is falling off the bus.
-_TIMEOUT_S = 5.0
-
-# Without persistence mode the driver wakes each GPU up when it is opened, which takes seconds a GPU.
-_OPENING_TIMEOUT_S = 60.0
+_MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
+_TIMELINE_POINTS = 2000  # as wide as a screen; about 10 kB of a report for each metric
+_TIMEOUT_S = 5.0  # a poll hangs in the driver when a GPU is falling off the bus
+_OPENING_TIMEOUT_S = 60.0  # without persistence mode the driver wakes each GPU up, which takes seconds
 
 _THREAD_NAME = "lightning-gpu-tools-sampler"
 
 
-class Probe(Protocol):
-    """What the thread reads: ``nvml.probe.GpuProbe``."""
-
-    def read(self) -> GpuSample:
-        """Return what happened since the last call."""
-
-    def close(self) -> None:
-        """Give everything back."""
-
-
-def _open_probe(uuid: str, gpm: bool) -> Probe:
-    from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: importing it imports pynvml
-
-    return GpuProbe(uuid, gpm=gpm)
-
-
 class Sampler:
-    """Samples some GPUs in a thread of its own from now on until it is closed, and adds up what it sees.
+    """Samples GPUs and MIG instances in a thread until it is closed, and adds up what it sees.
 
-    The thread never raises: if it has to stop, ``failure`` says why, and what was seen before can still be taken. In a
-    forked child, where there is no thread, a sampler is empty.
-
-    Args:
-        uuids: GPUs and MIG instances.
-        interval_s: Seconds between two polls. Above 10 s the thread still polls every 10 s, because the driver keeps no
-            more of its samples.
-        gpm: Whether the GPU performance monitors may be used.
-        open_probe: Called in the thread for what reads one GPU, with its UUID and ``gpm``.
-
-    Attributes:
-        failure: Why the thread had to stop, ``None`` if it did not.
-        cpu_s: CPU time of the thread so far.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the thread has to stop later,
+    ``failure`` says why, and what was seen before can still be taken. In a forked child, which has no thread, it is
+    empty. ``gpm``: whether to use the GPU performance monitors.
     """
 
-    def __init__(
-        self,
-        uuids: Sequence[str],
-        *,
-        interval_s: float = 1.0,
-        gpm: bool = True,
-        open_probe: Callable[..., Probe] = _open_probe,
-    ) -> None:
+    def __init__(self, uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> None:
         self._interval_s = min(interval_s, _MAX_INTERVAL_S)
-        self._open_probe = functools.partial(open_probe, gpm=gpm)
+        self._gpm = gpm
         self._pid = os.getpid()
-        self._phases = Phases("training")
-        # What has not been taken yet, and the whole time so far.
+        self._phases = Phases()
+        # Since the last `take`, and over the whole time.
         self._recent, self._whole = (
             {
                 phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
@@ -104,23 +57,23 @@ class Sampler:
         self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
         self.failure: Exception | None = None
-        self.cpu_s = 0.0
-        self._opened = threading.Event()
+        self.cpu_s = 0.0  # of the thread
         self._wake = threading.Event()
         self._stopping = self._ended = False
         self._polled = threading.Condition()  # guards all that the thread collects
         self._polls_begun = self._polls_done = 0
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._thread.start()
-        self._opened.wait(_OPENING_TIMEOUT_S)
+        with self._polled:
+            self._polled.wait_for(lambda: self._polls_begun or self._ended, _OPENING_TIMEOUT_S)
         if isinstance(self.failure, NvmlUnavailableError):
             raise self.failure
 
     @property
     def latest_percent(self) -> float | None:
-        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
+        """Utilization between the last two polls, the mean of the GPUs."""
         values = list(self._latest_percent.values())
-        return sum(values) / len(values) if values else None
+        return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
         """Count what the GPUs do from now on to this phase; it begins with training."""
@@ -128,50 +81,39 @@ class Sampler:
             with self._polled:
                 self._phases.enter(phase, time.time())
 
-    def take(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase since the last such call, by UUID.
+    def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
+        """Return what happened in a phase since the last such call, by UUID; errors are in the windows of both."""
+        return self._read(self._recent[phase], WindowBuilder.take)
 
-        Errors and problems are in the window of either phase.
-
-        Args:
-            phase: What happened in the other one is kept until it is asked for.
-            wait_s: First have the thread poll once more, and wait for that at most this long: for the end of a run.
-        """
-        return self._read(self._recent[phase], WindowBuilder.take, wait_s)
-
-    def whole(self, *, wait_s: float = 0.0, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase so far, whatever has been taken meanwhile, by UUID."""
+    def whole(self, phase: Phase = "training", *, wait_s: float = 0.0) -> dict[str, GpuWindow]:
+        """Return what happened in a phase so far, by UUID, after one more poll that comes within ``wait_s``."""
         return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
     def latest_listed(self) -> dict[str, GpuSample]:
-        """Return the last sample of each GPU that lists the memory of its processes, by UUID."""
+        """Return the last sample of each GPU that lists its processes, by UUID."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
             return dict(self._latest_listed)
 
     def timelines(self, uuid: str) -> dict[str, Series]:
-        """Return each metric over the whole time, in seconds since the epoch and at most 2000 points.
-
-        The metrics are named as in ``GpuSample``; utilization is ``utilization_percent``. What the GPU does not report
-        is absent.
-        """
+        """Return the timelines of a GPU over the whole time."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
             return self._timelines[uuid].series()
 
     def close(self) -> None:
-        """End the thread; what was collected can still be taken. Idempotent."""
+        """End the thread; what was collected can still be taken."""
         if self._pid == os.getpid():
             self._stopping = True
             self._wake.set()
-            self._thread.join(_TIMEOUT_S)  # it may hang in the driver, and then it is left behind
+            self._thread.join(_TIMEOUT_S)
 
     def _read(
-        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float
+        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
     ) -> dict[str, GpuWindow]:
-        if self._pid != os.getpid():  # the thread is the parent's, and it may hold the lock for ever
+        if self._pid != os.getpid():  # the parent's thread may hold the lock for ever
             return {}
         with self._polled:
             if wait_s > 0:
@@ -181,30 +123,30 @@ class Sampler:
             return {uuid: read(window) for uuid, window in windows.items()}
 
     def _run(self) -> None:
-        probes: list[Probe] = []
+        probes: list[GpuProbe] = []
         try:
+            from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
+
             for uuid in self._timelines:
-                probes.append(self._open_probe(uuid))  # noqa: PERF401 - those that were opened are closed in any case
-            self._opened.set()
+                probes.append(GpuProbe(uuid, gpm=self._gpm))  # noqa: PERF401 - what was opened is closed in any case
             while not self._stopping:
                 self._poll(probes)  # the first sample gives the counters their start
                 self._wake.wait(self._interval_s)
                 self._wake.clear()
-        # The top of a thread is the one place for this: whatever it was, training goes on, and `failure` reports it.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on
             self.failure = error
         finally:
             for probe in probes:
                 probe.close()
-            self._opened.set()
             with self._polled:
                 self._ended = True
                 self._polled.notify_all()
 
-    def _poll(self, probes: Sequence[Probe]) -> None:
+    def _poll(self, probes: Sequence[GpuProbe]) -> None:
         with self._polled:
             self._polls_begun += 1
-        samples = [probe.read() for probe in probes]  # this takes time, and the lock is free meanwhile
+            self._polled.notify_all()
+        samples = [probe.read() for probe in probes]  # without the lock: this takes time
         with self._polled:
             for sample in samples:
                 for windows in (*self._recent.values(), *self._whole.values()):
@@ -221,26 +163,20 @@ class Sampler:
 
 
 def read_gpus() -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, as ``nvml.read_gpus`` does, but not in the thread that calls this.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver, or it does not answer.
-    """
-    found: list[tuple[GpuReading, ...] | Exception] = []
+    """Call ``nvml.read_gpus`` in a thread; ``NvmlUnavailableError`` also if it does not answer."""
+    answer: Future[tuple[GpuReading, ...]] = Future()
 
     def read() -> None:
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         try:
-            found.append(nvml.read_gpus())
-        except NvmlUnavailableError as error:
-            found.append(error)
+            answer.set_result(nvml.read_gpus())
+        except Exception as error:  # noqa: BLE001 - raised below
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=read, name=_THREAD_NAME, daemon=True)
-    thread.start()
-    thread.join(_OPENING_TIMEOUT_S)
-    if not found:
-        raise NvmlUnavailableError(f"The NVIDIA driver did not answer within {_OPENING_TIMEOUT_S:.0f} s: see `dmesg`.")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    threading.Thread(target=read, name=_THREAD_NAME, daemon=True).start()
+    try:
+        return answer.result(_OPENING_TIMEOUT_S)
+    except TimeoutError:
+        late = f"The NVIDIA driver did not answer within {_OPENING_TIMEOUT_S:.0f} s: see `dmesg`."
+        raise NvmlUnavailableError(late) from None

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.gpus.readings import GpuProcess, known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """What the processes on a GPU use, as far as the driver reports it; ``None`` = unknown, never 0.
-
-    Attributes:
-        own_memory_bytes: Memory of this job's processes.
-        others_memory_bytes: Memory of everybody else's that the driver lists.
-        own_utilization_percent: How busy this job's processes kept the GPU.
-        others_utilization_percent: How busy all others kept it.
-    """
+    """What this job's processes use of a GPU, and all others that the driver lists; ``None`` = unknown, never 0."""
 
     own_memory_bytes: int | None = None
     others_memory_bytes: int | None = None
@@ -26,11 +19,7 @@ class Sharing:
 
 
 def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] | None) -> Sharing:
-    """Return who uses what of a GPU, by the processes that the driver lists on it, if they can be read.
-
-    ``own_pids`` are this job's by the driver's numbers; ``None`` if those are not known, as in a container with process
-    numbers of its own.
-    """
+    """Return who uses what of a GPU, by the processes that the driver lists on it, and its numbers of this job's."""
     if not processes or own_pids is None:  # an empty list does not mean idle: containers hide processes
         return Sharing()
     own = [process for process in processes if process.pid in own_pids]
@@ -44,12 +33,10 @@ def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] 
 
 
 def _memory(processes: Sequence[GpuProcess]) -> int | None:
-    sizes = [process.memory_used_bytes for process in processes]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    sizes = known(one.memory_used_bytes for one in processes)
+    return sum(sizes) if len(sizes) == len(processes) else None
 
 
 def _utilization(processes: Sequence[GpuProcess]) -> float | None:
-    percents = [process.utilization_percent for process in processes]
-    known = [percent for percent in percents if percent is not None]
-    return min(sum(known), 100.0) if len(known) == len(percents) else None
+    percents = known(one.utilization_percent for one in processes)
+    return min(sum(percents), 100.0) if len(percents) == len(processes) else None

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 
 from lightning_gpu_tools.gpus.readings import UtilizationSample
 
-# The longest period that one sample stands for; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending
-# on the product". A longer distance between two samples is a hole in which nothing is known.
+# What one sample stands for at most; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending on the
+# product". Beyond it nothing is known.
 LONGEST_PERIOD_S = 1.0
 
 
 def weights_s(samples: Sequence[UtilizationSample], previous_s: float | None = None) -> list[float]:
-    """Return the seconds that each of the samples, oldest first, stands for.
-
-    Without the time of a sample before the first one, that weighs as much as the second.
-    """
+    """Return the seconds that each of the samples, oldest first, stands for; without ``previous_s`` two are alike."""
     if not samples:
         return []
     times = [sample.time_s for sample in samples]
@@ -35,5 +32,5 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | 
 
 
 def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
-    """Return the time-weighted mean of the samples, which are given oldest first; ``None`` without any."""
+    """Return the time-weighted mean of the samples, oldest first; ``None`` without any."""
     return weighted_mean([sample.percent for sample in samples], weights_s(samples))

@@ -3,146 +3,121 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from statistics import fmean
 
-from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, gpu_summary
-from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, over_run, rounded
+from lightning_gpu_tools.gpus.readings import GpuReading, known
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 from lightning_gpu_tools.gpus.sharing import Sharing, share_out
 
-# How long the end of a run waits for one more poll of the GPUs; it takes a few milliseconds.
-_LAST_POLL_S = 2.0
+_LAST_POLL_S = 2.0  # at most, for one more poll at the end of a run
 
 
-class GpuWatch:
-    """Samples some GPUs until it is closed.
+class GpuWatch(Sampler):
+    """Samples the GPUs of one node, those to log and report with the index to show, and those that the model trains on.
 
-    Args:
-        gpus: Those to log and report, with the index to show.
-        own_pids: Returns this job's processes on the node by the driver's numbers; ``None`` if they are unknown.
-        trained_on: UUIDs of those that the model trains on, sampled in any case.
-        interval_s: Seconds between two polls.
-        gpm: Whether the GPU performance monitors may be used.
-        node: Number of the node.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    ``job_pids`` returns this job's processes on the node, as they see themselves.
     """
 
     def __init__(
         self,
-        gpus: Sequence[GpuReading],
-        own_pids: Callable[[], frozenset[int] | None],
+        gpus: Iterable[GpuReading],
+        job_pids: Callable[[], frozenset[int] | None],
         *,
-        trained_on: Iterable[str],
+        trained_on: Iterable[GpuReading],
         interval_s: float,
         gpm: bool,
         node: int,
     ) -> None:
+        self.metrics: dict[str, float] = {}  # those that `take_metrics` has returned last
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
-        self._own_pids = own_pids
-        self._trained_on = frozenset(trained_on)
+        self._trained_on = frozenset(known(gpu.uuid for gpu in trained_on))
         self._node = node
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
-        self._others_peak_bytes: dict[str, int] = {}
+        self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
-        self._sampler = Sampler(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
-        self.enter = self._sampler.enter
+        super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        self._job_pids = job_pids if nvml.pids_are_ours() else lambda: None
 
     @property
-    def latest_percent(self) -> float | None:
-        """Utilization between the last two polls, the mean of the GPUs; ``None`` if nothing reports it."""
-        return self._sampler.latest_percent
-
-    @property
-    def thread_cpu_s(self) -> float:
-        """CPU time of the sampling thread."""
-        return self._sampler.cpu_s
+    def own_pids(self) -> frozenset[int] | None:
+        """This job's processes on the node by the driver's numbers; ``None`` if unknown, as in a container."""
+        return self._job_pids()
 
     def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
         """Return the whole run so far of the GPUs that the model trains on."""
-        return [window for uuid, window in self._sampler.whole(phase=phase).items() if uuid in self._trained_on]
+        return [window for uuid, window in self.whole(phase).items() if uuid in self._trained_on]
 
     def throttled_percent(self) -> dict[int, float]:
-        """Return, of the GPUs that the model trains on, the share of the run so far in which clocks were held down."""
-        windows = {window.uuid: window.throttled_percent for window in self.trained_on()}
-        shares = {gpu.index: windows.get(uuid) for uuid, gpu in self._gpus.items()}
-        return {index: share for index, share in shares.items() if share is not None}
+        """Return the share of the run so far in which clocks were held down, by index, where the model trains."""
+        shares = {window.uuid: window.throttled_percent for window in self.trained_on()}
+        return {gpu.index: share for uuid, gpu in self._gpus.items() if (share := shares.get(uuid)) is not None}
 
     def sharing(self, window: GpuWindow) -> Sharing:
         """Return who uses what of a GPU."""
-        return share_out(window.processes, self._own_pids())
+        return share_out(window.processes, self.own_pids)
 
     def note_memory(self) -> None:
-        """Note who uses what of the memory by the last samples: what torch counts was read at this moment."""
-        self._noted = self._sampler.latest_listed()
+        """Note who uses what of the memory by the last samples, as torch's counters were read at this moment."""
+        self._noted = self.latest_listed()
 
     def noted_memory(self) -> list[tuple[GpuReading, GpuSample]]:
-        """Return the GPUs that the model trains on with the samples that were noted last."""
-        return [
-            (gpu, self._noted[uuid])
-            for uuid, gpu in self._gpus.items()
-            if uuid in self._trained_on and uuid in self._noted
-        ]
+        """Return the GPUs that the model trains on with the samples noted last."""
+        uuids = self._gpus.keys() & self._noted.keys() & self._trained_on
+        return [(gpu, self._noted[uuid]) for uuid, gpu in self._gpus.items() if uuid in uuids]
 
-    def take(self) -> tuple[dict[str, float], list[str]]:
+    def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics since the last call, and what went wrong, in words."""
-        windows, validation = self._sampler.take(), self._sampler.take(phase="validation")
+        windows, validation = self.take(), self.take("validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []
         for uuid, gpu in self._gpus.items():
-            if uuid not in windows:
+            window = windows.get(uuid)
+            if window is None:
                 continue
-            window = windows[uuid]
-            energy = self._count_energy(window, validation[uuid])
-            metrics |= gpu_metrics(gpu.index, window, self._count_sharing(window), energy, self._node)
+            sharing = self.sharing(window)
+            self._others_peak_bytes[uuid] = self._peak_of_others(uuid, sharing)
+            joules = known(one.energy_joules for one in (window, validation[uuid]))
+            self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
+            energy = self._energy_joules[uuid] if joules else None  # not of a GPU that can no longer be read
+            metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
             node = f" of node {self._node}" if self._node else ""
             troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
             troubles += window.problems
-        if self._sampler.failure is not None:
-            troubles.append(f"The GPUs are no longer measured: {self._sampler.failure!r}.")
+        if self.failure is not None:
+            troubles.append(f"The GPUs are no longer measured: {self.failure!r}.")
+        self.metrics = metrics
         return metrics, troubles
 
-    def _count_energy(self, *windows: GpuWindow) -> float | None:
-        known = [window.energy_joules for window in windows if window.energy_joules is not None]
-        if not known:  # a GPU that can no longer be read has no reading now, though its sum is known
-            return None
-        uuid = windows[0].uuid
-        self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(known)
-        return self._energy_joules[uuid]
-
-    def _count_sharing(self, window: GpuWindow) -> Sharing:
-        sharing = self.sharing(window)
-        others = sharing.others_memory_bytes
-        if others is not None:
-            self._others_peak_bytes[window.uuid] = max(others, self._others_peak_bytes.get(window.uuid, 0))
-        return sharing
+    def _peak_of_others(self, uuid: str, sharing: Sharing) -> int | None:
+        return max(known([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
-        """Return each GPU over the whole run so far, from any thread; at its end the GPUs are polled once more."""
-        windows = self._sampler.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
-        validation = self._sampler.whole(phase="validation")
-        found = []
-        for uuid, gpu in self._gpus.items():
-            if uuid not in windows:
-                continue
-            sharing = self.sharing(windows[uuid])
-            peaks = [self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]
-            found.append(
-                gpu_summary(
-                    gpu,
-                    windows[uuid],
-                    validation[uuid],
-                    self._sampler.timelines(uuid),
-                    node=self._node,
-                    started_s=self._started_s,
-                    sharing=sharing,
-                    others_memory_bytes_max=max((peak for peak in peaks if peak is not None), default=None),
-                )
-            )
-        return tuple(found)
+        """Return each GPU over the whole run so far, in any thread; at its end the GPUs are polled once more."""
+        windows = self.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
+        validation = self.whole("validation")
+        gpus = [(gpu, windows[uuid], validation[uuid]) for uuid, gpu in self._gpus.items() if uuid in windows]
+        return tuple(self._summary(*gpu) for gpu in gpus)
 
-    def close(self) -> None:
-        """Stop sampling; what was sampled stays. Idempotent."""
-        self._sampler.close()
+    def _summary(self, gpu: GpuReading, window: GpuWindow, validation: GpuWindow) -> GpuSummary:
+        sharing, timelines = self.sharing(window), self.timelines(window.uuid)
+        power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
+        return GpuSummary(
+            index=gpu.index,
+            uuid=window.uuid,
+            name=gpu.name,
+            node=self._node,
+            validation_utilization_percent_mean=validation.utilization_percent_mean,
+            power_watts_mean=fmean(power) if power else None,
+            own_memory_bytes=sharing.own_memory_bytes,
+            others_memory_bytes_max=self._peak_of_others(window.uuid, sharing),
+            own_utilization_percent=sharing.own_utilization_percent,
+            others_utilization_percent=sharing.others_utilization_percent,
+            errors=window.errors,
+            timelines={name: rounded(one, one.begin_s - self._started_s) for name, one in timelines.items()},
+            **over_run(window, validation),
+        )

@@ -16,67 +16,58 @@ from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.gpus.utilization import LONGEST_PERIOD_S, weights_s
 from lightning_gpu_tools.training.timeline import Series, Timeline
 
-# What a timeline is kept of, besides utilization.
-_TIMELINES = ("memory_used_bytes", "power_watts")
-# The metrics made of a GPU's state at a sample, and those made of how far a counter has gone since the one before.
+_TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
+# The metrics made of a GPU's state at a sample, and those made of counters.
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
-# A GPU that fails over and over is reported once; at most this many different texts are kept until they are taken.
+# In one window:
 _MAX_TEXTS = 100
-# Of at most this many processes the utilization is averaged in one window.
-_MAX_PROCESSES = 256
+_MAX_SUMS = 256
 
 
 class PercentHistogram:
-    """How long a percentage had which value. The driver gives whole percents, so nothing is lost."""
+    """How long a percentage had which value; the driver gives whole percents."""
 
     def __init__(self) -> None:
+        self.total_s = 0.0
         self._seconds = [0.0] * 101
-        self._total_s = 0.0
         self._percent_seconds = 0.0
 
-    @property
-    def total_s(self) -> float:
-        """How long it was observed."""
-        return self._total_s
-
     def add(self, percent: float, seconds: float) -> None:
-        """Add an observation; values that are no whole percent count as the nearest one in percentiles."""
+        """Add an observation."""
         self._seconds[round(min(max(percent, 0.0), 100.0))] += seconds
-        self._total_s += seconds
+        self.total_s += seconds
         self._percent_seconds += percent * seconds
 
     def mean(self) -> float | None:
-        """Return the mean over the time, ``None`` if nothing was observed."""
-        return self._percent_seconds / self._total_s if self._total_s > 0 else None
+        """Return the mean over the time."""
+        return self._percent_seconds / self.total_s if self.total_s > 0 else None
 
     def percentile(self, share: float) -> float | None:
-        """Return the lowest value that was not exceeded for this share (0 to 1) of the time; ``None`` without any."""
-        if self._total_s <= 0:
-            return None
+        """Return the lowest value that was not exceeded for this share (0 to 1) of the time."""
         # Rounding in the sum must not push a percentile beyond the last value.
-        below_s, wanted_s = 0.0, share * self._total_s * (1 - 1e-9)
-        observed = [(percent, seconds) for percent, seconds in enumerate(self._seconds) if seconds > 0]
-        for percent, seconds in observed:
-            below_s += seconds
-            if below_s >= wanted_s:
-                return float(percent)
-        return float(observed[-1][0])
+        below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
+        for percent, seconds in enumerate(self._seconds):
+            if seconds > 0:
+                below_s, value = below_s + seconds, float(percent)
+                if below_s >= wanted_s:
+                    break
+        return value
 
 
 class Phases:
-    """When a run was in which phase, as far back as a sample of a GPU can reach; in the first one from ever on."""
+    """When a run was in which phase, as far back as a sample can reach; at first in training."""
 
-    def __init__(self, first: str) -> None:
-        self._since: deque[tuple[float, str]] = deque([(-math.inf, first)], maxlen=1000)
+    def __init__(self) -> None:
+        self._since: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
 
     def enter(self, phase: str, time_s: float) -> None:
         """Be in this phase from ``time_s`` on."""
         self._since.append((time_s, phase))
 
     def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
-        """Return for how long of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
+        """Return how much of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
         total_s, until_s = 0.0, end_s
         for since_s, name in reversed(self._since):
             if name == phase:
@@ -87,34 +78,27 @@ class Phases:
         return total_s
 
 
-def _whole(begin_s: float, end_s: float) -> float:
-    return max(0.0, end_s - begin_s)
-
-
 class WindowBuilder:
     """Adds up the samples of one GPU until they are taken.
 
-    ``overlap_s`` says how much of the time between two moments counts. What a sample says of the time since the one
-    before counts in proportion.
+    ``overlap_s`` says how much of the time between two moments counts; counters count in proportion.
     """
 
-    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float] = _whole) -> None:
+    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float]) -> None:
         self._uuid = uuid
         self._overlap_s = overlap_s
-        # From one window to the next, so that nothing falls in between:
+        # Kept from one window to the next:
         self._sample_s: float | None = None
         self._utilization_s: float | None = None
         self._counters: dict[str, tuple[float, float]] = {}  # time and value
         self._begin()
 
     def _begin(self) -> None:
-        self._duration_s = 0.0
         self._last: GpuSample | None = None
-        self._maxima: dict[str, float] = {}
         self._utilization = PercentHistogram()
-        self._differences: dict[str, tuple[float, float]] = {}  # difference, and the seconds it took
-        self._means: dict[str, tuple[float, float]] = {}  # value x seconds, and seconds
-        self._busy: dict[int, tuple[float, float]] = {}  # of each process: percent x seconds, and seconds
+        self._maxima: dict[str, float] = {}
+        # A quantity times seconds, or the difference of a counter, and the seconds; by field, and by process.
+        self._sums: dict[str | int, tuple[float, float]] = {}
         self._errors: dict[str, None] = {}
         self._problems: dict[str, None] = {}
 
@@ -125,32 +109,24 @@ class WindowBuilder:
             if counted_s > 0:
                 self._utilization.add(entry.percent, counted_s)
             self._utilization_s = entry.time_s
-        sample_s, self._sample_s = self._sample_s, sample.time_s
-        begin_s = sample.time_s - LONGEST_PERIOD_S if sample_s is None else min(sample_s, sample.time_s)
+        before_s, self._sample_s = self._sample_s, sample.time_s
+        begin_s = sample.time_s - LONGEST_PERIOD_S if before_s is None else min(before_s, sample.time_s)
         counted_s = self._overlap_s(begin_s, sample.time_s)
         share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
         self._add_counters(sample, share)
-        for text in sample.errors[: _MAX_TEXTS - len(self._errors)]:
-            self._errors[text] = None
-        for text in sample.problems[: _MAX_TEXTS - len(self._problems)]:
-            self._problems[text] = None
+        for texts, new in ((self._errors, sample.errors), (self._problems, sample.problems)):
+            texts.update(dict.fromkeys(new[: _MAX_TEXTS - len(texts)]))
         if share <= 0:
             return
-        if sample_s is not None:
-            self._duration_s += counted_s
         for metric in _OF_STATE:
             value = getattr(sample, metric.source)
-            if value is None:
-                continue
-            if metric.reduction == "max":
+            if value is not None and metric.reduction == "max":
                 self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
-            else:
-                total, total_s = self._means.get(metric.source, (0.0, 0.0))
-                self._means[metric.source] = total + value * counted_s, total_s + counted_s
+            elif value is not None:
+                self._sum_up(metric.source, value * counted_s, counted_s)
         for process in sample.processes or ():
-            if process.utilization_percent is not None and len(self._busy) < _MAX_PROCESSES:
-                total, total_s = self._busy.get(process.pid, (0.0, 0.0))
-                self._busy[process.pid] = total + process.utilization_percent * counted_s, total_s + counted_s
+            if process.utilization_percent is not None and len(self._sums) < _MAX_SUMS:
+                self._sum_up(process.pid, process.utilization_percent * counted_s, counted_s)
         self._last = sample
 
     def _add_counters(self, sample: GpuSample, share: float) -> None:
@@ -162,9 +138,11 @@ class WindowBuilder:
             self._counters[name] = sample.time_s, value
             # A counter that was set back (a reset, a new driver) starts again.
             if before is not None and value >= before[1] and share > 0:
-                total, total_s = self._differences.get(name, (0.0, 0.0))
-                seconds = share * (sample.time_s - before[0])
-                self._differences[name] = total + share * (value - before[1]), total_s + seconds
+                self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
+
+    def _sum_up(self, key: str | int, amount: float, seconds: float) -> None:
+        total, total_s = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = total + amount, total_s + seconds
 
     def take(self) -> GpuWindow:
         """Return everything since the last call, and begin a new window."""
@@ -178,7 +156,6 @@ class WindowBuilder:
         metrics: dict[str, Any] = {metric.field: self._reduced(metric, last) for metric in METRICS}
         return GpuWindow(
             uuid=self._uuid,
-            duration_s=self._duration_s,
             utilization_observed_s=self._utilization.total_s,
             processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
             errors=tuple(self._errors),
@@ -195,21 +172,21 @@ class WindowBuilder:
             return getattr(last, source)  # type: ignore[no-any-return]
         if reduction == "max":
             return self._maxima.get(source)
-        total, seconds = (self._means if reduction == "mean" else self._differences).get(source, (None, 0.0))
+        total, seconds = self._sums.get(source, (None, 0.0))
         if total is None or reduction == "difference":
             return total
         if seconds <= 0:
             return None
-        # Power and heat may hold the clocks down at once, and the driver moves these counters in steps of 0.1 s.
+        # Power and heat may hold the clocks down at once, and these counters move in steps of 0.1 s.
         return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
-        total, seconds = self._busy.get(process.pid, (0.0, 0.0))
+        total, seconds = self._sums.get(process.pid, (0.0, 0.0))
         return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
 
 
 class GpuTimelines:
-    """The timelines of one GPU by metric, named as in ``GpuSample``; utilization is ``utilization_percent``."""
+    """The timelines of one GPU, by field of ``GpuSample`` and as ``utilization_percent``."""
 
     def __init__(self, max_points: int, width_s: float) -> None:
         self._timelines = {name: Timeline(max_points, width_s) for name in ("utilization_percent", *_TIMELINES)}

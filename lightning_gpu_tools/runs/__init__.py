@@ -1,1 +1,1 @@
-"""The measuring of one training from its start to its report, whoever drives it; without Lightning."""
+"""The measuring of one training, from its start to its report."""

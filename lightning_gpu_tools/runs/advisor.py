@@ -15,11 +15,7 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What it takes to be judged; see ``GPUUtilizationAdvisor``.
-
-    Raises:
-        ValueError: One is out of its range.
-    """
+    """What it takes to be judged, see ``GPUUtilizationAdvisor``."""
 
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT
     min_steps: int = MIN_STEPS
@@ -39,8 +35,7 @@ class Thresholds:
 class Advisor:
     """Judges one training, whose session has begun.
 
-    ``look_inside`` is asked, with the measurements of a low utilization, whether it will look inside the next steps; it
-    returns how many steps later to judge, or 0.
+    ``look_inside`` gets the measurements of a low utilization, and returns how many steps it wants to profile first.
     """
 
     def __init__(
@@ -56,33 +51,29 @@ class Advisor:
         self._session = session
         self._min_seconds = thresholds.min_seconds
         self._look_inside = look_inside
-        self._next_judgment = WARM_UP_STEPS + thresholds.min_steps
-        self._warned = False
+        self._next_judgment: float = WARM_UP_STEPS + thresholds.min_steps  # a step of the clock
 
     def after_step(self) -> float:
-        """Judge if it is time; return after which of the clock's steps to do so again."""
-        if self._session.clock.steps >= self._next_judgment and not self._warned:
+        """Judge if it is time; return the step of the clock after which to do so again."""
+        if self._session.clock.steps >= self._next_judgment:
             self._session.clock.as_own_work(self._judge)
-        return math.inf if self._warned else self._next_judgment
+        return self._next_judgment
 
     def _judge(self) -> None:
         session = self._session
         # A tenth later each time: soon enough for short steps, and rare for very short ones.
         later = self._next_judgment + max(10, self._next_judgment // 10)
-        if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:  # spares judging what is too short
+        if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:
             self._next_judgment = later
             return
         measured = session.begin().measurements()
         diagnosis = session.diagnosis(measured)
-        if diagnosis is None or diagnosis.verdict == "too_short" or session.misses_ranks(measured):
+        if diagnosis is None or diagnosis.verdict == "too_short" or session.ranks.are_missing(measured):
             self._next_judgment = later
-            return
-        steps = self._look_inside(measured) if diagnosis.verdict == "low" else 0
-        if steps:
+        elif diagnosis.verdict != "low":
+            self._next_judgment *= 2  # judging costs about a millisecond
+        elif steps := self._look_inside(measured):
             self._next_judgment += steps  # then judge with what it has found
-            return
-        # Judging costs about a millisecond, so the longer training goes well the less often it is done.
-        self._next_judgment *= 2
-        if diagnosis.verdict == "low":
-            self._warned = True
-            session.warn(f"{diagnosis.why} {diagnosis.next_step}", LowGPUUtilizationWarning)
+        else:
+            self._next_judgment = math.inf
+            session.warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)

@@ -1,7 +1,6 @@
 """Finds out what has ended a training, where the error does not say it: by exit codes, counters and the traceback.
 
-The text of the error is a race: of a worker that was killed torch says that it was killed, that it exited unexpectedly,
-or nothing at all, and its handler of SIGCHLD raises wherever the training thread is.
+What torch says of a killed worker is a race: that it was killed, that it exited unexpectedly, or nothing.
 """
 
 from __future__ import annotations
@@ -25,50 +24,35 @@ from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.units import printable
 
-# What loads the samples of a batch, a private name of torch.utils.data. Without it an error lacks the index.
+# What loads the samples of a batch, private in torch.utils.data. Without it an error lacks the index.
 FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
-_FETCH_FILE = "torch/utils/data/_utils/fetch.py"
-_PICKLING = "multiprocessing/reduction.py"
 
 
 def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
-    """Return the workers that have died, of the loader that an error comes from or of the training's.
-
-    Args:
-        run: The training.
-        error: What has ended it. If it may be about workers, those that are about to end are waited for.
-    """
+    """Return the workers that have died, of the loader that an error comes from or of the training's."""
     workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
     text = str(error)
     may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
         wait_for_exit_codes(workers)
-    codes = [(number, worker.pid or 0, worker.exitcode) for number, worker in enumerate(workers)]
-    is_unexpected = "exited unexpectedly" in text  # then also with 0
-    return [WorkerExit(number, pid, code) for number, pid, code in codes if code or (code == 0 and is_unexpected)]
+    exits = [WorkerExit(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
+    return [one for one in exits if one.exitcode or "exited unexpectedly" in text]
 
 
 def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
-    """Return what has ended a training, where more is known than its error; else ``None``.
-
-    Args:
-        error: With its traceback.
-        exits: The workers that have died.
-        oom_kills: How many processes the kernel has killed meanwhile because memory ran out.
-    """
+    """Return what has ended a training, where more is known than its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
-    files = [frame.f_code.co_filename.replace("\\", "/") for frame in frames]
-    if any(file.endswith(_PICKLING) for file in files) and any("torch/utils/data/" in file for file in files):
+    files = [_file(frame) for frame in frames]
+    if any("torch/utils/data/" in file for file in files) and any(
+        "multiprocessing/reduction.py" in file for file in files
+    ):
         return not_picklable(str(error))
     dead = explain_exits(exits, oom_kills, shm_bytes)
     return dead or explain_error(str(error), _index_of(frames), shm_bytes)
 
 
 def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return what loads the samples of a batch, so that an error says at which index of the dataset it came.
-
-    Processes that are forked later inherit it, and what they add to an error is in its text here (Python 3.11).
-    """
+    """Have what loads the samples of a batch, also in workers, add the dataset's index to an error (Python 3.11)."""
 
     def fetched(self: Any, indices: Any) -> Any:
         try:
@@ -86,9 +70,13 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
 def _index_of(frames: Sequence[FrameType]) -> str | None:
-    """Return the index with which torch has asked the dataset for a sample; ``None`` if it has not."""
-    fetching = [i for i, one in enumerate(frames) if one.f_code.co_filename.replace("\\", "/").endswith(_FETCH_FILE)]
+    """Return the index with which torch has asked the dataset for a sample."""
+    fetching = [i for i, frame in enumerate(frames) if _file(frame).endswith("torch/utils/data/_utils/fetch.py")]
     for frame in frames[fetching[-1] + 1 :][:1] if fetching else ():
         names = frame.f_code.co_varnames
         if frame.f_code.co_name == "__getitem__" and len(names) > 1:

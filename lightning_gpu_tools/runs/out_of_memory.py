@@ -1,4 +1,4 @@
-"""Collects what explains an out-of-memory error that has ended a training: from torch, the GPUs and the host."""
+"""Collects what explains an out-of-memory error: from torch, the GPUs and the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,7 @@ from lightning_gpu_tools.advice.out_of_memory import (
 )
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.gpus.metrics import GpuWindow
-from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training.device_facts import is_fusible
@@ -34,8 +33,7 @@ from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UN
 if TYPE_CHECKING:
     from lightning_gpu_tools.runs.session import Session
 
-# What the training thread was doing, by the innermost function of this name in the traceback; behind a colon, a part of
-# its file's path.
+# What the training thread was doing, by the innermost of these functions in the traceback; after a colon, of its path.
 _FUNCTIONS = {
     "training_step": FORWARD,
     "backward": BACKWARD,
@@ -51,15 +49,7 @@ _FUNCTIONS = {
 def explain(
     session: Session, error: BaseException, step: int, exits: Sequence[WorkerExit], kills: int
 ) -> OutOfMemory | None:
-    """Return what is known of an out-of-memory error; ``None`` if the error is another one.
-
-    Args:
-        session: Of the training that it has ended.
-        error: The error, with its traceback.
-        step: Where it came, as the outcome has it.
-        exits: The workers that have died, which the error may not mention.
-        kills: How many processes the kernel has killed meanwhile because memory ran out.
-    """
+    """Return what is known of an out-of-memory error; ``None`` if the error is another one."""
     message = out_of_memory(error)
     killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
@@ -70,25 +60,31 @@ def explain(
         session.begin()  # it may have come before training did
     run, clock, failures = session.run, session.clock, session.ending.allocator
     memory = None if session.timer.memory is None else session.timer.memory.facts()
-    failure = failures.last if failures is not None and message.source == "allocator" else None
-    phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+    phase = UNEXPLAINED
+    counted: dict[str, Any] = {}
+    if failures is not None:
+        failure = failures.last if message.source == "allocator" else None
+        phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+        counted = {
+            "reading": failures.counted() if failure is None else failure.reading,
+            "grad_enabled": None if failure is None else failure.grad_enabled,
+            "batch_shape": failures.batch_shape,
+            "usual_items": failures.usual_items,
+            "begins": failures.begins,
+            "validation_begins": failures.validation_begins,
+        }
     if phase == UNEXPLAINED:
-        phase = phase_of(error) or (clock.current.phase if clock.ran else SETUP)
+        phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)
     found = OutOfMemory(
         message=message,
         phase=phase,
         step=step,
         rank=run.place.rank,
-        reading=failure.reading if failure is not None else failures.counted() if failures is not None else None,
-        grad_enabled=None if failure is None else failure.grad_enabled,
-        batch_shape=None if failures is None else failures.batch_shape,
-        usual_items=None if failures is None else failures.usual_items,
         memory=memory,
-        begins=() if failures is None else failures.begins,
-        validation_begins=() if failures is None else failures.validation_begins,
         is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
         growth=session.memory.growth() if session.recorder is not None else (),
         oom_kills=kills,
+        **counted,
     )
     if message.source != "host" and run.gpu is not None:
         found = _with_gpus(found, session, run)
@@ -96,8 +92,7 @@ def explain(
     return found if is_out_of_memory(found) else None
 
 
-def phase_of(error: BaseException) -> str | None:
-    """Return what the training thread was doing by the functions in an error's traceback; ``None`` if none is known."""
+def _phase_of(error: BaseException) -> str | None:
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -109,37 +104,29 @@ def phase_of(error: BaseException) -> str | None:
 
 
 def _with_gpus(found: OutOfMemory, session: Session, run: Run) -> OutOfMemory:
-    """Return the same with the GPUs of this machine, as they are now, and who uses them."""
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
+    found = replace(found, uuid=own.uuid)
     try:
-        gpus = sampler.read_gpus()
+        found = replace(found, gpus=sampler.read_gpus())
     except NvmlUnavailableError:  # the message has what it has
-        return replace(found, uuid=own.uuid)
-    pids = session.own_pids
-    busy = {} if session.gpus is None else _busy_percent(session.gpus.trained_on())
-    gpu = next((gpu for gpu in gpus if gpu.uuid == own.uuid), None)
-    # In a container a number may be that of another process here.
-    orphans = () if gpu is None or pids is None else _orphans(gpu.processes or (), pids, busy)
-    return replace(found, uuid=own.uuid, gpus=tuple(gpus), own_pids=pids, orphans=orphans)
+        return found
+    pids = None if session.gpus is None else session.gpus.own_pids
+    if session.gpus is None or pids is None:  # in a container a number may be that of another process here
+        return found
+    windows = session.gpus.trained_on()
+    busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
+    return replace(found, own_pids=pids, orphans=_orphans(found.gpu, pids | busy))
 
 
-def _busy_percent(windows: Sequence[GpuWindow]) -> dict[int, float]:
-    return {one.pid: one.utilization_percent or 0.0 for window in windows for one in window.processes or ()}
-
-
-def _orphans(processes: Sequence[GpuProcess], own: frozenset[int], busy: dict[int, float]) -> tuple[int, ...]:
-    """Return the processes whose parent has ended and that the GPU has done nothing for during this run."""
-    found = []
-    for one in processes:
-        stat = process_stat(one.pid) if one.pid not in own else None
-        if stat is not None and stat.parent == INIT and not busy.get(one.pid):
-            found.append(one.pid)
-    return tuple(found)
+def _orphans(gpu: GpuReading | None, others: frozenset[int]) -> tuple[int, ...]:
+    """Return the processes on a GPU whose parent has ended, without these others."""
+    pids = [one.pid for one in (gpu.processes if gpu is not None else None) or () if one.pid not in others]
+    return tuple(pid for pid in pids if (stat := process_stat(pid)) is not None and stat.parent == INIT)
 
 
 def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
-    """Return what a model needs beside its batch, also what backward and the optimizer have not made yet."""
+    """Return what a model needs beside its batch, also gradients and states that have yet to be made."""
     held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]

@@ -1,4 +1,4 @@
-"""What the measuring asks of a training, whoever drives it: a Trainer, Fabric, or a loop of the user's own."""
+"""What the measuring asks of a training, be it of a Trainer, of Fabric, or a loop of the user's own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from lightning_gpu_tools.training.rank_exchange import Place
 
 
 class Run(Protocol):
-    """A training, as far as it is known to whoever drives it.
+    """A training, as far as it is known to whoever drives it; ``None`` = unknown, or none."""
 
-    Attributes:
-        has_trainer: Whether a Trainer drives it, with options that can be advised.
-    """
-
-    has_trainer: bool
+    has_trainer: bool  # whether a Trainer drives it, with options that can be advised
 
     @property
     def place(self) -> Place:
@@ -32,23 +28,23 @@ class Run(Protocol):
 
     @property
     def gpu(self) -> torch.device | None:
-        """The same if it is an NVIDIA GPU; else ``None``."""
+        """The same if it is an NVIDIA GPU."""
 
     @property
     def gpus(self) -> Sequence[torch.device]:
-        """The NVIDIA GPUs that the ranks of this node train on; none on other devices."""
+        """The NVIDIA GPUs that the ranks of this node train on."""
 
     @property
     def loader(self) -> DataLoader[Any] | None:
-        """The training DataLoader; ``None`` if there is none or it is another kind of loader."""
+        """The training loader if it is a ``torch.utils.data.DataLoader``."""
 
     @property
     def iterator(self) -> object | None:
-        """Its iterator; ``None`` if it cannot be known."""
+        """Its iterator."""
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The model; ``None`` if it cannot be known."""
+        """The model."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -60,7 +56,7 @@ class Run(Protocol):
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether ranks meet at the end of backward alone; with FSDP or DeepSpeed every layer waits for all ranks."""
+        """Whether ranks meet at the end of backward alone, and not in every layer as with FSDP or DeepSpeed."""
 
     @property
     def loggers(self) -> Sequence[Any]:
@@ -76,7 +72,7 @@ class Run(Protocol):
 
     @property
     def precision(self) -> str | None:
-        """As ``"32-true"``; ``None`` if it cannot be known."""
+        """As ``"32-true"``."""
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -84,27 +80,22 @@ class Run(Protocol):
 
     @property
     def epoch_steps(self) -> int | None:
-        """Steps of a whole epoch; ``None`` if that is unknown."""
+        """Steps of a whole epoch."""
 
     @property
     def checkpoint_folder(self) -> str | None:
-        """Where checkpoints go, a path or a URL; ``None`` if that is unknown or there are none."""
+        """Where checkpoints go: a path or a URL."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What else a report has in its settings: at least ``model``, the name of what is trained."""
+        """More settings for the report: at least ``model``, the name of what is trained."""
 
 
 def gpu_readings(devices: Sequence[torch.device]) -> tuple[GpuReading, ...]:
-    """Return UUID and name of each of these GPUs.
-
-    ``index`` is torch's: it means nothing outside this process, because ``CUDA_VISIBLE_DEVICES`` renumbers the GPUs.
-    """
-    if not devices:
-        return ()
+    """Return UUID and name of each of these GPUs, and torch's index, which counts within this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible.startswith("MIG-"):
-        # A process sees one MIG instance; torch gives the UUID of the GPU that it is part of.
+    if devices and visible.startswith("MIG-"):
+        # A process sees one instance; torch gives the UUID of its GPU.
         return (GpuReading(index=0, uuid=visible.split(",")[0], name=torch.cuda.get_device_name(0)),)
     found = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""The account of GPU memory of a training: what its ranks counted and what the driver said, brought together by GPU."""
+"""What the GPUs' memory was used for, by what the ranks counted and the driver said."""
 
 from __future__ import annotations
 
@@ -8,42 +8,35 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.runs.run import Run, gpu_readings
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
+from lightning_gpu_tools.runs.run import gpu_readings
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_readings import RankMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShare:
-    """What one rank knows.
+    """What one rank knows."""
 
-    Attributes:
-        gpu: Which GPU it trains on.
-        memory: What it has counted there.
-        drivers: What the driver said of the GPUs of its node, if it is the rank that asks it.
-    """
-
-    gpu: DriverMemory
-    memory: RankMemory
-    drivers: tuple[DriverMemory, ...] = ()
+    gpu: DriverMemory  # which GPU it trains on
+    memory: RankMemory  # what it has counted there
+    drivers: tuple[DriverMemory, ...] = ()  # of the GPUs of its node, if this rank asks the driver
 
 
-def own_share(
-    run: Run, counters: MemoryCounters | None, gpus: GpuWatch | None, own_pids: frozenset[int] | None
-) -> MemoryShare | None:
+def own_share(recorder: RunRecorder) -> MemoryShare | None:
     """Return what this rank knows; ``None`` without a GPU, or if nothing could be counted."""
-    memory = None if counters is None else counters.facts()
+    run, memory = recorder.run, None if recorder.memory is None else recorder.memory.facts()
     if memory is None or run.gpu is None:
         return None
     node = run.place.node
-    ((index, uuid),) = ((gpu.index, str(gpu.uuid)) for gpu in gpu_readings([run.gpu]))
-    drivers = () if gpus is None else tuple(_driver_memory(gpus, node, own_pids))
-    return MemoryShare(gpu=DriverMemory(index=index, uuid=uuid, node=node), memory=memory, drivers=drivers)
+    (gpu,) = gpu_readings([run.gpu])
+    drivers = () if recorder.gpus is None else tuple(_driver_memory(recorder.gpus, node))
+    return MemoryShare(gpu=DriverMemory(index=gpu.index, uuid=str(gpu.uuid), node=node), memory=memory, drivers=drivers)
 
 
-def _driver_memory(gpus: GpuWatch, node: int, own_pids: frozenset[int] | None) -> Iterable[DriverMemory]:
+def _driver_memory(gpus: GpuWatch, node: int) -> Iterable[DriverMemory]:
     from lightning_gpu_tools.gpus import nvml  # only where there are GPUs: it imports pynvml
 
+    own_pids = gpus.own_pids
     for gpu, sample in gpus.noted_memory():
         yield DriverMemory(
             index=gpu.index,
@@ -58,7 +51,7 @@ def _driver_memory(gpus: GpuWatch, node: int, own_pids: frozenset[int] | None) -
 
 
 def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
-    """Return what the memory of each GPU was used for, as far as its ranks could be heard."""
+    """Return what the memory of each GPU was used for."""
     drivers: dict[tuple[int, str], DriverMemory] = {}
     ranks: defaultdict[tuple[int, str], list[RankMemory]] = defaultdict(list)
     for share in shares:

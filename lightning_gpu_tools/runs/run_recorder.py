@@ -1,4 +1,4 @@
-"""Collects all that the diagnosis needs of a training, from its driver, its step clock, the host and the GPUs."""
+"""Collects all that the diagnosis needs of a training."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
 from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.readings import known
 from lightning_gpu_tools.gpus.utilization import weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
@@ -19,13 +20,7 @@ from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor, sett
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.phases import (
-    BACKWARD,
-    EPOCH_START,
-    FORWARD,
-    OPTIMIZER,
-    is_beside_step,
-)
+from lightning_gpu_tools.training.phases import BACKWARD, EPOCH_START, FORWARD, OPTIMIZER, is_beside_step
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
@@ -38,14 +33,10 @@ from lightning_gpu_tools.training.run_measurements import (
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
-_Number = TypeVar("_Number", int, float)
-
 _POLL_EVERY_STEPS = 10
-# Our default: from this many samples of a GPU's steps on, their medians are compared between ranks.
-_MIN_GPU_SAMPLES = 5
-# Our default: in so many parts of a run shows when a rank was slow.
-_MAX_PARTS = 16
-# What GpuFacts has of the windows of the GPUs that the model trains on.
+_MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to be compared between ranks
+_MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
+# Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
     "sm_active_percent",
     "tensor_active_percent",
@@ -56,62 +47,35 @@ _GPU_MEANS = (
 
 
 class HostReading(NamedTuple):
-    """What the host said at a moment.
+    """What the host said at a moment; CPU times are counters."""
 
-    Attributes:
-        at_s: When, by ``time.perf_counter``.
-        budget: What it grants the process.
-        own_cpu_s: CPU seconds that the process has used.
-        children_cpu_s: CPU seconds that its children have used.
-        idle_cpu_s: CPU seconds for which its cores were idle.
-    """
-
-    at_s: float
+    at_s: float  # by time.perf_counter
     budget: HostBudget
     own_cpu_s: float
     children_cpu_s: float
-    idle_cpu_s: float
+    idle_cpu_s: float  # for which its cores were idle
 
 
 class RunRecorder:
-    """Keeps, from the start of a training on, what is needed to describe it at any later moment.
-
-    Make it when the loader is known.
-
-    Args:
-        run: The training.
-        clock: Its step clock.
-        rank_waits: Takes waiting for them out of the clock's phases.
-        gpus: Samples the GPUs; ``None`` without any.
-        memory: Counts the memory of this rank's GPU; ``None`` on another device.
-
-    Attributes:
-        batch_bytes: Size of the first batch; ``None`` before it.
-        profile: A few steps under the profiler; ``None`` until an advisor sets it.
-    """
+    """Keeps what is needed to describe a training at any moment; made when it starts and the loader is known."""
 
     def __init__(
-        self,
-        run: Run,
-        clock: StepClock,
-        rank_waits: RankWaits,
-        gpus: GpuWatch | None,
-        memory: MemoryCounters | None,
+        self, run: Run, clock: StepClock, rank_waits: RankWaits, gpus: GpuWatch | None, memory: MemoryCounters | None
     ) -> None:
-        self.profile: ProfiledSteps | None = None
-        self._run = run
+        self.run = run
+        self.gpus = gpus
+        self.memory = memory  # of this rank's GPU
+        self.batch_bytes: int | None = None  # of the first batch
+        self.profile: ProfiledSteps | None = None  # until an advisor sets it
         self._clock = clock
-        self._ranks: tuple[RankStep, ...] = ()
-        self._batch_sizes: list[int] = []
         self._rank_waits = rank_waits
-        self._gpus = gpus
-        self._memory = memory
+        self._ranks: tuple[RankStep, ...] = ()
+        self._batch_sizes: list[int] = []  # the largest that fits each rank's GPU
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
-        self.batch_bytes: int | None = None
         self._loader = loader_settings(run)
-        self._loader_since = self._began.children_cpu_s, 0
+        self._loader_since = self._began.children_cpu_s, 0  # and the step
         if self._loader is not None:
             ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
@@ -120,20 +84,20 @@ class RunRecorder:
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be seen of the loader's workers with this version of torch or Lightning."""
+        """What could not be seen of the loader's workers."""
         return sorted(self._workers.unseen or ()) if self._loader is not None and self._loader.num_workers else []
 
     def note_batch(self, batch: Any) -> None:
         """Note how large the batch of this step is."""
         first = first_tensor(batch)
         self._clock.times.batch_items = None if first is None else first.numel()
-        if self._memory is not None and self._memory.wants_batch:
-            self._memory.note_batch(None if first is None else tuple(first.shape))
+        if self.memory is not None and self.memory.wants_batch:
+            self.memory.note_batch(None if first is None else tuple(first.shape))
         if self.batch_bytes is None:
             self.batch_bytes = batch_bytes(batch)
 
     def after_step(self) -> None:
-        """Sample the loader's workers if it is time; nearly always this does nothing."""
+        """Sample the loader's workers if it is time."""
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self._workers.after_long_wait()
         if self._clock.steps >= self._next_poll:
@@ -143,57 +107,58 @@ class RunRecorder:
             self._follow_loader()
 
     def _follow_loader(self) -> None:
-        """Judge the loader by its current settings alone after ``NumWorkersFinder`` has changed them."""
-        settings = loader_settings(self._run)
+        # When NumWorkersFinder has changed the settings, only the new ones count.
+        settings = loader_settings(self.run)
         if settings is not None and settings != self._loader:
             self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
-            self._workers.unseen = None  # the loader before may have had no workers
+            self._workers.unseen = None
             self._clock.begin_anew()
 
     def own_step(self) -> dict[str, Any] | None:
-        """Return the fields of ``RankStep`` but who this rank is, for the other ranks; ``None`` so far."""
-        clock, run = self._clock, self._run
+        """Return the fields of ``RankStep`` but who this rank is; ``None`` before steady steps."""
+        clock, run = self._clock, self.run
         if not clock.blocks:
             return None
         parts = ["data_loading", "host_to_device_copy"]
         if not self._on_gpu and run.is_plain_ddp:
             parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
         blocks = list(clock.blocks)
-        steps = sum(block.steps for block in blocks)
-        phase_s = {part: sum(getattr(block, f"{part}_s") for block in blocks) / steps for part in parts}
+        total = sum(blocks, StepBlock())
         gpu_s = self._own_gpu_s()
-        for phase, seconds in clock.seconds.items():
-            if is_beside_step(phase) or phase == EPOCH_START:
-                phase_s[phase] = seconds / max(1, clock.steps)
+        gpu_step_s = sum(gpu_s.values())
+        beside_s = {
+            phase: seconds / max(1, clock.steps)
+            for phase, seconds in clock.seconds.items()
+            if is_beside_step(phase) or phase == EPOCH_START
+        }
+        phase_s = {**{part: getattr(total, f"{part}_s") / total.steps for part in parts}, **beside_s, **gpu_s}
         while len(blocks) > _MAX_PARTS:
             pairs = zip(blocks[::2], blocks[1::2], strict=False)  # a last one alone waits for the next
             blocks = [first + second for first, second in pairs]
-        gpu_step_s = sum(gpu_s.values())
 
         def own_s(block: StepBlock) -> float:
             on_host_s: float = sum(getattr(block, f"{part}_s") for part in parts) + block.beside_s
             on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
             return on_host_s / block.steps + on_gpu_s
 
-        phase_s |= gpu_s
         waiting = self._workers.facts().storage_wait_share
         return {
             "own_step_s": sum(phase_s.values()),
             "phase_s": {phase: round(seconds, 9) for phase, seconds in phase_s.items()},
             "own_s_over_time": [round(own_s(block), 6) for block in blocks],
             "steps_over_time": blocks[0].steps,
-            "wait_s": None if self._on_gpu else sum(block.rank_wait_s for block in clock.blocks) / steps,
+            "wait_s": None if self._on_gpu else total.rank_wait_s / total.steps,
             "gpu": None if run.gpu is None else run.gpu.index,
             "storage_wait_percent": None if waiting is None else round(100 * waiting, 1),
         }
 
     def _own_gpu_s(self) -> dict[str, float]:
-        """Return the GPU's own times for the parts of sampled steps; empty if it waits for other ranks within them.
+        """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
 
-        A GPU that waits for others in forward, as for the statistics of SyncBatchNorm, does so in backward, too.
+        If it does so in forward, as for the statistics of SyncBatchNorm, it does in backward, too.
         """
         idle, waits = self._clock.gpu_idle(), self._rank_waits
-        if not self._run.is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
+        if not self.run.is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
             return {}
         if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
             return {}
@@ -201,8 +166,7 @@ class RunRecorder:
         return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
     def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what all ranks have published; any thread may do so."""
-        # By JSON, whose keys are texts, from other ranks.
+        """Take in what all ranks have published, in any thread; keys of JSON are texts."""
         throttled = {
             (entry["node"], int(gpu)): percent
             for entry in entries
@@ -219,10 +183,10 @@ class RunRecorder:
             if (own := entry.get("own_step")) is not None
         )
         self._ranks = ranks if len(ranks) > 1 else ()
-        self._batch_sizes = [size for entry in entries if (size := entry.get("largest_batch_size")) is not None]
+        self._batch_sizes = known(entry.get("largest_batch_size") for entry in entries)
 
     def read_host(self) -> HostReading:
-        """Ask the host; any thread may do so, for some milliseconds."""
+        """Ask the host, in any thread; this takes some milliseconds."""
         return HostReading(
             time.perf_counter(),
             read_host_budget(local_ranks=self._local_ranks),
@@ -232,18 +196,16 @@ class RunRecorder:
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
-        """Return everything measured so far. For the training thread.
-
-        Args:
-            now: What another thread has just read of the host; by default it is read again.
-        """
-        clock, run, gpus, began = self._clock, self._run, self._gpus, self._began
+        """Return everything measured so far, in the training thread; ``now`` may come from another one."""
+        clock, run, gpus, began = self._clock, self.run, self.gpus, self._began
         now = now or self.read_host()
         host, children_s = now.budget, now.children_cpu_s
         used_s = now.own_cpu_s - began.own_cpu_s + children_s - began.children_cpu_s
         used_or_idle = (self._local_ranks * used_s + now.idle_cpu_s - began.idle_cpu_s) / (now.at_s - began.at_s)
-        workers = self._loader is not None and self._loader.num_workers > 0
-        children_s_before, steps_before = self._loader_since
+        worker_s = None
+        if self._loader is not None and self._loader.num_workers:
+            children_s_before, steps_before = self._loader_since
+            worker_s = (children_s - children_s_before) / max(1, clock.steps - steps_before)
         phase_s = clock.so_far()
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
@@ -257,14 +219,12 @@ class RunRecorder:
             utilization_percent=_utilization(gpus.trained_on() if gpus else ()),
             validation_utilization_percent=_utilization(gpus.trained_on("validation") if gpus else ()),
             loader=self._loader,
-            worker_cpu_s_per_batch=(children_s - children_s_before) / max(1, clock.steps - steps_before)
-            if workers
-            else None,
+            worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
             loading=self._workers.facts(),
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
-            memory=None if self._memory is None else self._memory.facts(),
+            memory=None if self.memory is None else self.memory.facts(),
             profile=self.profile,
             ranks=self._ranks,
             precision=run.precision,
@@ -275,13 +235,13 @@ class RunRecorder:
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=run.epoch_steps,
             left_on_cpu=left_on_cpu(run.module) if self._on_gpu and run.module is not None else (),
-            largest_batch_size=self._smallest_largest_batch() if self._on_gpu else None,
+            largest_batch_size=self._largest_on_all_ranks() if self._on_gpu else None,
             has_trainer=run.has_trainer,
         )
 
     def largest_batch_size(self) -> int | None:
-        """Return the largest batch that fits this rank's GPU, in samples; ``None`` if that cannot be told."""
-        memory = None if self._memory is None else self._memory.facts()
+        """Return the largest batch that fits this rank's GPU, in samples, if that can be told."""
+        memory = None if self.memory is None else self.memory.facts()
         peak, gpu = None if memory is None else step_peak(memory, self.batch_bytes or 0), self._gpu_facts()
         if memory is None or peak is None or gpu.memory_total_bytes is None:
             return None
@@ -290,18 +250,18 @@ class RunRecorder:
         beside = max(0, (gpu.own_memory_bytes or 0) - memory.latest.reserved_bytes) + (gpu.others_memory_bytes or 0)
         return largest_batch([peak], gpu.memory_total_bytes - beside, gpu.memory_total_bytes).size
 
-    def _smallest_largest_batch(self) -> int | None:
-        """Return the same for all ranks: each can fail."""
-        sizes = [self.largest_batch_size(), *self._batch_sizes]
-        return min((size for size in sizes if size is not None), default=None)
+    def _largest_on_all_ranks(self) -> int | None:
+        return min(known([self.largest_batch_size(), *self._batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
-        facts = device_facts(self._run.device)
-        windows = self._gpus.trained_on() if self._gpus else []
-        if self._gpus is None or not windows:
+        facts = device_facts(self.run.device)
+        windows = self.gpus.trained_on() if self.gpus else []
+        if self.gpus is None or not windows:
             return facts
-        sharing = [self._gpus.sharing(window) for window in windows]
-        means: dict[str, Any] = {name: _mean(getattr(window, name) for window in windows) for name in _GPU_MEANS}
+        sharing = [self.gpus.sharing(window) for window in windows]
+        means: dict[str, Any] = {
+            name: fmean(values) for name in _GPU_MEANS if (values := known(getattr(one, name) for one in windows))
+        }
         return replace(
             facts,
             **means,
@@ -313,20 +273,15 @@ class RunRecorder:
 
 
 def loader_settings(run: Run) -> LoaderSettings | None:
-    """Return the settings of a training's loader; ``None`` if it is not a ``torch.utils.data.DataLoader``."""
+    """Return the settings of a training's loader, if it is a ``torch.utils.data.DataLoader``."""
     return None if run.loader is None else settings_of(run.loader)
 
 
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:
-    observed = [one for one in windows if one.utilization_mean_percent is not None]
-    percents = [one.utilization_mean_percent or 0.0 for one in observed]
+    observed = [one for one in windows if one.utilization_percent_mean is not None]
+    percents = [one.utilization_percent_mean or 0.0 for one in observed]
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _largest(values: Iterable[_Number | None]) -> _Number | None:
-    return max((value for value in values if value is not None), default=None)
+def _largest(values: Iterable[Any]) -> Any:
+    return max(known(values), default=None)

@@ -1,4 +1,4 @@
-"""From the session of a training to its report: described, printed, and written beside the logs."""
+"""Makes the report of a training, prints it, and writes it beside the logs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import (
-    PREVIOUS_NAME,
-    RUNNING,
-    WRITE_EVERY_S,
-    Report,
-    ReportFile,
-    summarize,
-)
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, WRITE_EVERY_S, Report, ReportFile, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import HostReading, loader_settings
@@ -41,23 +34,16 @@ from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default: the report is written at the start, so much later, and then whenever the run has become twice as long, at
-# least once a minute. So a run that is killed loses half of itself at most, or a minute.
+# Our default: the report is written at the start, so much later, and whenever the run has become twice as long. A run
+# that is killed loses half of itself at most, or a minute.
 FIRST_WRITE_S = 2.0
-# Our default: how long a step may take until what is known without its end is written.
-_MAX_WAIT_S = 5.0
+_MAX_WAIT_S = 5.0  # our default: for the next step
 
 
 def describe(session: Session, outcome: str, host: HostReading | None = None) -> Report:
-    """Return the report of a training, with what the other ranks published last. For the training thread.
+    """Return the report of a training, in the training thread; ``host`` is what another thread has just read.
 
-    Of one that still runs it lacks what takes long or is the business of another thread: the GPUs of this node, and the
-    cost of measuring.
-
-    Args:
-        session: Of the training.
-        outcome: How it ended.
-        host: What another thread has just read of the host; by default it is read again.
+    While the training runs, it lacks what takes long: the GPUs of this node, and the cost of measuring.
     """
     ended = outcome != RUNNING
     measured = session.begin().measurements(host)
@@ -66,7 +52,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
     settings = _settings(run, measured.host.cores)
-    thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.thread_cpu_s)
+    thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
     no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
@@ -80,11 +66,11 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         steps=clock.steps,
         wall_s=measured.wall_s,
         phase_s=measured.phase_s,
-        step_s_median=None if times is None else times.p50_s,
+        step_s_median=measured.step_p50_s,
         diagnosis=diagnosis,
-        gpus=session.gpus_of_other_nodes(),
+        gpus=session.ranks.gpus_of_other_nodes(),
         gpu_note=session.gpu_note or (no_gpu if watch is None else None),
-        step_s_p95=None if times is None else times.p95_s,
+        step_s_p95=measured.step_p95_s,
         step_s_max=None if times is None else times.max_s,
         samples_per_s=batch_size * run.place.world_size * times.count / times.seconds if batch_size and times else None,
         step_s_blocks=tuple(block.step_s for block in measured.blocks),
@@ -94,7 +80,7 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         spans=tuple(clock.timeline.spans()),
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
-        memory=session.memory_accounts(all_ranks=ended),
+        memory=session.ranks.memory_accounts(all_ranks=ended),
         allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
         failure=None if ending.failure is None else str(ending.failure),
@@ -106,7 +92,6 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
 
 
 def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
-    """Return the report with the GPUs of this node added."""
     gpus = tuple(gpus)
     settings = {**report.settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})}
     return dataclasses.replace(report, gpus=gpus + tuple(report.gpus), settings=settings)
@@ -131,12 +116,8 @@ def _settings(run: Run, cores: float) -> dict[str, Any]:
 class RunningReport:
     """Writes the report of a training while it runs, so that a run that is killed leaves one.
 
-    That begins in a background thread, which asks for it when it is time. The training thread measures after its next
-    step, and the background thread writes. If that step takes too long, it writes what it has, with the clock's times.
-
-    Args:
-        session: Of the training.
-        file: Where the report is written.
+    The background thread asks the training thread to measure after its next step, and writes. If that step takes too
+    long, it writes what it has, with the clock's times.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -149,7 +130,7 @@ class RunningReport:
         session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
-        """Measure, and have it written at once; for the training thread, after a step."""
+        """Measure, in the training thread, and have it written at once."""
         self._session.clock.as_own_work(self._measure)
 
     def _measure(self) -> None:
@@ -162,7 +143,7 @@ class RunningReport:
         session = self._session
         has_stalled = any(not one.is_over for one in session.stalls[-1:])
         if not self._is_fresh and not self._asked and not has_stalled:
-            self._host = self._recorder.read_host()  # which takes longer than all that the training thread has to do
+            self._host = self._recorder.read_host()  # the longest part
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
@@ -180,7 +161,7 @@ class RunningReport:
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:
-        """Say in the file that nothing more is measured, though the training may go on."""
+        """Say in the file that nothing more is measured."""
         self._session.background.close()
         if self._saved:
             outcome = f"measured only up to step {self._measured.steps}"
@@ -188,13 +169,9 @@ class RunningReport:
 
 
 def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
-    """Write the report, log its summary, and print it. Whatever fails costs only itself and is printed, too.
+    """Write the report with its picture and page, log its summary, and print it.
 
-    Args:
-        report: Of a training that has ended.
-        file: Where it is written, and the picture and the page beside it.
-        run: Whose loggers get the summary.
-        snapshot: What torch has written when memory ran out, if it did.
+    Whatever fails costs only itself and is printed, too. ``snapshot`` is what torch may have written.
     """
     folder = file.path.parent
     paths: list[Path] = []
@@ -223,7 +200,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
     if run is not None:
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
-                log_summary(report, text, logger, run.logged_step - 1)
+                _log_summary(report, text, logger, run.logged_step - 1)
     if snapshot is not None and snapshot.exists():
         paths.append(snapshot)
     if paths:
@@ -233,15 +210,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
     say("\n".join(lines))
 
 
-def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
-    """Send a report to a logger as ``gpu_tools/...``: numbers as metrics, texts if it has a place for them.
-
-    Args:
-        report: Of which the summary of the diagnosis is sent, and the parts of the memory of the first GPU.
-        text: All of it, which is sent as ``gpu_tools/report``.
-        logger: Any logger of Lightning's.
-        step: Of the metrics.
-    """
+def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
     parts = report.memory[0].parts_bytes if report.memory else {}
     sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
     summary = {**report.diagnosis.summary(), **sizes, "report": text}
@@ -255,7 +224,7 @@ def log_summary(report: Report, text: str, logger: Any, step: int) -> None:
 
 
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
-    """Log a text for which Lightning has no method that all loggers share. CSV files have no place for it."""
+    # Lightning has no method for texts that all loggers share. CSV files have no place for them.
     experiment = logger.experiment
     is_long = "\n" in text
     if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
@@ -276,17 +245,16 @@ def _log_text(logger: Any, name: str, text: str, step: int) -> None:
 def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file: the training itself went well
+    except Exception as error:  # noqa: BLE001 - the disk, a font, a forged file
         lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
 
 
 def _how_to_verify(file: Path) -> str:
-    """Return the command that compares the next run with this one, by the name that its report will have then."""
-    command, folder = "lightning-gpu-tools report", file.parent
-    if is_of_one_run(folder):
-        return f"After the next run: {command} NEW --against {_quoted(file)}"
-    previous = _quoted(folder / PREVIOUS_NAME)
-    return f"After the next run in this folder: {command} {_quoted(folder)} --against {previous}"
+    """Return the command that compares the next run with this one."""
+    folder, new, where, old = file.parent, "NEW", "", file
+    if not is_of_one_run(folder):  # the next run gives this report another name
+        new, where, old = _quoted(folder), " in this folder", folder / PREVIOUS_NAME
+    return f"After the next run{where}: lightning-gpu-tools report {new} --against {_quoted(old)}"
 
 
 def _quoted(path: Path) -> str:
@@ -294,25 +262,22 @@ def _quoted(path: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print for the person at the terminal, as far as it can show the characters.
-
-    In one write that ends the line: Rich's progress bar in a notebook prints an unfinished line over and over.
-    """
+    """Print what the terminal can show, in one write: Rich's bar in a notebook repeats unfinished lines."""
     try:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         sys.stdout.flush()
-    except Exception:  # a closed terminal, a notebook's own stream: what is said here must not end the training
+    except Exception:  # a closed terminal, a notebook's own stream
         logging.getLogger(__name__).warning("The end of the training's report could not be printed.", exc_info=True)
 
 
 def say_verdict(diagnosis: Diagnosis) -> None:
-    """Print why memory has run out on a rank that has no report of its own."""
+    """Print why memory has run out, on a rank without a report of its own."""
     say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
 
 
 def warn_if_not_writable(folder: str) -> None:
-    """Warn before training, not after it, that the report cannot be written."""
+    """Warn before training that the report cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

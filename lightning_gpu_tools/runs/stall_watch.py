@@ -1,17 +1,17 @@
-"""Watches a training for stalls, in a thread of its own, and says what it sees while it stands."""
+"""Watches a training for stalls from a thread, and says what it sees while it stands."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_gpu_tools.advice.stall_causes import (
     Explanation,
@@ -42,28 +42,21 @@ if TYPE_CHECKING:
 
 StallAfter = float | Literal["auto"] | None
 
-# Our default: a training is polled twelve times before it has stalled, and at least every 5 s.
-_POLLS = 12
-_MAX_INTERVAL_S = 5.0
-# Our default: how long what the processes do is sampled.
-_SAMPLE_S = 0.5
-# Our default: how much later than this thread C code is suspected to hold Python's lock.
-_LOCK_GRACE_S = 5.0
-# A rank is silent that has left out so many of its messages.
-_MISSED = 6
-# A checkpoint that is written this fast (bytes between two polls) makes progress: our default.
-_WRITING_BYTES = 1 << 20
-# Of a stall, this much is printed and kept.
-_MAX_PRINTED = 8
-_MAX_KEPT = 50
-_MAX_WORKERS = 64
-_MAX_ASKED = 4
+# Our defaults.
+_POLLS = 12  # before a training has stalled
+_MAX_INTERVAL_S = 5.0  # between two of them
+_SAMPLE_S = 0.5  # what the processes do
+_LOCK_GRACE_S = 5.0  # until C code is suspected to hold Python's lock
+_MISSED = 6  # messages of a rank that is silent
+_WRITING_BYTES = 1 << 20  # between two polls: a checkpoint that makes progress
+_MAX_PRINTED, _MAX_KEPT = 8, 50  # calls of a stack
+_MAX_WORKERS, _MAX_ASKED = 64, 4  # sampled, and asked for their stack
 _MAX_STALLS = 100
 _MAX_RANKS = 64
 
 
 def check_stall_after(stall_after_s: StallAfter) -> None:
-    """Raise ``ValueError`` unless a training can be watched with this value."""
+    """Raise ``ValueError`` if a training cannot be watched with this value."""
     if stall_after_s not in ("auto", None) and not (isinstance(stall_after_s, (int, float)) and stall_after_s > 0):
         raise ValueError(f'stall_after_s must be "auto", None or a positive number of seconds, got {stall_after_s!r}.')
 
@@ -71,26 +64,15 @@ def check_stall_after(stall_after_s: StallAfter) -> None:
 class StallWatch:
     """Watches the training of a session, made in the thread that trains.
 
-    The thread never touches a disk, which may not answer, and never calls ``torch.cuda``, a collective, or a store that
-    another thread may wait for. It warns while the training thread stands still, which forks no worker then.
-
-    Args:
-        session: Of the training.
-        stall_after_s: See ``GPUUtilizationMonitor``.
-        ranks: A board in a store of which no other thread uses the connection.
-
-    Attributes:
-        stalls: Those so far.
-        notes: What the training thread is to say in :meth:`pass_on`.
-        beats: Batches of validation begun, which the clock does not count. The training thread counts them.
-        ended: How the training has ended; ``None`` if it has not.
+    The thread never touches a disk, ``torch.cuda``, a collective, or a store that the training waits for: ``ranks`` has
+    another connection. It may warn, because the training thread stands still then and forks no worker.
     """
 
     def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: Board) -> None:
         self.stalls: tuple[Stall, ...] = ()
-        self.notes: list[str] = []
-        self.beats = 0
-        self.ended: str | None = None
+        self.notes: list[str] = []  # what the training thread is to say in `pass_on`
+        self.beats = 0  # batches of validation begun, which the clock does not count
+        self.ended: str | None = None  # how the training has ended
         self._session = session
         self._ranks = ranks
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
@@ -104,27 +86,15 @@ class StallWatch:
         self._is_told = self._is_closed = False
         self._stacks = ForkedStacks()
         self._alarm = LockAlarm()
-        self._jobs = BackgroundJobs()
-        self._jobs.add("Watching for stalls", self._poll)
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU time of the thread so far."""
-        return self._jobs.cpu_s
-
-    @property
-    def faults(self) -> list[str]:
-        """The first error in the thread, in words."""
-        return self._jobs.faults
+        self.jobs = BackgroundJobs()
+        self.jobs.add("Watching for stalls", self._poll)
 
     def close(self, ended: str | None = None) -> None:
-        """End the watch, and let the other ranks know how the training has ended; nothing happens the second time."""
+        """End the watch, once, and let the other ranks know how the training has ended."""
         if self._is_closed:
             return
         self._is_closed, self.ended = True, ended
-        self._jobs.close()
-        if self._is_told:
-            self._go_on()
+        self.jobs.close()
         if ended is not None:
             self._publish(self._phase)
         self._alarm.close()
@@ -144,14 +114,16 @@ class StallWatch:
         if patience.poll(now_s, self._mark(phase), phase, since_s, clock.steps, clock.seconds):
             self._own = None
             if self._is_told:
-                self._go_on(stuck_s)
+                self._is_told = False
+                self._change_stall(is_over=True, lasted_s=stuck_s)
+                self.notes.append(f"Training went on after {format_duration(stuck_s)}.")
         if patience.is_over and patience.due_s <= 0:
             self._judge(phase)
         elif patience.stuck_s > patience.limit_s / 2:
             self._hear()  # who is silent shows by then
         self._publish(phase)
         if self._is_told:
-            self.stalls = (*self.stalls[:-1], dataclasses.replace(self.stalls[-1], lasted_s=patience.stuck_s))
+            self._change_stall(lasted_s=patience.stuck_s)
         self._alarm.arm(max(patience.due_s, 0.0) + self._grace_s + self._interval_s)
         return self._interval_s
 
@@ -188,18 +160,17 @@ class StallWatch:
     def _facts(self, phase: str, stack: tuple[Frame, ...], frames: Sequence[FrameType]) -> StallFacts:
         """Sample what this process and its workers do."""
         iterator = compat.iterator_waited_for(frames)
-        workers = list(enumerate((compat.worker_pids(iterator) or [])[:_MAX_WORKERS]))
-        pids = [(os.getpid(), self._native_thread), *((pid, None) for _, pid in workers)]
-        before, swapped = [activity(*one) for one in pids], swapped_pages()
+        workers = (compat.worker_pids(iterator) or [])[:_MAX_WORKERS]
+        processes = [(os.getpid(), self._native_thread), *((pid, None) for pid in workers)]
+        before, swapped = [activity(*one) for one in processes], swapped_pages()
         time.sleep(_SAMPLE_S)
-        after, swapped = [activity(*one) for one in pids], swapped_pages() - swapped
+        after, swapped = [activity(*one) for one in processes], swapped_pages() - swapped
         shares = [
             0.0 if one is None or other is None else (other.cpu_s - one.cpu_s) / _SAMPLE_S
             for one, other in zip(before, after, strict=True)
         ]
         awaited = compat.awaited_worker(iterator)
-        first = [number for number, _ in workers if number == awaited]
-        asked = {*first, *range(_MAX_ASKED - len(first))}
+        asked = sorted(range(len(workers)), key=lambda number: number != awaited)[:_MAX_ASKED]
         gpus = self._session.gpus
         return StallFacts(
             phase=phase,
@@ -209,12 +180,12 @@ class StallWatch:
             workers=tuple(
                 WorkerFacts(
                     number,
-                    after[i] or Activity(pid, "X", None, None, 0.0),
-                    shares[i],
+                    now or Activity(pid, "X", None, None, 0.0),
+                    share,
                     number == awaited,
                     self._stacks.ask(pid) if number in asked else (),
                 )
-                for i, (number, pid) in enumerate(workers, 1)
+                for number, (pid, now, share) in enumerate(zip(workers, after[1:], shares[1:], strict=True))
             ),
             gpu_busy_percent=None if gpus is None else gpus.latest_percent,
             swapped_pages_per_s=swapped / _SAMPLE_S,
@@ -224,14 +195,13 @@ class StallWatch:
     # The ranks
 
     def _publish(self, phase: str) -> None:
-        """Publish where this rank stands; the store does not answer, so nothing is waited for."""
         if self._session.run.place.world_size > 1:
-            self._ranks.post(facts=dataclasses.asdict(self._own_facts(phase)))
+            self._ranks.post(facts=asdict(self._own_facts(phase)))
 
     def _own_facts(self, phase: str) -> RankFacts:
         place, clock, patience, own = self._session.run.place, self._session.clock, self._patience, self._own
         stack = () if patience.stuck_s < self._interval_s else stack_in_fit(frames_of(self._thread))
-        return RankFacts(
+        facts = RankFacts(
             rank=place.rank,
             node=place.node,
             pid=os.getpid(),
@@ -242,14 +212,14 @@ class StallWatch:
             is_over=patience.is_over and own is not None,
             ended=self.ended,
             collective=collective_of(stack, phase, place.world_size),
-            cause=None if own is None else own.cause,
-            why=None if own is None else own.why,
-            next_step=None if own is None else own.next_step,
-            stack=[] if own is None else [str(frame) for frame in stack[-_MAX_PRINTED:]],
         )
+        if own is None:
+            return facts
+        calls = [str(frame) for frame in stack[-_MAX_PRINTED:]]
+        return replace(facts, cause=own.cause, why=own.why, next_step=own.next_step, stack=calls)
 
     def _hear(self) -> list[RankFacts] | None:
-        """Return where all ranks stand; ``None`` where a lower rank is there to speak for all."""
+        """Return where all ranks stand; ``None`` where a lower rank speaks for all."""
         place, board = self._session.run.place, self._ranks
         if place.local_rank == 0 and place.rank > 0:
             board.read(place.mates)
@@ -268,7 +238,7 @@ class StallWatch:
         return [one for one in found if one is not None]
 
     def _facts_of(self, rank: int) -> RankFacts | None:
-        """Return where another rank stands by its last entry; ``None`` without a store, or before the first one."""
+        """Return where another rank stands by its last entry."""
         entry = self._ranks.entries.get(rank)
         if entry is None:
             return None
@@ -279,7 +249,7 @@ class StallWatch:
         facts = RankFacts(**entry["facts"])
         silent_s = now_s - came_s
         is_silent = facts.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
-        return dataclasses.replace(facts, silent_s=silent_s if is_silent else 0.0)
+        return replace(facts, silent_s=silent_s if is_silent else 0.0)
 
     # What is said
 
@@ -300,26 +270,17 @@ class StallWatch:
                 is_over=False,
                 step=step,
                 phase=phase,
-                cause=found.cause,
-                why=found.why,
-                next_step=found.next_step,
-                rank=found.rank,
                 stack=tuple(calls),
                 ranks=tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else (),
+                **found._asdict(),
             )
             self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
             self._is_told = True
         self._session.background.run_now()  # the report is written
         self._say("\n".join(lines))
 
-    def _go_on(self, stuck_s: float | None = None) -> None:
-        """Note that the training went on, or has ended."""
-        self._is_told = False
-        stall = self.stalls[-1]
-        lasted_s = stall.lasted_s if stuck_s is None else stuck_s
-        self.stalls = (*self.stalls[:-1], dataclasses.replace(stall, lasted_s=lasted_s, is_over=stuck_s is not None))
-        if stuck_s is not None:
-            self.notes.append(f"Training went on after {format_duration(lasted_s)}.")
+    def _change_stall(self, **changes: Any) -> None:
+        self.stalls = (*self.stalls[:-1], replace(self.stalls[-1], **changes))
 
     def _say(self, text: str) -> None:
         with suppress(StalledTrainingWarning):  # where a filter makes errors of warnings

@@ -1,4 +1,4 @@
-"""Asks the machine for what a training will need later: disk, shared memory, cores, and who has claimed its GPUs."""
+"""Asks the machine for what a training will need: disk, shared memory, cores, unclaimed GPUs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ from lightning_gpu_tools.selection import claims
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
-    """Return what a training needs and what there is. For its first rank, after the first step.
-
-    Args:
-        run: The training.
-        batch_bytes: Size of a batch; ``None`` if it is unknown.
-    """
+    """Return what a training needs and what there is; for rank 0, after the first step."""
     loader, ranks = loader_settings(run), run.place.local_ranks
     workers = 0 if loader is None else loader.num_workers * ranks
     ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
     cores = read_host_budget(local_ranks=ranks).cores
-    # torch warns of more workers than cores itself, but knows of no other rank and of no quota.
+    # torch itself warns of more workers than cores, but knows of no other rank and no quota.
     has_warned = (
         loader is not None and hasattr(os, "sched_getaffinity") and loader.num_workers > len(os.sched_getaffinity(0))
     )
@@ -61,7 +56,7 @@ def _checkpoint_bytes(run: Run) -> int | None:
 
 
 def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
-    """Return the claims of other jobs on the GPUs that are trained on: GPU, who, bytes (0 = all)."""
+    """Return the claims of other jobs on these GPUs: GPU, who, bytes (0 = all)."""
     gpus = {gpu.uuid: str(gpu.index) for gpu in gpu_readings(run.gpus)}
     if not gpus:
         return ()

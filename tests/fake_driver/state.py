@@ -204,7 +204,7 @@ class Driver:
     def _write(self) -> None:
         for position, card in enumerate(self._gpus):
             card.uuid = card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}"
-            card.pci = card.pci or (0, 16 * (position + 1), 0)
+            card.pci = card.pci or (position // 15, 16 * (position % 15 + 1), 0)
             for slot, instance in enumerate(card.mig or []):
                 if instance is None:
                     continue

@@ -1,4 +1,4 @@
-"""The sampling thread over the real nvidia-ml-py over the fake driver. Nothing here sleeps: `take(wait_s=...)` has the
+"""The sampling thread over the real nvidia-ml-py over the fake driver. Nothing here sleeps: `whole(wait_s=...)` has the
 thread poll and waits for it, and the driver's clock stands still until it is advanced."""
 
 from __future__ import annotations
@@ -44,26 +44,36 @@ def sampling(uuids, **options):
     return contextlib.closing(Sampler(uuids, **{"interval_s": 3600.0, **options}))
 
 
-def probing(read):
-    """Open a probe that reads like this."""
-    return lambda uuid, gpm: SimpleNamespace(read=read, close=lambda: None)
+def poll_and_take(reader):
+    reader.whole(wait_s=TIMEOUT_S)
+    return reader.take()
+
+
+@pytest.fixture
+def probing(monkeypatch):
+    """Have probes read like this."""
+
+    def put(read):
+        opened = SimpleNamespace(read=read, close=lambda: None)
+        monkeypatch.setattr(probe, "GpuProbe", lambda uuid, gpm: opened)
+
+    return put
 
 
 def test_a_window_holds_what_happened_between_two_calls(clock):
     clock.gpus = [gpu(utilization=[(0, 20), (102, 80)], power_watts=200, memory_free="60GiB", sample_period_s=0.25)]
     uuid = clock.gpus[0].uuid
     with sampling([uuid]) as reader:
-        reader.take(wait_s=TIMEOUT_S)
+        poll_and_take(reader)
         clock.advance(4)
-        window = reader.take(wait_s=TIMEOUT_S)[uuid]
+        window = poll_and_take(reader)[uuid]
         clock.advance(1)
         reader.whole(wait_s=TIMEOUT_S)
         assert reader.latest_percent == 80
-    after, whole = reader.take(wait_s=TIMEOUT_S)[uuid], reader.whole()[uuid]  # also when it is closed
-    assert window.utilization_mean_percent == pytest.approx(50, abs=4)
-    assert (window.utilization_p5_percent, window.utilization_p95_percent) == (20, 80)
+    after, whole = poll_and_take(reader)[uuid], reader.whole()[uuid]  # also when it is closed
+    assert window.utilization_percent_mean == pytest.approx(50, abs=4)
+    assert (window.utilization_percent_p5, window.utilization_percent_p95) == (20, 80)
     assert window.utilization_observed_s == pytest.approx(4, abs=0.3)
-    assert window.duration_s == pytest.approx(4)
     assert window.memory_used_bytes == 20 * GIB
     assert [one.energy_joules for one in (window, after, whole)] == pytest.approx([800, 200, 1000])
     assert window.problems == ()
@@ -73,7 +83,7 @@ def test_a_window_holds_what_happened_between_two_calls(clock):
 def test_all_that_is_opened_is_closed(clock):
     clock.gpus = [gpu(gpm={2: 10}), gpu()]
     with sampling([card.uuid for card in clock.gpus]) as reader:
-        reader.take(wait_s=TIMEOUT_S)
+        poll_and_take(reader)
         assert len(sampling_threads()) == 1
     reader.close()
     functions = [call.function for call in clock.calls()]
@@ -81,7 +91,7 @@ def test_all_that_is_opened_is_closed(clock):
     assert functions.count("nvmlGpmSampleAlloc") == functions.count("nvmlGpmSampleFree") == 2
 
 
-def test_the_thread_polls_at_once_and_at_intervals(driver):
+def test_the_thread_polls_at_once_and_at_intervals(driver, probing):
     driver.gpus = [gpu(utilization=40)]
     polls = threading.Semaphore(0)
 
@@ -89,7 +99,8 @@ def test_the_thread_polls_at_once_and_at_intervals(driver):
         polls.release()
         return GpuSample(uuid="GPU-a", time_s=0.0)
 
-    with sampling(["GPU-a"], interval_s=0.01, open_probe=probing(read)):
+    probing(read)
+    with sampling(["GPU-a"], interval_s=0.01):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
@@ -98,17 +109,18 @@ def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
     clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
     uuid = clock.gpus[0].uuid
     with sampling([uuid]) as reader:
-        reader.take(wait_s=TIMEOUT_S)
+        poll_and_take(reader)
         clock.advance(2)
         reader.enter("validation")  # no poll at this moment, nor at the end of validation
         clock.advance(3)
         reader.enter("training")
         clock.advance(1)
-        training = reader.take(wait_s=TIMEOUT_S)[uuid]
+        training = poll_and_take(reader)[uuid]
         validation = reader.take(phase="validation")[uuid]
-    assert training.utilization_mean_percent == pytest.approx(90, abs=3)
-    assert validation.utilization_mean_percent == pytest.approx(10, abs=3)
-    assert (training.duration_s, validation.duration_s) == (pytest.approx(3), pytest.approx(3))
+    assert training.utilization_percent_mean == pytest.approx(90, abs=3)
+    assert validation.utilization_percent_mean == pytest.approx(10, abs=3)
+    observed = [one.utilization_observed_s for one in (training, validation)]
+    assert observed == pytest.approx([3, 3], abs=0.2)
     assert (training.energy_joules, validation.energy_joules) == (pytest.approx(300), pytest.approx(300))
 
 
@@ -117,7 +129,7 @@ def test_a_timeline_covers_the_run(clock):
     uuid = clock.gpus[0].uuid
     with sampling([uuid], interval_s=1.0) as reader:
         for _ in range(7):
-            reader.take(wait_s=TIMEOUT_S)
+            poll_and_take(reader)
             clock.advance(1)
         timelines = reader.timelines(uuid)
     percents = timelines["utilization_percent"].values
@@ -135,16 +147,17 @@ def test_without_a_driver_sampling_is_refused(driver):
         Sampler(["GPU-a"])
 
 
-def test_a_bug_in_the_thread_is_reported_and_raises_nothing():
+def test_a_bug_in_the_thread_is_reported_and_raises_nothing(probing):
     started_s = time.monotonic()
-    with sampling(["GPU-a"], open_probe=probing(lambda: 1 // 0)) as reader:
-        window = reader.take(wait_s=TIMEOUT_S)["GPU-a"]
+    probing(lambda: 1 // 0)
+    with sampling(["GPU-a"]) as reader:
+        window = poll_and_take(reader)["GPU-a"]
     assert isinstance(reader.failure, ZeroDivisionError)
-    assert window.duration_s == 0
+    assert window.utilization_observed_s == 0
     assert time.monotonic() - started_s < TIMEOUT_S  # nobody waits for a thread that has ended
 
 
-def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
+def test_a_driver_that_hangs_holds_nobody_up(monkeypatch, probing):
     monkeypatch.setattr(sampler, "_TIMEOUT_S", 0.05)
     release = threading.Event()
 
@@ -152,8 +165,9 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
         release.wait(TIMEOUT_S)
         return GpuSample(uuid="GPU-a", time_s=1.0)
 
-    reader = Sampler(["GPU-a"], open_probe=probing(read))
-    assert reader.take(wait_s=0.05)["GPU-a"].duration_s == 0
+    probing(read)
+    reader = Sampler(["GPU-a"])
+    assert reader.whole(wait_s=0.05)["GPU-a"].utilization_observed_s == 0
     (thread,) = sampling_threads()
     reader.close()
     assert thread.is_alive()
@@ -169,19 +183,19 @@ from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.sampler import Sampler
 uuid = nvml.read_gpus()[0].uuid
 reader = Sampler([uuid], interval_s=0.001)
-reader.take(wait_s=30)
+reader.whole(wait_s=30)
 for _ in range(20):  # sometimes while the thread holds its lock
     if (child := os.fork()) == 0:
-        assert reader.take(wait_s=30) == {} == reader.timelines(uuid)
+        assert reader.whole(wait_s=30) == {} == reader.timelines(uuid)
         reader.enter("validation")
         reader.close()
         own = Sampler([uuid], interval_s=3600)
-        window = own.take(wait_s=30)[uuid]
+        window = own.whole(wait_s=30)[uuid]
         own.close()
         assert window.memory_used_bytes == 59 * 2**30 and window.problems == (), window
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-assert reader.take(wait_s=30)[uuid].problems == ()
+assert reader.whole(wait_s=30)[uuid].problems == ()
 reader.close()
 print(threading.active_count())
 """

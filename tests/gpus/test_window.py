@@ -26,8 +26,12 @@ def at(time_s: float, *utilization: tuple[float, float], **fields) -> GpuSample:
     return GpuSample(uuid="GPU-a", time_s=time_s, utilization=utilization_samples(*utilization), **fields)
 
 
+def every_second(begin_s: float, end_s: float) -> float:
+    return max(0.0, end_s - begin_s)
+
+
 def window_of(*seen: GpuSample):
-    builder = WindowBuilder("GPU-a")
+    builder = WindowBuilder("GPU-a", every_second)
     for one in seen:
         builder.add(one)
     return builder.take()
@@ -121,41 +125,40 @@ def test_windows_together_hold_what_one_window_would(steps, cuts):
         for i, (time_s, (_, percent)) in enumerate(zip(times, steps, strict=True))
     ]
     whole = window_of(*seen)
-    builder, windows = WindowBuilder("GPU-a"), []
+    builder, windows = WindowBuilder("GPU-a", every_second), []
     for one, cut in zip(seen, cuts, strict=False):
         builder.add(one)
         if cut:
             windows.append(builder.take())
     windows.append(builder.take())
-    assert sum(one.duration_s for one in windows) == pytest.approx(whole.duration_s)
     assert sum(one.utilization_observed_s for one in windows) == pytest.approx(whole.utilization_observed_s)
     assert sum(one.energy_joules or 0.0 for one in windows) == pytest.approx(whole.energy_joules)
-    percent_seconds = [(one.utilization_mean_percent or 0.0) * one.utilization_observed_s for one in windows]
-    assert sum(percent_seconds) == pytest.approx(whole.utilization_mean_percent * whole.utilization_observed_s)
+    percent_seconds = [(one.utilization_percent_mean or 0.0) * one.utilization_observed_s for one in windows]
+    assert sum(percent_seconds) == pytest.approx(whole.utilization_percent_mean * whole.utilization_observed_s)
 
 
 def test_the_time_between_two_polls_counts():
     window = window_of(at(1.0, (1.0, 0)), at(1.25, (1.25, 100)), at(2.25, (2.25, 0)))
     assert window.utilization_observed_s == 1.0 + 0.25 + 1.0
-    assert window.utilization_mean_percent == pytest.approx(25 / 2.25)
+    assert window.utilization_percent_mean == pytest.approx(25 / 2.25)
 
 
 def test_an_empty_window_knows_nothing():
-    window = WindowBuilder("GPU-a").take()
-    assert window.duration_s == window.utilization_observed_s == 0
-    assert window.utilization_mean_percent is window.memory_used_bytes is window.energy_joules is None
-    builder = WindowBuilder("GPU-a")
+    window = WindowBuilder("GPU-a", every_second).take()
+    assert window.utilization_observed_s == 0
+    assert window.utilization_percent_mean is window.memory_used_bytes is window.energy_joules is None
+    builder = WindowBuilder("GPU-a", every_second)
     builder.add(at(5.0, (5.0, 50), power_watts=1.0))
     builder.take()
     again = builder.take()
-    assert again.duration_s == 0
+    assert again.utilization_observed_s == 0
     assert again.power_watts is None
 
 
 def test_gauges_are_those_of_the_last_poll_and_memory_keeps_its_peak():
     first = at(1.0, memory_used_bytes=900, power_watts=50.0, temperature_celsius=60.0, processes=(GpuProcess(pid=1),))
     window = window_of(first, at(2.0, memory_used_bytes=300, power_watts=70.0, memory_total_bytes=1000))
-    assert (window.memory_used_bytes, window.memory_used_peak_bytes, window.memory_total_bytes) == (300, 900, 1000)
+    assert (window.memory_used_bytes, window.memory_used_bytes_max, window.memory_total_bytes) == (300, 900, 1000)
     assert window.power_watts == 70
     assert window.temperature_celsius is None  # not that of a poll before
     assert window.processes is None
@@ -167,7 +170,6 @@ def test_counters_become_rates_over_their_own_time():
         at(12.0, throttled_s=5.5, power_capped_s=5.5, thermal_throttled_s=0.0, pcie_tx_bytes=400, pcie_rx_bytes=50),
         at(14.0, throttled_s=6.0, power_capped_s=6.0, thermal_throttled_s=0.0, pcie_tx_bytes=800, pcie_rx_bytes=70),
     )
-    assert window.duration_s == 4
     assert (window.throttled_percent, window.power_capped_percent, window.thermal_throttled_percent) == (25, 25, 0)
     assert window.pcie_tx_bytes_per_second == 200
     assert window.pcie_rx_bytes_per_second == 10  # over the two seconds in which it was there
@@ -195,7 +197,7 @@ def test_means_of_the_hardware_counters_are_weighted_by_time():
 
 
 def test_a_problem_is_reported_once_a_window():
-    builder = WindowBuilder("GPU-a")
+    builder = WindowBuilder("GPU-a", every_second)
     for time_s in range(3):
         builder.add(at(time_s, problems=("lost",)))
     assert builder.take().problems == ("lost",)
@@ -203,7 +205,7 @@ def test_a_problem_is_reported_once_a_window():
 
 
 def test_a_month_takes_the_memory_of_a_day():
-    phases = Phases("training")
+    phases = Phases()
     builder = WindowBuilder("GPU-a", functools.partial(phases.overlap_s, "training"))
     timelines = GpuTimelines(max_points=2000, width_s=1.0)
     sizes = []
@@ -271,7 +273,12 @@ def test_a_timeline_accepts_what_was_before_its_first_entry():
 def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has_a_field():
     sampled, reported = ({field.name for field in dataclasses.fields(kind)} for kind in (GpuSample, GpuSummary))
     assert {metric.source for metric in METRICS} <= sampled
-    assert {metric.reported for metric in METRICS if metric.reported} <= reported
+    window = WindowBuilder("GPU-a", every_second).take()
+    assert reported - over_run(window, window).keys() == {
+        *("index", "uuid", "name", "node", "validation_utilization_percent_mean", "power_watts_mean"),
+        *("own_memory_bytes", "others_memory_bytes_max", "own_utilization_percent", "others_utilization_percent"),
+        *("errors", "timelines"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -303,8 +310,8 @@ def test_peaks_and_counters_of_a_run_include_validation_and_means_do_not():
         )
         for percent, joules, used in ((90.0, 100.0, 5), (10.0, 30.0, 7))
     )
-    found = {metric.field: over_run(metric, training, validation) for metric in METRICS}
+    found = over_run(training, validation)
     assert found["energy_joules"] == 130.0
-    assert found["memory_used_peak_bytes"] == 7
-    assert found["utilization_mean_percent"] == found["sm_active_percent"] == 90.0
-    assert found["temperature_max_celsius"] is None
+    assert found["memory_used_bytes_max"] == 7
+    assert found["utilization_percent_mean"] == found["sm_active_percent"] == 90.0
+    assert found["temperature_celsius_max"] is None

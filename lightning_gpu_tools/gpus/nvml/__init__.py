@@ -1,8 +1,7 @@
-"""The one place that asks the NVIDIA driver, through NVML (``nvidia-ml-py``).
+"""The one place that asks the NVIDIA driver, through NVML (``nvidia-ml-py``); ``None`` = it does not say.
 
-Everything that NVML gives becomes a plain reading here: bytes, percent, seconds, watts; ``None`` where the driver does
-not report it. GPUs are found by UUID, never by an index that ``CUDA_VISIBLE_DEVICES`` could have shifted: NVML always
-sees every GPU of the machine. ``nvml.probe``, which a pick does not need, is imported by who needs it.
+NVML sees every GPU of the machine, whatever ``CUDA_VISIBLE_DEVICES`` says, so GPUs are found by UUID. A pick does not
+need ``nvml.probe``.
 """
 
 from lightning_gpu_tools.gpus.nvml.inventory import identified, pids_are_ours, read_gpus

@@ -1,4 +1,4 @@
-"""Single calls of NVML, with the errors that are answers turned into answers, and the others into words."""
+"""Single calls of NVML, and its errors as answers or in words."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pynvml
 from lightning_gpu_tools.gpus.readings import UtilizationSample
 from lightning_gpu_tools.units import printable
 
-# NVML's way to say "this hardware, this driver or this user never gets to know": the answer is None, not an error.
+# This hardware, driver or user never gets an answer.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
-# After one of these, no other question about the GPU has an answer.
+# After one of these, nothing about the GPU can be read.
 GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; ``None`` for what this hardware, driver or user never gets to know."""
+    """Call NVML; ``None`` where it answers with one of ``NEVER``."""
     try:
         return function(*arguments)
     except NEVER:
@@ -26,7 +26,7 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def product_name(handle: Any) -> str | None:
-    """Return the product's name, printable; ``None`` if the driver does not report it, or not in UTF-8."""
+    """Return the product's name, printable; ``None`` if the driver does not report it in UTF-8."""
     try:
         name = ask(pynvml.nvmlDeviceGetName, handle)
     except UnicodeDecodeError:
@@ -35,7 +35,7 @@ def product_name(handle: Any) -> str | None:
 
 
 def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML for what may just as well be unknown: ``None`` on every failure, and if an argument is ``None``."""
+    """Call NVML; ``None`` on every failure, and if an argument is ``None``."""
     if None in arguments:
         return None
     try:
@@ -50,7 +50,7 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
         _, answer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
     except pynvml.NVMLError_NotFound:  # nothing newer
         return [], last_us
-    # The order is not documented, and values far above 100 have been seen: https://github.com/Syllo/nvtop/issues/110
+    # In no documented order, with values far above 100: https://github.com/Syllo/nvtop/issues/110
     pairs = sorted(
         (stamp_us, percent)
         for sample in answer
@@ -61,12 +61,12 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
 
 
 def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], int]:
-    """Return how busy each process kept the GPU since ``last_us``, in percent by pid, and the driver's newest time."""
+    """Return how busy each process kept the GPU since ``last_us``, in percent, and the driver's newest time."""
     try:
         samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
     except pynvml.NVMLError_NotFound:  # nobody used it
         return {}, last_us
-    # One sample a process; values above 100 are as wrong as in the GPU's own samples.
+    # One sample a process, likewise.
     percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
     return percents, max((one.timeStamp for one in samples), default=last_us)
 
@@ -78,9 +78,9 @@ def why_unreadable(error: pynvml.NVMLError) -> str:
     if isinstance(error, pynvml.NVMLError_ResetRequired):
         return "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot"
     if isinstance(error, pynvml.NVMLError_NoPermission):
-        return "no permission to read it: is /dev/nvidia* accessible, and was this GPU given to this container or job?"
+        return "no permission to read it: is /dev/nvidia* accessible, and the GPU given to this container or job?"
     if isinstance(error, pynvml.NVMLError_Timeout):
-        return "the driver did not answer in time: try again; if it happens again, see `dmesg` and reset the GPU"
+        return "the driver did not answer in time: try again, then see `dmesg` and reset the GPU"
     if isinstance(error, pynvml.NVMLError_NotFound):
         return "the driver does not know this UUID, or no longer: see `nvidia-smi -L`"
     return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"

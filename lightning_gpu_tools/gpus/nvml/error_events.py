@@ -1,4 +1,4 @@
-"""The errors that a GPU reports by itself: Xid events of the driver."""
+"""The errors that a GPU reports: Xid events."""
 
 from __future__ import annotations
 
@@ -29,44 +29,36 @@ _XID_MEANS = {
 
 _OTHER_XID = "see NVIDIA's Xid catalog"
 
-# A GPU that fails may report many at once; what is left waits for the next read.
-_MAX_PER_READ = 16
+_MAX_PER_READ = 16  # the others wait for the next read
 
 
 class ErrorEvents:
-    """The Xid events of one GPU since the last read. In some containers this user may not read them."""
+    """The Xid events of one GPU since the last read."""
 
     def __init__(self) -> None:
         self._event_set: Any = None
 
     def start(self, handle: Any) -> None:
-        """Collect from now on.
-
-        Raises:
-            pynvml.NVMLError: The GPU reports none, or this user may not know.
-        """
+        """Collect from now on; ``NVMLError`` if the GPU reports none, or not to this user."""
         self.close()
-        event_set = pynvml.nvmlEventSetCreate()
+        self._event_set = pynvml.nvmlEventSetCreate()
         try:
-            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, event_set)
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._event_set)
         except pynvml.NVMLError:
-            tolerate(pynvml.nvmlEventSetFree, event_set)
+            self.close()
             raise
-        self._event_set = event_set
 
     def read(self) -> list[str]:
-        """Return what has happened, in words. It does not need the GPU, which may just have been lost."""
+        """Return what has happened, in words, also of a GPU that has just been lost."""
         found: list[str] = []
-        while self._event_set is not None and len(found) < _MAX_PER_READ:
-            # No time to wait: a timeout means that there is no event, and so does any other failure.
+        for _ in range(_MAX_PER_READ):
             event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
-            if event is None:
+            if event is None:  # a timeout: there is none
                 break
             found.append(f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, _OTHER_XID)})")
         return found
 
     def close(self) -> None:
-        """Give everything back to the driver; idempotent."""
-        if self._event_set is not None:
-            tolerate(pynvml.nvmlEventSetFree, self._event_set)
+        """Give everything back to the driver."""
+        tolerate(pynvml.nvmlEventSetFree, self._event_set)
         self._event_set = None

@@ -1,4 +1,4 @@
-"""The GPU performance monitors (GPM) of Hopper and later: means over the time between two reads."""
+"""The GPU performance monitors (GPM) of Hopper and later."""
 
 from __future__ import annotations
 
@@ -14,38 +14,29 @@ GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10
 PCIE_TX, PCIE_RX = 20, 21
 _METRICS = (GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM, PCIE_TX, PCIE_RX)
 
-# nvml.h: two GPM samples "should be greater than 100ms" apart, "due to the internal sample refresh rate"
-_INTERVAL_S = 0.1
+_INTERVAL_S = 0.1  # nvml.h: two samples "should be greater than 100ms" apart
 
 
 class PerformanceMonitors:
-    """Two samples of one GPU or MIG instance that take turns, so that no time is left out between two reads.
-
-    Attributes:
-        pcie_bytes: Sent and received, as far as the monitors counted them.
-    """
+    """Means over the time between two reads, of one GPU or MIG instance."""
 
     def __init__(self, *, is_mig: bool) -> None:
-        self.pcie_bytes = [0.0, 0.0]
+        self.pcie_bytes = [0.0, 0.0]  # sent and received
         self._is_mig = is_mig
-        self._samples: list[Any] = []
+        self._samples: list[Any] = []  # two, which take turns, so that no time is left out
         self._since_s: float | None = None  # when the first of them was taken
 
     @property
     def started(self) -> bool:
-        """Whether this GPU has monitors and they have been read."""
+        """Whether they have been read."""
         return bool(self._samples)
 
     def restart(self) -> None:
-        """Begin a new interval with the next read: the counters may have started again."""
+        """Begin a new interval with the next read: the GPU was away."""
         self._since_s = None
 
     def read(self, handle: Any, now_s: float) -> dict[int, float]:
-        """Return the means since the last read by metric; empty at the first one and where it was too soon.
-
-        Raises:
-            pynvml.NVMLError: They cannot be read; ``NVMLError_NotSupported`` if the GPU has none.
-        """
+        """Return the means since the last read, by metric; empty the first time and if it is too soon."""
         if not self._samples:
             self._start(handle)
         if self._since_s is not None and now_s - self._since_s < _INTERVAL_S:
@@ -57,7 +48,6 @@ class PerformanceMonitors:
             return {}
         self._take(handle, second)
         metrics = _difference(first, second)
-        # The interval of the next read begins where that of this one ends, so that nothing is left out.
         self._samples = [second, first]
         interval_s, self._since_s = now_s - self._since_s, now_s
         for direction, metric in enumerate((PCIE_TX, PCIE_RX)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import sys
@@ -33,26 +32,19 @@ _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
 }
 
-# The driver keeps the samples of the last seconds (about 20 s). On some products (GB10) it adds none while the GPU is
-# idle, so that what it has may be minutes old: https://github.com/polarsignals/gpu-metrics-agent/pull/37
+# The driver keeps samples of about 20 s, but on some products (GB10) adds none while the GPU is idle:
+# https://github.com/polarsignals/gpu-metrics-agent/pull/37
 _STALE_AFTER_S = 30.0
 
-# Products whose GPU has no memory of its own. The driver's names: "NVIDIA GB10" (DGX Spark), "NVIDIA Thor",
-# "Orin (nvgpu)": https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
+# GPUs without memory of their own: "NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)". See
+# https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
 def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Read every GPU of this machine, in PCI order; with loads also how busy each process keeps it.
 
-    That takes 10 calls of NVML for a GPU without MIG. A GPU that cannot be read is listed with the reason in ``error``,
-    and the others are not affected.
-
-    Args:
-        with_loads: Whether to ask also how busy each process keeps its GPU, which takes one call more.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
+    A GPU that cannot be read is listed with the reason in ``error``; ``NvmlUnavailableError`` without a usable driver.
     """
     with session():
         try:
@@ -60,91 +52,76 @@ def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(why_unavailable(error)) from error
         found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
-    # NVML promises no order. A GPU that does not even report its address keeps the place that NVML gave it.
-    in_pci_order = iter(sorted((gpu for gpu in found if gpu[0]), key=lambda gpu: gpu[0] or ()))
-    ordered = [next(in_pci_order) if gpu[0] else gpu for gpu in found]
+    # NVML promises no order. A GPU without an address keeps its place.
+    in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
+    ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
     return tuple(
-        replace(
-            reading,
-            index=index,
-            mig_instances=tuple(replace(instance, index=index) for instance in reading.mig_instances),
-        )
-        for index, (_, reading) in enumerate(ordered)
+        replace(gpu, index=index, mig_instances=tuple(replace(one, index=index) for one in gpu.mig_instances))
+        for index, gpu in enumerate(ordered)
     )
 
 
-def _read_gpu(nvml_index: int, with_loads: bool) -> tuple[tuple[int, int, int] | None, GpuReading]:
-    """Return the PCI address, ``None`` if that is not known, and the reading."""
-    address, reading = None, GpuReading(index=nvml_index)
+def _read_gpu(nvml_index: int, with_loads: bool) -> GpuReading:
+    facts: dict[str, Any] = {"index": nvml_index}
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
-        reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
+        facts |= _identity(handle)
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
-        address = (pci.domain, pci.bus, pci.device)
-        # As nvidia-smi writes it.
-        reading = replace(reading, pci_bus_id=f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0")
-        integrated = reading.name is not None and _INTEGRATED_NAME.search(reading.name) is not None
-        total_bytes, free_bytes = _memory(handle, integrated)
+        facts["pci_bus_id"] = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0"
+        integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
-        reading = replace(
-            reading,
-            integrated=integrated,
-            memory_total_bytes=total_bytes,
-            memory_free_bytes=free_bytes,
-            utilization_percent=_utilization_percent(handle),
-            processes=_processes(handle),
-            compute_mode=_COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
-            mig_mode=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
-        )
+        facts |= {
+            **_usage(handle, integrated),
+            "integrated": integrated,
+            "utilization_percent": _utilization_percent(handle),
+            "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
+            "mig_mode": None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        }
     except pynvml.NVMLError as error:
-        return address, replace(reading, error=why_unreadable(error))
+        return GpuReading(**facts, error=why_unreadable(error))
+    reading = GpuReading(**facts)
     if with_loads and reading.processes:
         reading = replace(reading, processes=_with_loads(handle, reading.processes))
     if reading.mig_mode:
         reading = replace(reading, mig_instances=_read_mig_instances(handle, reading))
-    return address, reading
+    return reading
 
 
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
     instances = []
+    shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
     for slot in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
-        reading = GpuReading(
-            index=gpu.index,
-            pci_bus_id=gpu.pci_bus_id,
-            compute_mode=gpu.compute_mode,
-            mig_mode=False,
-            mig_index=slot,
-            integrated=False,
-        )
+        facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
-            reading = replace(reading, uuid=pynvml.nvmlDeviceGetUUID(handle), name=product_name(handle))
-            total_bytes, free_bytes = _memory(handle, integrated=False)
-            reading = replace(
-                reading,
-                memory_total_bytes=total_bytes,
-                memory_free_bytes=free_bytes,
-                processes=_processes(handle),
-            )
+            facts |= _identity(handle)
+            facts |= _usage(handle, integrated=False)
         except pynvml.NVMLError_NotFound:
             continue  # slots may be empty in between
         except pynvml.NVMLError as error:
-            reading = replace(reading, error=why_unreadable(error))
-        instances.append(reading)
+            facts["error"] = why_unreadable(error)
+        instances.append(GpuReading(**facts))
     return tuple(instances)
+
+
+def _identity(handle: Any) -> dict[str, Any]:
+    return {"uuid": pynvml.nvmlDeviceGetUUID(handle), "name": product_name(handle)}
+
+
+def _usage(handle: Any, integrated: bool) -> dict[str, Any]:
+    total_bytes, free_bytes = _memory(handle, integrated)
+    return {"memory_total_bytes": total_bytes, "memory_free_bytes": free_bytes, "processes": _processes(handle)}
 
 
 def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
     """Return the total and the free bytes."""
     if integrated:
-        # What the host has available is what the GPU can get. NVML's answer, where there is one, leaves out what the
-        # page cache would give back.
+        # NVML leaves out what the page cache would give back.
         import psutil
 
         host = psutil.virtual_memory()
         return host.total, host.available
-    # The older call is enough: total and free mean the same in both. The newer one fails on WSL, see
-    # https://github.com/XuehaiPan/nvitop/pull/30.
+    # The newer call means the same, and fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     return (None, None) if memory is None else (memory.total, memory.free)
 
@@ -165,18 +142,16 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     if compute is None:
         return None
     graphics = ask(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or []
-    # A process may have both kinds of context.
     by_pid = {process.pid: process for process in [*graphics, *compute]}
     compute_pids = {process.pid for process in compute}
-    found = (
-        GpuProcess(pid=pid, memory_used_bytes=by_pid[pid].usedGpuMemory, graphics_only=pid not in compute_pids)
-        for pid in sorted(by_pid)
-    )
+    found = [
+        GpuProcess(pid=pid, memory_used_bytes=process.usedGpuMemory, graphics_only=pid not in compute_pids)
+        for pid, process in sorted(by_pid.items())
+    ]
     return tuple(map(identified, found))
 
 
 def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-    """Return the processes with what the driver's samples of the last seconds say of each."""
     answer = tolerate(process_utilization, handle, 0)
     if answer is None:
         return processes
@@ -184,24 +159,19 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
 
 
 def identified(process: GpuProcess) -> GpuProcess:
-    """Return the process with its user and name, as far as they can be seen from here."""
-    if pids_are_ours():
-        # Not by psutil, whose import takes as long as half a pick.
-        with contextlib.suppress(OSError):  # ended in the meantime, hidden from this user, or no Linux
+    """Return the process with its user and name, where they can be seen from here."""
+    if pids_are_ours():  # without psutil, whose import takes as long as half a pick
+        with contextlib.suppress(OSError):  # it has ended, is hidden from this user, or this is no Linux
             with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
                 name = printable(file.read().rstrip("\n"))
             user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
-            return dataclasses.replace(process, user=user, name=name)
+            return replace(process, user=user, name=name)
     return process
 
 
 def pids_are_ours() -> bool:
-    """Return whether the driver's process numbers are this process's: it gives those of the host, also in a container.
-
-    https://github.com/NVIDIA/nvidia-docker/issues/1483. Inside another PID namespace the same number is someone else.
-    """
-    try:
-        # PROC_PID_INIT_INO of the Linux kernel (include/linux/proc_ns.h), the namespace of the host
+    """Return whether this process shares the host's PID namespace, whose numbers the driver gives."""
+    try:  # https://github.com/NVIDIA/nvidia-docker/issues/1483; PROC_PID_INIT_INO in include/linux/proc_ns.h
         return os.readlink("/proc/self/ns/pid") == f"pid:[{0xEFFFFFFC}]"
     except OSError:  # no Linux, so no PID namespaces
         return not sys.platform.startswith("linux")

@@ -14,63 +14,48 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Keep the driver open; NVML counts how often it was opened.
+    """Keep the driver open; ``NvmlUnavailableError`` says why there is no usable one, and what to do.
 
-    Every function of this package opens one for itself. Open one around repeated reads: without persistence mode the
-    first one has to wake the GPUs up.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver; the message says why and what to do.
+    Every function of this package opens a session for itself. Open one around repeated reads: it may wake the GPUs up.
     """
-    pid = open_driver()
-    try:
-        yield
-    finally:
-        close_driver(pid)
-
-
-def open_driver() -> int:
-    """Open the driver for this process, once more if it is open already; return the process for ``close_driver``."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise NvmlUnavailableError(why_unavailable(error)) from error
-    return os.getpid()
-
-
-def close_driver(pid: int) -> None:
-    """Undo one ``open_driver`` of that process."""
-    if os.getpid() == pid:  # a child that was forked in between has nothing to close
-        with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
-            pynvml.nvmlShutdown()
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:  # a child that was forked in between has nothing to close
+            with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
+                pynvml.nvmlShutdown()
 
 
 def why_unavailable(error: pynvml.NVMLError) -> str:
     """Say why no GPU at all can be asked about, and what to do."""
     if isinstance(error, pynvml.NVMLError_LibraryNotFound):
         if sys.platform == "darwin":
-            return "There is no NVIDIA driver for macOS, so there are no GPUs that this package can read."
+            return "There is no NVIDIA driver for macOS."
         if sys.platform == "win32":
             return "nvml.dll, a part of the NVIDIA driver, was not found. Is the driver installed?"
         return (
             "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver installed, and does "
-            "`nvidia-smi` work? A container must be started with `--gpus all` and NVIDIA_DRIVER_CAPABILITIES that "
-            "include `utility`."
+            "`nvidia-smi` work? A container needs `--gpus all`, and `utility` in NVIDIA_DRIVER_CAPABILITIES."
         )
     if isinstance(error, pynvml.NVMLError_DriverNotLoaded):
         return (
             "The NVIDIA driver is installed but not loaded. Is there an NVIDIA GPU in this machine? Try "
-            "`sudo modprobe nvidia`, and see `dmesg` for why it was not loaded."
+            "`sudo modprobe nvidia`, and see `dmesg`."
         )
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
         return (
-            "The loaded NVIDIA driver and its library libnvidia-ml have different versions: the driver was updated "
-            "since the last start. Reboot, or restart the container after an update of the host."
+            "The loaded NVIDIA driver and its library libnvidia-ml have different versions: the driver was updated. "
+            "Reboot, or restart the container."
         )
     if isinstance(error, pynvml.NVMLError_NoPermission):
         return (
-            "No permission to talk to the NVIDIA driver. May this user open /dev/nvidiactl and /dev/nvidia0, and were "
-            "the devices given to this container?"
+            "No permission to use the NVIDIA driver. May this user open /dev/nvidiactl and /dev/nvidia0, and were they "
+            "given to this container?"
         )
     if isinstance(error, pynvml.NVMLError_FunctionNotFound):
         return "The NVIDIA driver is too old: it lacks a function that nvidia-ml-py needs. Update the driver."

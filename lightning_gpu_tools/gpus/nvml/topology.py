@@ -15,14 +15,10 @@ _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
 
 
 def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """Return which of these GPUs are joined by NVLink or NVSwitch, as pairs of UUIDs in alphabetical order.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
-    """
+    """Return the pairs of these GPUs that NVLink or NVSwitch joins, in alphabetical order."""
     with session():
         handles = {uuid: _handle(uuid) for uuid in uuids}
-        # Asking for the status of peer access finds NVSwitch, too, where the far end of a link is no GPU.
+        # This shows NVSwitch, too, where the far end of a link is no GPU.
         return frozenset(
             (a, b)
             for a, b in itertools.combinations(sorted(handles), 2)
@@ -32,13 +28,9 @@ def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
 
 
 def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
-    """Return the NUMA node of the host that each GPU hangs on; ``None`` where unknown (always outside Linux).
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
-    """
+    """Return the NUMA node of the host that each GPU hangs on; ``None`` where unknown."""
     with session():
-        # Not nvmlDeviceGetNumaNodeId: that is the node which the GPU's own memory forms on Grace Hopper.
+        # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
         nodes = {
             uuid: _members(tolerate(pynvml.nvmlDeviceGetMemoryAffinity, _handle(uuid), 16, _SCOPE_NODE))
             for uuid in uuids
@@ -47,21 +39,15 @@ def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
 
 
 def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
-    """Return the CPUs that are near a GPU, ``None`` where unknown (always outside Linux).
-
-    They are CPUs of the machine; intersect them with those that this process may use.
-
-    Raises:
-        NvmlUnavailableError: There is no usable NVIDIA driver.
-    """
+    """Return the CPUs near a GPU, also those that this process may not use; ``None`` where unknown."""
     with session():
-        # 64 words: Linux kernels are built for at most 8192 CPUs, and no machine with NVIDIA GPUs has over 4096.
+        # 64 words are 4096 CPUs: no machine with NVIDIA GPUs has more.
         cpus = _members(tolerate(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE))
     return cpus or None
 
 
 def _members(mask: Sequence[int] | None) -> frozenset[int]:
-    """Return the numbers of the bits that are set in a bit mask of 64-bit words."""
+    """Return the bits that are set in 64-bit words."""
     return frozenset(64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1)
 
 

@@ -1,0 +1,142 @@
+"""What the ranks of a training exchange: what each publishes, and what rank 0 makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_gpu_tools.advice.memory_account import MemoryAccount
+from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
+from lightning_gpu_tools.reports.report import FILE_NAME
+from lightning_gpu_tools.reports.typed_json import read
+from lightning_gpu_tools.runs.run_memory import MemoryShare, accounts, own_share
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Entry, RankExchange
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes, number_ranges, printable
+
+_MAX_TROUBLES = 8  # of other nodes at a time: what fits on a screen
+
+
+class Ranks:
+    """One rank among the others, from the start of a training on.
+
+    GPUs of other nodes are published if ``is_monitored``: for loggers and the report.
+    """
+
+    def __init__(self, name: str, store: Any, recorder: RunRecorder, *, is_monitored: bool) -> None:
+        self._recorder = recorder
+        self._place = recorder.run.place
+        self._is_monitored = is_monitored
+        self._pids: frozenset[int] | None = None
+        # Of the GPUs of other nodes:
+        self._turns: dict[int, int] = {}  # of each rank, the last entry that was heard
+        self._metrics: Mapping[str, float] = {}
+        self._troubles: list[str] = []
+        self.exchange = RankExchange(name, self._place, store, self._hear)
+        self.exchange.publish(pid=os.getpid())
+
+    def pids_on_node(self) -> frozenset[int] | None:
+        """Return this job's processes on the node; ``None`` until all have published."""
+        if self._pids is None:
+            pids = [entry["pid"] for entry in self.exchange.entries() if entry["node"] == self._place.node]
+            if len(pids) >= min(self._place.local_ranks, self.exchange.ranks):
+                self._pids = frozenset(pids)
+        return self._pids
+
+    def publish(self, *, at_end: bool = False) -> None:
+        """Publish how fast this rank is, and from the first rank of another node what its GPUs did."""
+        if self._place.world_size == 1:
+            return
+        recorder, gpus = self._recorder, self._recorder.gpus
+        facts: dict[str, Any] = {
+            "own_step": recorder.own_step(),
+            "throttled": {} if gpus is None else gpus.throttled_percent(),
+            "largest_batch_size": recorder.largest_batch_size(),
+        }
+        metrics: Mapping[str, float] | None = None
+        if self._is_monitored and gpus is not None and self._place.rank != 0:
+            metrics, facts["troubles"] = gpus.take_metrics()
+            summaries = gpus.summaries(at_end=at_end)
+            facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
+        share = own_share(recorder)
+        if share is not None:  # without what would be a long message
+            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
+            facts["memory"] = dataclasses.asdict(share)
+        if metrics is not None:  # the first that is left out where an entry is too long
+            facts["metrics"] = metrics
+        self.exchange.publish(**facts)
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Publish a last time, and on rank 0 wait for the others; return what is missing, in words."""
+        self.publish(at_end=True)
+        late = self.exchange.finish(timeout_s)
+        missing = []
+        if late and timeout_s:
+            missing.append(
+                f"{_ranks(late)} did not report within {timeout_s:.0f} s after the end. The report has what came from "
+                "there before."
+            )
+        left_out = {entry["rank"]: entry["left_out"] for entry in self.exchange.entries() if "left_out" in entry}
+        if left_out:
+            names = sorted({name for names in left_out.values() for name in names})
+            missing.append(
+                f"{_ranks([*left_out])} had more to report than {format_bytes(MAX_ENTRY_BYTES)}. Left out: "
+                f"{', '.join(map(printable, names))}."
+            )
+        return missing
+
+    def _hear(self, entries: Sequence[Entry]) -> None:
+        """Take in what the ranks have published: on rank 0, in the thread of the exchange."""
+        self._recorder.hear(entries)
+        others = [entry for entry in entries if "metrics" in entry]
+        news = [entry for entry in others if entry["turn"] > self._turns.get(entry["rank"], 0)]
+        if not news:
+            return
+        self._turns |= {entry["rank"]: entry["turn"] for entry in news}
+        gpus = self._recorder.gpus
+        by_node = [{} if gpus is None else gpus.metrics, *(entry["metrics"] for entry in others)]
+        count = count_gpus(by_node, self._place.nodes)
+        if count > MAX_NAMED_GPUS:
+            self._metrics = job_metrics(by_node)
+            note = (
+                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
+                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
+            )
+            self._troubles = [*self._troubles, note]
+        else:
+            for entry in news:
+                self._metrics = {**self._metrics, **entry["metrics"]}
+        troubles = [text for entry in news for text in entry["troubles"]]
+        more = len(troubles) - _MAX_TROUBLES
+        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
+        self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]
+
+    def take_metrics(self) -> tuple[Mapping[str, float], list[str]]:
+        """Return the metrics of other nodes' GPUs that were heard since the last call, and what went wrong."""
+        metrics, self._metrics = self._metrics, {}
+        troubles, self._troubles = self._troubles, []
+        return metrics, troubles
+
+    def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
+        """Return the GPUs that other nodes have published last."""
+        return tuple(read(GpuSummary, gpu, {}) for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
+
+    def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
+        """Return what the memory of each GPU was used for, by all ranks or, faster, by this one alone."""
+        share = own_share(self._recorder)
+        shares = [] if share is None else [share]
+        if all_ranks:
+            others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
+            shares += (read(MemoryShare, entry["memory"], {}) for entry in others if entry.get("memory"))
+        return accounts(shares)
+
+    def are_missing(self, measured: RunMeasurements) -> bool:
+        """Return whether it is too early to judge: rank 0 has yet to hear how fast some others are."""
+        return self._place.rank == 0 and self.exchange.ranks > max(1, len(measured.ranks))
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"Rank{'s' * (len(numbers) > 1)} {number_ranges(numbers)}"
