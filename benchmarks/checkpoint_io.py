@@ -29,7 +29,7 @@ from typing import Any
 
 from machine import describe_machine
 
-from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.advice.findings import median_interval
 
 TENSOR_MIB = 32
 ACTIONS = (

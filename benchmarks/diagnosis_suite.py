@@ -33,7 +33,7 @@ from toys import TOYS, train
 
 from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
 MIN_EXPLAINED = 0.95
 

@@ -42,7 +42,7 @@ from trainings import quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
 # What is said here of MiB is KiB on the simulated GPU, which is 1024 times smaller. There a layer of 128 x 128 weights
 # takes 64 of them, and its output for a sample of length 4 takes 2. On hardware benchmarks/out_of_memory_on_gpu.py has

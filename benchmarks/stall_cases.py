@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
-from lightning_gpu_tools.training import process_activity
+from lightning_gpu_tools.training import stacks
 
 StallAfter = float | Literal["auto"]
 
@@ -155,7 +155,7 @@ def swapping(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     (proc / "pressure").mkdir(parents=True)
     (proc / "vmstat").write_text("pswpin 1000\npswpout 1000\n")
     (proc / "pressure" / "memory").write_text("some avg10=97.00 avg60=80.00\nfull avg10=91.00 avg60=70.00 avg300=1\n")
-    process_activity._PROC = proc
+    stacks._PROC = proc
     fit(folder, stall_after_s, model=Model(lambda model, step: hang() if step == AT else None))
 
 

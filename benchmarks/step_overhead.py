@@ -43,7 +43,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Report, load_report
-from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.advice.findings import median_interval
 
 STEPS = 499  # of a turn
 PROCESSES = 3  # of a variant

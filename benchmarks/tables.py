@@ -22,15 +22,14 @@ from statistics import median
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding, median_interval
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
-from lightning_gpu_tools.advice.noise import median_interval
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
-from lightning_gpu_tools.selection.request import OPTIONS
+from lightning_gpu_tools.selection.ranking import OPTIONS
 from lightning_gpu_tools.training.phases import (
     CALLBACK,
     CHECKPOINT,

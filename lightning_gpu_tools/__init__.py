@@ -1,7 +1,8 @@
 """Lightning callbacks and plugins for shared GPU servers.
 
-Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. Most names
-are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor pynvml.
+Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. The names
+below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor
+pynvml.
 """
 
 from __future__ import annotations
@@ -10,29 +11,29 @@ import importlib
 from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.environment import VERSION as __version__
-from lightning_gpu_tools.errors import (
-    AmbiguousCheckpointError,
-    BrokenCheckpointError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    ClaimsError,
-    CudaAlreadyInitializedError,
-    KeyCollisionError,
-    LightningGpuToolsError,
-    LowGPUUtilizationWarning,
-    NotEnoughGpusError,
-    NvmlUnavailableError,
-    ReportError,
-    StalledTrainingWarning,
-    UnknownOptionError,
-    UnsafeCheckpointError,
-)
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-    from lightning_gpu_tools.advice.loader_trials import LoaderResult
+    from lightning_gpu_tools.advice.loader_plan import LoaderResult
     from lightning_gpu_tools.checkpoints.weights import LoadReport, load_weights
+    from lightning_gpu_tools.errors import (
+        AmbiguousCheckpointError,
+        BrokenCheckpointError,
+        CheckpointError,
+        CheckpointMismatchError,
+        CheckpointNotFoundError,
+        ClaimsError,
+        CudaAlreadyInitializedError,
+        KeyCollisionError,
+        LightningGpuToolsError,
+        LowGPUUtilizationWarning,
+        NotEnoughGpusError,
+        NvmlUnavailableError,
+        ReportError,
+        StalledTrainingWarning,
+        UnknownOptionError,
+        UnsafeCheckpointError,
+    )
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
     from lightning_gpu_tools.loaders.search import find_loader_settings
     from lightning_gpu_tools.reports.report import Report, load_report
@@ -62,7 +63,23 @@ _MODULE_OF = {
     "watch": "trainer.watch",
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
-    "LoaderResult": "advice.loader_trials",
+    "AmbiguousCheckpointError": "errors",
+    "BrokenCheckpointError": "errors",
+    "CheckpointError": "errors",
+    "CheckpointMismatchError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "ClaimsError": "errors",
+    "CudaAlreadyInitializedError": "errors",
+    "KeyCollisionError": "errors",
+    "LightningGpuToolsError": "errors",
+    "LowGPUUtilizationWarning": "errors",
+    "NotEnoughGpusError": "errors",
+    "NvmlUnavailableError": "errors",
+    "ReportError": "errors",
+    "StalledTrainingWarning": "errors",
+    "UnknownOptionError": "errors",
+    "UnsafeCheckpointError": "errors",
+    "LoaderResult": "advice.loader_plan",
     "LoaderSettings": "training.run_measurements",
     "find_loader_settings": "loaders.search",
     "GpuClaim": "gpus.readings",

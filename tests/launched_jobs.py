@@ -13,7 +13,7 @@ from lightning_gpu_tools.selection.claims import read_ledger
 PLACE = """
 import os, sys
 from lightning_gpu_tools.selection.placement import how_many, place
-from lightning_gpu_tools.selection.request import Request
+from lightning_gpu_tools.selection.ranking import Request
 
 def say(*words):  # in one write, because the ranks share the pipe
     os.write(1, (" ".join(map(str, ["SAID", *words])) + "\\n").encode())

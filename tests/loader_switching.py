@@ -17,9 +17,9 @@ from trainings import Boom, Model, quiet_trainer
 
 from lightning_gpu_tools import LoaderSettings
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.loaders import trial
+from lightning_gpu_tools.loaders import search
 from lightning_gpu_tools.loaders.handover import restore, switchable
-from lightning_gpu_tools.loaders.random_state import random_states
+from lightning_gpu_tools.loaders.search import random_states
 from lightning_gpu_tools.trainer import num_workers_finder
 
 
@@ -114,7 +114,7 @@ def shorten_trials(set_attribute: Callable[[Any, str, Any], None] = setattr) -> 
     """Try a few batches of a few settings: enough where loading is waiting, and takes four times as long as a step."""
     few = {"_PROBED": 6, "_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1, "_PRECISION": 1.0}
     for name, value in few.items():
-        set_attribute(trial, name, value)
+        set_attribute(search, name, value)
     host = HostBudget(cores=1.0, memory_available_bytes=2**36, shm_free_bytes=None)  # at most four workers
     set_attribute(num_workers_finder, "read_host_budget", lambda local_ranks: host)
 

@@ -11,9 +11,9 @@ from matrix import MATRIX
 from sample_report import REPORT
 
 import lightning_gpu_tools
-from lightning_gpu_tools.advice import data_loading, uneven_steps
+from lightning_gpu_tools.advice import host_work, uneven_steps
 from lightning_gpu_tools.advice.findings import Cause, Verdict
-from lightning_gpu_tools.advice.stall_causes import StallCause
+from lightning_gpu_tools.advice.stalls import StallCause
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
 
@@ -35,7 +35,7 @@ def test_every_cause_is_explained() -> None:
     first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
     for cause in (*get_args(Cause), *get_args(StallCause)):
         assert f"`{cause}`" in first_column, cause
-    rules = "".join(Path(module.__file__).read_text() for module in (data_loading, uneven_steps))
+    rules = "".join(Path(module.__file__).read_text() for module in (host_work, uneven_steps))
     kinds = set(re.findall(r'kind = "(\w+)"$', rules, re.MULTILINE))
     assert len(kinds) == 11
     for kind in kinds:

@@ -35,10 +35,8 @@ HOMES: dict[str, set[str]] = {
 PURE = [
     "advice/*",
     "selection/ranking",
-    "selection/gpu_sets",
     "selection/visibility",
     "checkpoints/key_*",
-    "checkpoints/rename_plan",
     "checkpoints/pickle_structure",
 ]
 OUTSIDE_WORLD = {"logging", "os", "psutil", "socket", "subprocess", "tempfile", "threading", "time"}

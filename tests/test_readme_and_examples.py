@@ -75,7 +75,7 @@ def test_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Pat
 def test_the_metrics_of_docs_and_docstring_are_the_logged_ones() -> None:
     from lightning_gpu_tools import GPUUtilizationMonitor
     from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
-    from lightning_gpu_tools.gpus.sharing import Sharing
+    from lightning_gpu_tools.gpus.readings import Sharing
 
     def filled(kind: type[Any]) -> Any:
         return kind(**{field.name: 1 for field in dataclasses.fields(kind)})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_gpu_tools.advice.data_loading import data_loading
-from lightning_gpu_tools.advice.failures import Failure
+from lightning_gpu_tools.advice.failures import Failure, OutOfMemory
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
     MIN_CEILING_LOWER,
@@ -20,23 +19,23 @@ from lightning_gpu_tools.advice.findings import (
     ceiling,
     counted,
 )
-from lightning_gpu_tools.advice.gpu_limits import held_down, shared_gpu
-from lightning_gpu_tools.advice.growth import growing_memory
-from lightning_gpu_tools.advice.host_work import host_work, unnamed
+from lightning_gpu_tools.advice.host_work import data_loading, host_work, unnamed
 from lightning_gpu_tools.advice.inside_step import (
     few_active_sms,
+    held_down,
     inside_step,
     is_tiny,
     low_precision,
     out_of_proportion,
+    shared_gpu,
     unexplained_in_step,
 )
-from lightning_gpu_tools.advice.loader_trials import LoaderResult, as_searched
+from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
+from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.memory_causes import judge
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.checkpoints.content import shown_shape
-from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.model_keys import is_packed, name_of, shape_of
-from lightning_gpu_tools.checkpoints.rename_plan import RenamePlan
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, plan_renaming
+from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
     check_repetition,
     choose_weights,
     errors_about,
+    is_packed,
+    name_of,
+    shape_of,
     weights_in,
 )
 from lightning_gpu_tools.checkpoints.structure import Progress, no_progress

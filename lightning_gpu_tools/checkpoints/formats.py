@@ -1,4 +1,4 @@
-"""What kind of file a checkpoint is, and what is wrong with one that cannot be read. Needs no torch."""
+"""What a checkpoint file is, what is wrong with a broken one, and the records of a zip file. Runs nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import errno
 import os
 import re
 import stat
+import struct
 import tarfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 from lightning_gpu_tools.checkpoints.atomic_file import local_copy
-from lightning_gpu_tools.checkpoints.key_groups import listed
+from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import format_bytes, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
@@ -165,3 +167,213 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
         _CONVERTED,
     ),
 )
+
+
+# APPNOTE.TXT 4.3.7, 4.3.12, 4.3.14, 4.3.15, 4.3.16.
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+_MAX_COMMENT_BYTES = 65535
+_STORED, _DEFLATED = 0, 8
+# Encrypted, patched, strongly encrypted, masked headers: 4.4.4.
+_UNREADABLE_FLAGS = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
+_FOLDER_ATTRIBUTE = 1 << 4  # of MS-DOS: 4.4.15
+# After a record that was written as a stream, with or without signature and zip64: 4.3.9.
+_DESCRIPTOR_BYTES = frozenset({0, 12, 16, 20, 24})
+_MAX_DEFLATE_RATIO = 1032  # https://zlib.net/zlib_tech.html
+# Trained weights shrink to a half at best, pruned ones to a tenth.
+_MAX_UNPACKED_RATIO = 100
+_MIN_UNPACKED_LIMIT_BYTES = 256 << 20
+_CHUNK_BYTES = 16 << 20
+_UNREADABLE = "the index at its end cannot be read"
+
+
+class Record(NamedTuple):
+    """A record of an open file."""
+
+    file: BinaryIO
+    name: str
+    start: int  # of its first byte; in the index, of its header
+    packed_bytes: int
+    size_bytes: int  # unpacked
+    crc: int  # of the unpacked bytes; torch writes 0 after set_crc32_options(False)
+    is_stored: bool  # as it is, not compressed
+
+    def __str__(self) -> str:
+        return printable(self.name)
+
+    def read(self) -> bytes:
+        """Return what is in the record."""
+        return b"".join(self.chunks())
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield what is in the record, unpacked; raise at the end if its length or checksum is wrong."""
+        crc = total = 0
+        for chunk in _packed(self) if self.is_stored else _inflated(self):
+            crc = zlib.crc32(chunk, crc)
+            total += len(chunk)
+            if total > self.size_bytes:
+                break
+            yield chunk
+        if total != self.size_bytes:
+            raise damaged(f"the record {self} is not as long as the index says")
+        if self.crc not in (crc, 0):
+            raise damaged(f"the checksum of the record {self} is wrong")
+
+
+def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record]]:
+    """Return the folder of all records, ``"name/"`` or ``""``, and the records by their name in it."""
+    index, count, index_start = _read_index(file, size_bytes)
+    entries = sorted(_entries(file, index), key=lambda entry: entry.start)
+    if len(entries) != count:
+        raise damaged(_UNREADABLE)
+    root = _only_root(entries)
+    records: dict[str, Record] = {}
+    names: set[str] = set()
+    end = 0
+    for entry in entries:
+        if entry.start - end not in _DESCRIPTOR_BYTES:
+            raise damaged(f"{entry} does not begin where the record before it ends")
+        start = _start(entry)
+        end = start + entry.packed_bytes
+        if entry.name.lower() in names:
+            raise damaged(f"it has two records called {entry}")
+        names.add(entry.name.lower())
+        if not entry.name.endswith("/"):  # a folder
+            name = entry.name.removeprefix(root)
+            records[name] = entry._replace(name=name, start=start)
+    if index_start - end not in _DESCRIPTOR_BYTES:
+        raise damaged("its records do not end where its index begins")
+    _refuse_bomb(records.values(), size_bytes)
+    return root, records
+
+
+def _no_index(tail: bytes, size_bytes: int) -> Fault:
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros < 512:  # a disk sector: less may be the file's own padding
+        what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing. "
+        return Fault(f"{what}Most likely a save or a copy was interrupted", RESTORE)
+    what = f"ends in zeros where its index should be ({format_bytes(size_bytes)} in all)"
+    return Fault(f"{what}: the machine stopped before the data was written", RESTORE)
+
+
+def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
+    """Return the central directory, the number of its entries and its place in the file."""
+    tail_start = max(0, size_bytes - _END.size - _MAX_COMMENT_BYTES - _LOCATOR64.size - _END64.size)
+    file.seek(tail_start)
+    tail = file.read(size_bytes - tail_start)
+    end = tail.rfind(b"PK\5\6")  # the last one, as in torch's reader
+    if not 0 <= end <= len(tail) - _END.size:
+        raise _no_index(tail, size_bytes)
+    _, disk, index_disk, count_here, count, length, start, _ = _END.unpack_from(tail, end)
+    locator = end - _LOCATOR64.size
+    if locator >= _END64.size and tail[locator : locator + 4] == b"PK\6\7":
+        short = (count_here, count, length, start)
+        end = locator - _END64.size
+        signature, _, _, _, disk, index_disk, *large = _END64.unpack_from(tail, end)
+        count_here, count, length, start = large
+        unset = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+        is_one_index = all(number in pair for number, *pair in zip(short, large, unset, strict=True))
+        if signature != b"PK\6\6" or _LOCATOR64.unpack_from(tail, locator)[2] != tail_start + end or not is_one_index:
+            raise damaged(_UNREADABLE)
+    if disk or index_disk or count_here != count or start + length != tail_start + end:
+        raise damaged(_UNREADABLE)
+    file.seek(start)
+    return file.read(length), count, start
+
+
+def _start(entry: Record) -> int:
+    """Return where a record's bytes begin by its local header, as torch does."""
+    name = entry.name.encode(errors="surrogateescape")
+    entry.file.seek(entry.start)
+    header = entry.file.read(_LOCAL_HEADER.size + len(name))
+    if header[_LOCAL_HEADER.size :] == name:
+        signature, _, flags, method, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
+        expected = (b"PK\3\4", _STORED if entry.is_stored else _DEFLATED, len(name))
+        if (signature, method, name_bytes) == expected and not flags & _UNREADABLE_FLAGS:
+            return entry.start + len(header) + int(extra_bytes)
+    raise damaged(f"its index and the header of {entry} contradict each other")
+
+
+def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
+    place = 0
+    while place < len(index):
+        if len(index) - place < _ENTRY.size:
+            raise damaged(_UNREADABLE)
+        (signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length, disk, _,
+         attributes, header_start) = _ENTRY.unpack_from(index, place)  # fmt: skip
+        extra_start = place + _ENTRY.size + name_length
+        name = index[place + _ENTRY.size : extra_start]
+        place = extra_start + extra_length + comment_length
+        if signature != b"PK\1\2" or place > len(index) or b"\0" in name:
+            raise damaged(_UNREADABLE)
+        if 0xFFFFFFFF in (size, packed, header_start):
+            extra = index[extra_start : extra_start + extra_length]
+            size, packed, header_start = _zip64(extra, size, packed, header_start)
+        text = name.decode(errors="surrogateescape")
+        entry = Record(file, text, header_start, packed, size, crc, method == _STORED)
+        if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
+            raise damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
+        if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch silently unpacks nothing then
+            raise damaged(f"its index calls the record {entry} a folder")
+        if size > packed * _MAX_DEFLATE_RATIO or (method == _STORED and size != packed):
+            raise damaged(f"its index contradicts itself about the size of {entry}")
+        yield entry
+
+
+def _zip64(extra: bytes, *numbers: int) -> Iterator[int]:
+    """Replace the 32-bit numbers that are all ones by the 8-byte ones of the extra field: 4.5.3."""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            large = iter(struct.unpack_from(f"<{min(length, len(extra) - 4) // 8}Q", extra, 4))
+            for number in numbers:
+                yield next(large, number) if number == 0xFFFFFFFF else number
+            return
+        extra = extra[4 + length :]
+    yield from numbers
+
+
+def _only_root(entries: list[Record]) -> str:
+    roots = {entry.name[: entry.name.find("/") + 1] for entry in entries}
+    if len(roots) == 1:
+        return roots.pop()
+    if any(entry.name.endswith("/data.pkl") for entry in entries):
+        shown = " and ".join(printable(root or "none") for root in sorted(roots)[:3])
+        raise Fault(f"has its records in more than one folder: {shown}", "Zip the folder of the checkpoint alone.")
+    return ""
+
+
+def _refuse_bomb(records: Iterable[Record], size_bytes: int) -> None:
+    unpacked = sum(record.size_bytes for record in records if not record.is_stored)
+    if unpacked > max(_MIN_UNPACKED_LIMIT_BYTES, _MAX_UNPACKED_RATIO * size_bytes):
+        raise Fault(
+            f"is compressed and would unpack to {format_bytes(unpacked)}, {unpacked // size_bytes} times its size",
+            "Weights do not shrink that much. If you trust it, zip it without compression: zip -0.",
+        )
+
+
+def _packed(record: Record) -> Iterator[bytes]:
+    left = record.packed_bytes
+    record.file.seek(record.start)
+    while left and (chunk := record.file.read(min(left, _CHUNK_BYTES))):
+        left -= len(chunk)
+        yield chunk
+
+
+def _inflated(record: Record) -> Iterator[bytes]:
+    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+    chunks = _packed(record)
+    packed = b""
+    while not inflate.eof:
+        packed = packed or next(chunks, b"")
+        try:
+            chunk = inflate.decompress(packed, _CHUNK_BYTES)
+        except zlib.error as error:
+            raise damaged(f"the record {record} cannot be unpacked ({error})") from None
+        if not packed and not chunk:
+            return
+        packed = inflate.unconsumed_tail
+        yield chunk

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import IO, Any, ClassVar
 
-from lightning_gpu_tools.checkpoints.descriptions import (
+from lightning_gpu_tools.checkpoints.content import (
     BYTES_OF_DTYPE,
     DTYPE_OF_STORAGE,
     MAX_DEPTH,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
+from lightning_gpu_tools.checkpoints.content import TensorInfo
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged, opened
-from lightning_gpu_tools.checkpoints.key_groups import list_groups, listed
+from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import printable, printable_path

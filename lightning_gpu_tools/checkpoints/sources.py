@@ -13,14 +13,17 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.content import all_state_dicts, likely
-from lightning_gpu_tools.checkpoints.deepspeed_folder import describe_deepspeed, find_deepspeed, part_of_deepspeed
-from lightning_gpu_tools.checkpoints.descriptions import TensorInfo
-from lightning_gpu_tools.checkpoints.distributed_folder import PIECE, describe_distributed
-from lightning_gpu_tools.checkpoints.envelope import check_contents
+from lightning_gpu_tools.checkpoints.content import TensorInfo, all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, any_error_is, damaged, faults_of, opened
-from lightning_gpu_tools.checkpoints.key_groups import listed
+from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.rank_folders import (
+    PIECE,
+    describe_deepspeed,
+    describe_distributed,
+    find_deepspeed,
+    part_of_deepspeed,
+)
 from lightning_gpu_tools.checkpoints.shards import (
     INDEX,
     PART_BY_DCP,
@@ -33,6 +36,7 @@ from lightning_gpu_tools.checkpoints.shards import (
 from lightning_gpu_tools.checkpoints.structure import (
     Progress,
     Structure,
+    check_contents,
     collector_paused,
     compare_with_checksums,
     describe,

@@ -10,26 +10,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import (
+    BYTES_OF_DTYPE,
     LIGHTNING_VERSION,
     MANIFEST,
+    Opaque,
+    TensorInfo,
+    beyond_plain_data,
     describe_content,
     is_lightning_checkpoint,
     shown_shape,
 )
-from lightning_gpu_tools.checkpoints.descriptions import BYTES_OF_DTYPE, Opaque, TensorInfo
-from lightning_gpu_tools.checkpoints.envelope import manifest_of
-from lightning_gpu_tools.checkpoints.key_groups import MAX_NAME, group_keys
 from lightning_gpu_tools.checkpoints.key_tree import (
+    MAX_NAME,
     PRIVATE_SEGMENTS,
     WRAPPER_SEGMENT,
     build_tree,
     child_modules,
+    group_keys,
     is_wrapper,
     keys_below,
 )
 from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
-from lightning_gpu_tools.checkpoints.structure import Structure
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.checkpoints.structure import Structure, manifest_of
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1

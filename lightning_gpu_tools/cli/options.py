@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from lightning_gpu_tools.selection.request import OPTIONS, Request
+from lightning_gpu_tools.selection.ranking import OPTIONS, Request
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import GpuSelection

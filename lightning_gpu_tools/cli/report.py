@@ -88,8 +88,7 @@ def _page(*runs: Any) -> str:
 
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
-    from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
-    from lightning_gpu_tools.reports.confirmation import confirm
+    from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, confirm, render_comparison
     from lightning_gpu_tools.reports.report import as_json
     from lightning_gpu_tools.reports.text import escape_markdown
 

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from lightning_gpu_tools.cli import options
-from lightning_gpu_tools.selection.launchers import find_launch
+from lightning_gpu_tools.selection.placement import find_launch
 from lightning_gpu_tools.units import printable_path
 
 _SRUN_INSIDE = (
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as one_session:
             if args.bind_numa:
                 from lightning_gpu_tools.gpus import nvml
-                from lightning_gpu_tools.selection.affinity import bind_to_gpus
+                from lightning_gpu_tools.selection.placement import bind_to_gpus
 
                 one_session.enter_context(nvml.session())
             count, group = args.count or 1, None

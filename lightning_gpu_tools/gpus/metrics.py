@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, known
-from lightning_gpu_tools.gpus.sharing import Sharing
+from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, UtilizationSample, known
 from lightning_gpu_tools.training.timeline import Series
 
 

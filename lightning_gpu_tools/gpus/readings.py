@@ -1,11 +1,9 @@
-"""What was read of GPUs, and who has claimed them: units in the names, ``None`` = not reported.
-
-Only what a pick needs: making a dataclass costs a millisecond.
-"""
+"""What was read of GPUs and who has claimed them; which part of it is this job's. ``None`` = not reported. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
@@ -130,3 +128,66 @@ class UtilizationSample(NamedTuple):
 def known(values: Iterable[_T | None]) -> list[_T]:
     """Return the values that were reported."""
     return [value for value in values if value is not None]
+
+
+# What one sample stands for at most; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending on the
+# product". Beyond it nothing is known.
+LONGEST_PERIOD_S = 1.0
+
+
+def weights_s(samples: Sequence[UtilizationSample], previous_s: float | None = None) -> list[float]:
+    """Return the seconds that each of the samples, oldest first, stands for; without ``previous_s`` two are alike."""
+    if not samples:
+        return []
+    times = [sample.time_s for sample in samples]
+    if previous_s is None:
+        previous_s = times[0] - (times[1] - times[0] if len(times) > 1 else LONGEST_PERIOD_S)
+    periods = [end - begin for begin, end in zip([previous_s, *times], times, strict=False)]
+    return [min(max(period, 0.0), LONGEST_PERIOD_S) for period in periods]
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Return the mean of the values by weight; ``None`` if there is nothing to average."""
+    total = math.fsum(weights)
+    if total <= 0:
+        return None
+    return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
+    """Return the time-weighted mean of the samples, oldest first; ``None`` without any."""
+    return weighted_mean([sample.percent for sample in samples], weights_s(samples))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """What this job's processes use of a GPU, and all others that the driver lists; ``None`` = unknown, never 0."""
+
+    own_memory_bytes: int | None = None
+    others_memory_bytes: int | None = None
+    own_utilization_percent: float | None = None
+    others_utilization_percent: float | None = None
+
+
+def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] | None) -> Sharing:
+    """Return who uses what of a GPU, by the processes that the driver lists on it, and its numbers of this job's."""
+    if not processes or own_pids is None:  # an empty list does not mean idle: containers hide processes
+        return Sharing()
+    own = [process for process in processes if process.pid in own_pids]
+    others = [process for process in processes if process.pid not in own_pids]
+    return Sharing(
+        own_memory_bytes=_memory(own),
+        others_memory_bytes=_memory(others),
+        own_utilization_percent=_utilization(own),
+        others_utilization_percent=_utilization(others),
+    )
+
+
+def _memory(processes: Sequence[GpuProcess]) -> int | None:
+    sizes = known(one.memory_used_bytes for one in processes)
+    return sum(sizes) if len(sizes) == len(processes) else None
+
+
+def _utilization(processes: Sequence[GpuProcess]) -> float | None:
+    percents = known(one.utilization_percent for one in processes)
+    return min(sum(percents), 100.0) if len(percents) == len(processes) else None

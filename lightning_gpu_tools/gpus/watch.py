@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, over_run, rounded
-from lightning_gpu_tools.gpus.readings import GpuReading, known
+from lightning_gpu_tools.gpus.readings import GpuReading, Sharing, known, share_out
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
-from lightning_gpu_tools.gpus.sharing import Sharing, share_out
 
 _LAST_POLL_S = 2.0  # at most, for one more poll at the end of a run
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools.loaders.contents import fingerprint
 from lightning_gpu_tools.loaders.plan import Fetch
-from lightning_gpu_tools.loaders.random_state import (
+from lightning_gpu_tools.loaders.search import (
     draw_seed,
+    in_one_line,
     peek_seed,
     put_back,
     random_states,
@@ -30,8 +30,7 @@ from lightning_gpu_tools.loaders.random_state import (
     seeded_states,
     undisturbed,
 )
-from lightning_gpu_tools.loaders.settings import GET_ITERATOR, plain_loader, settings_of, why_fixed
-from lightning_gpu_tools.loaders.trial import in_one_line
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR, fingerprint, plain_loader, settings_of, why_fixed
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 

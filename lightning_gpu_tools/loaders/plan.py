@@ -11,8 +11,16 @@ from statistics import mean, median, quantiles
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import MIN_CEILING
-from lightning_gpu_tools.advice.loader_plan import TOLERANCE, LoadCost, LoaderPlan, most_workers_in_shm, plan_loader
-from lightning_gpu_tools.advice.loader_trials import LoaderTrial, combined, trial_of
+from lightning_gpu_tools.advice.loader_plan import (
+    TOLERANCE,
+    LoadCost,
+    LoaderPlan,
+    LoaderTrial,
+    combined,
+    most_workers_in_shm,
+    plan_loader,
+    trial_of,
+)
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import format_duration

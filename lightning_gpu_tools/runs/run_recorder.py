@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
+from lightning_gpu_tools.advice.memory_causes import largest_batch, step_peak
 from lightning_gpu_tools.gpus.metrics import GpuWindow
-from lightning_gpu_tools.gpus.readings import known
-from lightning_gpu_tools.gpus.utilization import weighted_mean
+from lightning_gpu_tools.gpus.readings import known, weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
 from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor, settings_of

@@ -25,7 +25,7 @@ from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.reports.confirmation import confirm, earlier_report, is_of_one_run
+from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, WRITE_EVERY_S, Report, ReportFile, summarize
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run import Run

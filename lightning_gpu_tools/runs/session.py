@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.failures import shortcomings
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.growth import pace
-from lightning_gpu_tools.advice.loader_trials import LoaderResult
-from lightning_gpu_tools.advice.shortcomings import shortcomings
+from lightning_gpu_tools.advice.loader_plan import LoaderResult
+from lightning_gpu_tools.advice.memory_account import pace
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
@@ -28,8 +28,7 @@ from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.memory_history import MemoryHistory
+from lightning_gpu_tools.training.memory_counters import MemoryCounters, MemoryHistory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits

@@ -13,27 +13,35 @@ from datetime import datetime, timedelta, timezone
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_gpu_tools.advice.stall_causes import (
+from lightning_gpu_tools.advice.stalls import (
+    SETUP,
+    TEARDOWN,
     Explanation,
+    Patience,
+    Stall,
     collective_of,
     describe_rank,
     explain,
     explain_ranks,
     headline,
+    is_excused,
+    limit_s,
 )
-from lightning_gpu_tools.advice.stalls import SETUP, TEARDOWN, Patience, Stall, is_excused, limit_s
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
-from lightning_gpu_tools.training.process_activity import (
+from lightning_gpu_tools.training.rank_exchange import Board
+from lightning_gpu_tools.training.stacks import (
+    ForkedStacks,
+    LockAlarm,
     activity,
+    frames_of,
     memory_stall_percent,
+    stack_in_fit,
     swapped_pages,
     written_bytes,
 )
-from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.stacks import ForkedStacks, LockAlarm, frames_of, stack_in_fit
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, StallFacts, WorkerFacts
 from lightning_gpu_tools.units import format_duration, printable
 

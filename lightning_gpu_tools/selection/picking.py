@@ -19,13 +19,13 @@ from lightning_gpu_tools.selection.ranking import (
     Candidate,
     Ranking,
     Rejection,
+    Request,
     attainable,
     folded_reasons,
     rank_gpus,
     sharding_hint,
     why_picked,
 )
-from lightning_gpu_tools.selection.request import Request
 from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances
 from lightning_gpu_tools.units import format_duration
 
@@ -375,7 +375,7 @@ def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candid
     if request.count in (1, len(candidates)):
         return tuple(candidates[: request.count])
     from lightning_gpu_tools.gpus import nvml
-    from lightning_gpu_tools.selection.gpu_sets import best_set
+    from lightning_gpu_tools.selection.ranking import best_set
 
     uuids = [str(one.gpu.uuid) for one in candidates]
     return best_set(

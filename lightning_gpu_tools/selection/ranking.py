@@ -1,14 +1,79 @@
-"""Readings, claims and a request -> which GPUs can be used, the best first, and why each other one cannot."""
+"""Readings, claims and a request -> which GPUs can be used, the best first, and why each other one cannot. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import inspect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
-from lightning_gpu_tools.selection.request import Request
-from lightning_gpu_tools.units import format_bytes, number_ranges
+from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
+
+_Class = TypeVar("_Class", bound=type)
+
+# For --help of the command line and of LightningCLI, and for help().
+OPTIONS = {
+    "min_free": "Memory that each GPU must have free, beyond what others have claimed. For example 8GiB or 500MB.",
+    "max_utilization": "Highest utilization that each GPU may have, in percent.",
+    "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
+    "wait": "How long to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
+    "claim": "Claim the GPUs until the job ends. The claims of others count in any case.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a job asks for, as in :func:`lightning_gpu_tools.select_gpus`; ``ValueError`` if that is out of range."""
+
+    count: int = 1
+    _: KW_ONLY
+    min_free: int | str | None = None
+    max_utilization: float | None = None
+    exclusive: bool = False
+    wait: float | str | None = None
+    claim: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+            raise ValueError(f"count must be an integer of at least 1, got {self.count!r}.")
+        for name in ("exclusive", "claim"):
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        percent = self.max_utilization
+        is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
+        if percent is not None and not (is_number and 0 <= percent <= 100):
+            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
+        _ = self.min_free_bytes, self.wait_s  # raise what is wrong with them
+
+    @property
+    def promises(self) -> bool:
+        """Whether something is promised that rests on claims."""
+        return self.exclusive or self.min_free is not None
+
+    @property
+    def min_free_bytes(self) -> int | None:
+        """Effective free memory that each must have."""
+        return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait; ``None``: not at all."""
+        return None if self.wait is None else parse_duration(self.wait, "wait")
+
+
+def documented(cls: _Class) -> _Class:
+    """Add the options to the docstring of a class that takes them."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    if "Args:\n" not in text:
+        text = text.replace("Raises:\n", "Args:\n\nRaises:\n")
+    options = "".join(f"    {name}: {meaning}\n" for name, meaning in OPTIONS.items())
+    cls.__doc__ = text.replace("Args:\n", f"Args:\n{options}")
+    return cls
+
 
 # Source: nvitop's default border between light and moderate load (its option --gpu-util-thresh). A step and not a
 # scale, because a percent of noise must not outweigh 20 GiB of memory.
@@ -236,3 +301,49 @@ def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
             yield f"does not report its utilization, {asked}"
         elif percent > request.max_utilization:
             yield f"{percent:.0f} % busy, {asked}"
+
+
+# Our default: where the job did not say how much memory it needs, a link may cost a tenth of it.
+_MEMORY_KEPT = 0.9
+
+
+def best_set(
+    candidates: Sequence[Candidate],
+    count: int,
+    nvlinks: Collection[tuple[str, str]],
+    numa_nodes: Mapping[str, int | None],
+    memory_matters: bool,
+) -> tuple[Candidate, ...]:
+    """Return ``count`` of the candidates; both are ordered, the best first.
+
+    The tiers of the ranking come first in any case. Within the last one, the set with more pairs joined by NVLink is
+    better, then that with more pairs on one NUMA node, then that whose worst member ranks first, because it limits the
+    batch size. A set is grown from each GPU, by what improves it most: comparing all would take seconds for 8 of 16.
+
+    ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` says that candidates may have too little.
+    """
+    last_tier = candidates[count - 1].tier
+    certain = tuple(rank for rank, one in enumerate(candidates) if one.tier < last_tier)
+    equals = [rank for rank, one in enumerate(candidates) if one.tier == last_tier]
+    if memory_matters:
+        min_bytes = _MEMORY_KEPT * (candidates[count - 1].effective_free_bytes or 0)
+        equals = [rank for rank in equals if (candidates[rank].effective_free_bytes or 0) >= min_bytes]
+    uuids = [str(one.gpu.uuid) for one in candidates]
+
+    def quality(chosen: tuple[int, ...]) -> tuple[int, int, list[int]]:
+        pairs = itertools.combinations(sorted(uuids[rank] for rank in chosen), 2)
+        nodes = Counter(numa_nodes.get(uuids[rank]) for rank in chosen)
+        return (
+            sum(pair in nvlinks for pair in pairs),
+            sum(math.comb(number, 2) for node, number in nodes.items() if node is not None),
+            sorted(-rank for rank in chosen),
+        )
+
+    def grown(seed: int) -> tuple[int, ...]:
+        chosen = (*certain, seed)
+        while len(chosen) < count:
+            chosen = max(((*chosen, rank) for rank in equals if rank not in chosen), key=quality)
+        return chosen
+
+    best = max(map(grown, equals), key=quality)
+    return tuple(candidates[rank] for rank in sorted(best))

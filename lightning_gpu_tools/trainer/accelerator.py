@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
-from lightning_gpu_tools.selection.request import Request, documented
+from lightning_gpu_tools.selection.ranking import Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus
 from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 

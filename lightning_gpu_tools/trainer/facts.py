@@ -1,10 +1,14 @@
-"""What a Trainer, and in part a Fabric, tells of its training."""
+"""What is known of a training: by its Trainer, by a Fabric, or in a loop of the user's own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,3 +163,169 @@ def _flat(loaders: Any) -> Iterable[Any]:
             yield from _flat(loader)
     else:
         yield loaders
+
+
+# Private names of Fabric. Lost without them: the loader that it has set up, and the time of moving a batch.
+_GIVEN_LOADER = "_dataloader"
+MOVE_BATCH = "move_data_to_device"
+
+
+class LoopRun:
+    """The ``Run`` of a loop of the user's own; make it when the first batch is asked for."""
+
+    has_trainer = False
+    log_every_n_steps = 50  # Lightning's own default
+    checkpoint_folder: str | None = None
+    module: torch.nn.Module | None = None  # nothing leads from a loop to its model
+    loggers: Sequence[Any] = ()
+    precision: str | None = None
+
+    def __init__(self) -> None:
+        self.place = self._find_place()
+        self.gpus, self._device = self._find_devices()
+        self._iterator: Callable[[], object | None] = lambda: None
+        self.optimizers: list[torch.optim.Optimizer] = []  # those that have made a step
+        self.optimizer_steps = self.logged_step = 0
+        self._loader: object = None
+
+    def _find_place(self) -> Place:
+        """Ask the process group, or without one torchrun's variables."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        else:
+            rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        local_ranks = max(1, _number("LOCAL_WORLD_SIZE", world_size))
+        return Place(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number("LOCAL_RANK", rank % local_ranks),
+            node=_number("GROUP_RANK", rank // local_ranks),
+            nodes=_number("GROUP_WORLD_SIZE", max(1, world_size // local_ranks)),
+            local_ranks=local_ranks,
+        )
+
+    def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
+        """Return the GPUs of this node on which torch has memory, and this rank's."""
+        used: list[torch.device] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            count = torch.cuda.device_count()
+            used = [torch.device("cuda", i) for i in range(count) if torch.cuda.memory_allocated(i)]
+        if not used:
+            return (), None
+        current = torch.device("cuda", torch.cuda.current_device())
+        device = current if current in used else used[0]
+        local_ranks = self.place.local_ranks
+        if local_ranks > 1 and device.index == self.place.local_rank and count >= local_ranks:
+            used = [torch.device("cuda", i) for i in range(local_ranks)]  # rank i has GPU i
+        return used, device
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        return (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
+
+    @property
+    def device(self) -> torch.device:
+        """Without a GPU, where the weights are."""
+        return self._device or next((weight.device for weight in self._weights()), torch.device("cpu"))
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """``None`` where torch has no memory on a GPU."""
+        return self._device if self.gpus else None
+
+    def follow(self, loader: object) -> None:
+        """Note the loader that steps come from."""
+        self._loader = getattr(loader, _GIVEN_LOADER, loader)
+
+    @property
+    def iterator(self) -> object | None:
+        """The one in use."""
+        return self._iterator()
+
+    @iterator.setter
+    def iterator(self, iterator: object) -> None:
+        try:  # only the loop keeps it alive, and with it the workers
+            self._iterator = weakref.ref(iterator)
+        except TypeError:
+            self._iterator = lambda: None
+
+    def forget(self) -> None:
+        """Keep nothing of the loop alive."""
+        self._loader, self.optimizers, self._iterator = None, [], lambda: None
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer that makes a step."""
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        """The one in use, if it is a ``torch.utils.data.DataLoader``."""
+        return self._loader if isinstance(self._loader, DataLoader) else None
+
+    @property
+    def is_plain_ddp(self) -> bool:
+        """By the weights: those of sharded models are of other classes."""
+        return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in self._weights())
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """As far as was seen."""
+        return max(1, round(self.logged_step / self.optimizer_steps)) if self.optimizer_steps else 1
+
+    @property
+    def epoch_steps(self) -> int | None:
+        """The length of the loader."""
+        try:
+            return len(self._loader)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The program's name stands for the model's."""
+        return {"model": _program()}
+
+    @property
+    def folder(self) -> str:
+        """Where the report goes by default."""
+        return os.getcwd()
+
+
+class FabricRun(LoopRun):
+    """The ``Run`` of a loop with a Fabric that has been launched."""
+
+    def __init__(self, fabric: Any) -> None:
+        self._fabric = fabric
+        self.loggers = fabric.loggers
+        self.precision = getattr(getattr(fabric.strategy, "precision", None), "precision", None)
+        super().__init__()
+
+    def _find_place(self) -> Place:
+        return place_of(self._fabric)
+
+    def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
+        return gpus_of(self._fabric), self._fabric.device
+
+    @property
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings, **settings_of(self._fabric)}
+
+    @property
+    @override
+    def folder(self) -> str:
+        logger = next(iter(self.loggers), None)
+        return getattr(logger, "log_dir", None) or getattr(logger, "root_dir", None) or super().folder
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
+def _program() -> str:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        return "an interactive session"
+    path = Path(file)
+    return path.parent.name if path.name == "__main__.py" else path.name

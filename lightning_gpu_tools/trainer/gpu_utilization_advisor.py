@@ -13,8 +13,7 @@ from lightning_gpu_tools.advice.inside_step import wants_profile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of
-from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
 from lightning_gpu_tools.training.compat import is_profiling
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_profiler import PROFILED_STEPS, StepProfiler

@@ -16,8 +16,7 @@ from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish
 from lightning_gpu_tools.runs.session import check_interval
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
-from lightning_gpu_tools.trainer.measuring_callback import MeasuringCallback
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 
 

@@ -1,19 +1,58 @@
-"""What the monitor and the advisor have in common."""
+"""What the monitor and the advisor share: the session of a Trainer's fit, from ``setup`` to the end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
+from lightning_gpu_tools.runs.session import Session
+from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer
+from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
-from lightning_gpu_tools.trainer.session import FitSession
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
+
+
+class FitSession(Session):
+    """Shared by all who ask for it with :meth:`of`; the last to :meth:`release` it closes it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
+        self._trainer = trainer
+        self._users = 0
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> FitSession:
+        """Return the session of the fit that is about to begin."""
+        session = _sessions.get(trainer)
+        if session is not None and session.clock.ran:  # of an earlier fit whose end was not announced
+            session._end()
+            session = None
+        if session is None:
+            session = _sessions[trainer] = cls(trainer)
+        session._users += 1
+        return session
+
+    def release(self) -> None:
+        """Give the session back; what it measured stays readable."""
+        self._users -= 1
+        if self._users <= 0:
+            self._end()
+
+    def _end(self) -> None:
+        self.close()
+        if _sessions.get(self._trainer) is self:
+            del _sessions[self._trainer]
+
+
+_sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()
 
 
 class MeasuringCallback(GuardedCallback):

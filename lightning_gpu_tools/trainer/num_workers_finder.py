@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_gpu_tools.advice.loader_trials import LoaderResult, combined
+from lightning_gpu_tools.advice.loader_plan import LoaderResult, combined
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
@@ -35,7 +35,7 @@ from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
 from lightning_gpu_tools.trainer.families import LightningModule, Logger, Trainer, base_of
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import LoaderSettings

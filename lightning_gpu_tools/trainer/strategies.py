@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
 from lightning_gpu_tools.selection import placement
-from lightning_gpu_tools.selection.affinity import bind_to_gpus
-from lightning_gpu_tools.selection.request import OPTIONS, Request, documented
+from lightning_gpu_tools.selection.placement import bind_to_gpus
+from lightning_gpu_tools.selection.ranking import OPTIONS, Request, documented
 from lightning_gpu_tools.trainer.accelerator import cuda_uuids, why_no_cuda
 from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, bases_of
 

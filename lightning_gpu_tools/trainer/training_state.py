@@ -18,7 +18,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_gpu_tools.checkpoints.envelope import TO_RESUME, check_entries, fault_in_progress, is_like
+from lightning_gpu_tools.checkpoints.structure import TO_RESUME, check_entries, fault_in_progress, is_like
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.trainer.families import Callback, Trainer, is_lightnings
 from lightning_gpu_tools.units import printable, printable_path

@@ -17,8 +17,8 @@ from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import Session, check_interval
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
+from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
 from lightning_gpu_tools.trainer.guarded_callback import warn_that_off
-from lightning_gpu_tools.trainer.loop_run import FabricRun, LoopRun
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S

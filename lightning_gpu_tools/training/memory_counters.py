@@ -1,7 +1,4 @@
-"""Reads torch's counters of GPU memory in some steps of a training, and counts what the training holds.
-
-Only the training thread does so, because the allocator may hold their lock. Nothing waits for the GPU or starts CUDA.
-"""
+"""Reads torch's counters of GPU memory in some steps of a training, and the memory of its processes over the run."""
 
 from __future__ import annotations
 
@@ -9,18 +6,24 @@ import dataclasses
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from lightning_gpu_tools.host import private_memory_bytes, read_host_budget, resident_memory_bytes
 from lightning_gpu_tools.training.gpu_timeline import enclosed
 from lightning_gpu_tools.training.memory_readings import (
+    MemoryGrowth,
     MemoryHoldings,
     MemoryPoint,
     MemoryReading,
     RankMemory,
     StepMemory,
+    Whose,
+    steady_growth,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
@@ -311,3 +314,78 @@ class MemoryCounters:
             peaks_bytes=dict(self._peaks),
             timeline=tuple(MemoryPoint(kept[0], kept[1], step[1], reserved[1]) for kept, step, reserved in points),
         )
+
+
+# Our defaults.
+_MAX_HISTORY_POINTS = 500
+_INTERVAL_S = 1.0
+_EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm needs, because a thread may be late
+_WORKERS_EVERY = 100  # 1 % of this thread's time: for the workers' memory the kernel walks through all pages
+# What has grown for five minutes is reported if it will be full within a day; what has grown for less, in proportion:
+# after 12 s, if it will be full within an hour.
+_ALARM_S = 24 * 3600.0
+_ALARM_EVERY_S = 300.0
+_FIRST_ALARM_S = 12.0
+
+
+class MemoryHistory:
+    """Samples the memory of the host, and judges now and then whether it, or the GPU's, grows; in its own thread."""
+
+    def __init__(
+        self,
+        gpu: MemoryCounters | None = None,
+        worker_pids: Callable[[], list[int]] = list,
+        is_validating: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.alarms: list[MemoryGrowth] = []  # what will be full within a day, each once
+        self._gpu = gpu
+        self._worker_pids = worker_pids
+        self._is_validating = is_validating
+        self._began_s: float | None = None
+        self._alarm_due_s = _FIRST_ALARM_S
+        self._workers_due_s = 0.0
+        self._timelines: dict[Whose, Timeline] = {
+            whose: Timeline(_MAX_HISTORY_POINTS, _EARLY_INTERVAL_S) for whose in get_args(Whose)
+        }
+        self._last_bytes: int | None = None
+        self._grown_bytes: Counter[Literal["training", "validation"]] = Counter()  # of this process
+
+    def poll(self) -> float:
+        """Sample how much is used; return after how many seconds to do so again."""
+        now_s = time.monotonic()
+        if self._began_s is None:
+            self._began_s = now_s
+        resident_bytes = resident_memory_bytes()
+        self._timelines["process"].add(now_s, resident_bytes)
+        phase: Literal["training", "validation"] = "validation" if self._is_validating() else "training"
+        self._grown_bytes[phase] += resident_bytes - (self._last_bytes or resident_bytes)
+        self._last_bytes = resident_bytes
+        if now_s >= self._workers_due_s and (sizes := private_memory_bytes(self._worker_pids())):
+            self._timelines["workers"].add(now_s, sum(sizes))
+            self._workers_due_s = now_s + _WORKERS_EVERY * (time.monotonic() - now_s)
+        if self._gpu is not None and (kept_bytes := self._gpu.kept_bytes) is not None:
+            self._timelines["gpu"].add(now_s, kept_bytes)
+        seen_s = now_s - self._began_s
+        if seen_s >= self._alarm_due_s:
+            self._alarm_due_s = seen_s + min(seen_s, _ALARM_EVERY_S)
+            self._judge(seen_s)
+        return _EARLY_INTERVAL_S if seen_s < _EARLY_S else _INTERVAL_S
+
+    def _judge(self, seen_s: float) -> None:
+        horizon_s = _ALARM_S * min(1.0, seen_s / _ALARM_EVERY_S)
+        known = {growth.whose for growth in self.alarms}
+        for growth in self.growth():
+            if growth.whose not in known and growth.left_s is not None and growth.left_s < horizon_s:
+                self.alarms.append(growth)
+
+    def growth(self) -> tuple[MemoryGrowth, ...]:
+        """Return what grew steadily up to now."""
+        on_host_bytes, found = read_host_budget().memory_available_bytes, []
+        on_gpu_bytes = None if self._gpu is None else self._gpu.room_bytes
+        for whose, timeline in self._timelines.items():
+            growth = steady_growth(whose, timeline.points(), on_gpu_bytes if whose == "gpu" else on_host_bytes)
+            if growth is not None and whose == "process" and "validation" in self._grown_bytes:
+                growth = replace(growth, phase=self._grown_bytes.most_common(1)[0][0])
+            if growth is not None:
+                found.append(growth)
+        return tuple(found)

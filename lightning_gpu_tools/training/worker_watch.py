@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.process_activity import io_bytes, read_proc, stat_fields
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
+from lightning_gpu_tools.training.stacks import io_bytes, read_proc, stat_fields
 
 _INTERVAL_S = 1.0
 # Our defaults.

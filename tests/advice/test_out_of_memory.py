@@ -13,10 +13,9 @@ from measured_runs import cpu_run, gpu_run
 from out_of_memory_texts import GIB, MIB, an_error, counted, torch_text
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.memory_errors import parse
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory
+from lightning_gpu_tools.advice.failures import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 LOADER = dataclasses.replace(measured_runs.LOADER, batch_size=64)

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.stall_causes import collective_of, describe_rank, explain, explain_ranks, headline
-from lightning_gpu_tools.advice.stalls import AGAIN, FACTOR, MIN_S, UNKNOWN_S, Patience, is_excused
+from lightning_gpu_tools.advice.stalls import (
+    AGAIN,
+    FACTOR,
+    MIN_S,
+    UNKNOWN_S,
+    Patience,
+    collective_of,
+    describe_rank,
+    explain,
+    explain_ranks,
+    headline,
+    is_excused,
+)
 from lightning_gpu_tools.training.phases import (
     CHECKPOINT,
     DATA_LOADING,

@@ -18,7 +18,7 @@ from gpu_cases import MEASURED, PROFILE, STEP, WAITS, on_hopper, ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Cause, Diagnosis
-from lightning_gpu_tools.training.memory_growth import MemoryGrowth
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 

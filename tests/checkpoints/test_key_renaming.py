@@ -14,10 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 from wrapped_models import compiled, contents, fill
 
-from lightning_gpu_tools.checkpoints.key_groups import group_keys, list_groups
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.model_keys import read_model, shape_of
-from lightning_gpu_tools.checkpoints.rename_plan import clean_names
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, clean_names, plan_renaming
+from lightning_gpu_tools.checkpoints.key_tree import group_keys, list_groups
+from lightning_gpu_tools.checkpoints.state_dicts import read_model, shape_of
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,

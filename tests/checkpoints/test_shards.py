@@ -20,7 +20,7 @@ from sharded_checkpoints import divided, write_deepspeed, write_distributed, wri
 from torch import nn
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.descriptions import Opaque, TensorInfo
+from lightning_gpu_tools.checkpoints.content import Opaque, TensorInfo
 from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint

@@ -17,12 +17,11 @@ from torch.optim.swa_utils import AveragedModel
 from wrapped_models import compiled
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints import weights_files
-from lightning_gpu_tools.checkpoints.convert import Changes, convert
-from lightning_gpu_tools.checkpoints.rename_plan import clean_names
+from lightning_gpu_tools.checkpoints import convert as convert_module
+from lightning_gpu_tools.checkpoints.convert import Changes, convert, write_content
+from lightning_gpu_tools.checkpoints.key_renaming import clean_names
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
-from lightning_gpu_tools.checkpoints.weights_files import write_content
 from lightning_gpu_tools.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -289,7 +288,7 @@ def test_torch_loads_the_weights_that_were_written(
     path = tmp_path_factory.getbasetemp() / "weights.pt"
     with pytest.MonkeyPatch.context() as patch:
         if not private_name:
-            patch.setattr(weights_files, "_ARCHIVE", None)
+            patch.setattr(convert_module, "_ARCHIVE", None)
         write_content(content, str(path))
     assert verify_checkpoint(str(path)).has_checksums
     for mapped in (True, False):

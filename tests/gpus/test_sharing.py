@@ -1,7 +1,6 @@
 """Who uses what of a GPU, and what is not known."""
 
-from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.gpus.sharing import Sharing, share_out
+from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, share_out
 
 OURS = GpuProcess(pid=1, memory_used_bytes=5, utilization_percent=60.0)
 MATE = GpuProcess(pid=2, memory_used_bytes=3, utilization_percent=10.0)

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, count_gpus, job_metrics, over_run
-from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample
-from lightning_gpu_tools.gpus.utilization import mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.gpus.window import GpuTimelines, PercentHistogram, Phases, WindowBuilder
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weighted_mean, weights_s
+from lightning_gpu_tools.gpus.sampler import GpuTimelines, PercentHistogram, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Timeline
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gpu_tools.loaders.contents import fingerprint
+from lightning_gpu_tools.loaders.settings import fingerprint
 
 
 class Holding:

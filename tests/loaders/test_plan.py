@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from measured_runs import GIB, NO_WORKERS, a_host
 
 from lightning_gpu_tools import LoaderSettings
-from lightning_gpu_tools.advice.loader_plan import LoadCost
-from lightning_gpu_tools.advice.loader_trials import LoaderTrial
+from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderTrial
 from lightning_gpu_tools.loaders.plan import (
     LoaderCase,
     Step,

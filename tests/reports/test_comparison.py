@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import REPORT
 
-from lightning_gpu_tools.advice.noise import median_interval
+from lightning_gpu_tools.advice.findings import median_interval
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
 from lightning_gpu_tools.reports.report import Report
 

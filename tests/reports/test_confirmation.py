@@ -15,7 +15,7 @@ from sample_report import FINDING, REPORT
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
-from lightning_gpu_tools.reports.confirmation import confirm, earlier_report
+from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.report import Report, ReportFile, load_report
 
 SETTINGS: dict[str, Any] = {"num_workers": 0, "pin_memory": False, "batch_size": 8, "accelerator": "CPUAccelerator"}

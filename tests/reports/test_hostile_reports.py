@@ -21,7 +21,7 @@ from sample_report import REPORT
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.reports.confirmation import earlier_report
+from lightning_gpu_tools.reports.comparison import earlier_report
 from lightning_gpu_tools.reports.report import LoaderSummary, ReportFile, from_json, load_report, to_json
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sample_report import REPORT
 
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.reports.confirmation import earlier_report
+from lightning_gpu_tools.reports.comparison import earlier_report
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report, ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 

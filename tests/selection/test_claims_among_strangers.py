@@ -35,8 +35,8 @@ from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
 import argparse, ctypes.util, dataclasses, locale, logging, pynvml
-import lightning_gpu_tools.selection.gpu_sets
-from lightning_gpu_tools.gpus.nvml import probe, topology
+import lightning_gpu_tools.selection.ranking
+from lightning_gpu_tools.gpus.nvml import driver, probe
 from lightning_gpu_tools.cli import gpus, pick, run
 if "fake_driver" in sys.modules:
     select_gpus(claim=False)
@@ -184,7 +184,7 @@ def test_a_claim_with_anothers_job_name_is_not_trusted(
 os.environ["LIGHTNING_GPU_TOOLS_JOB"] = "j"
 os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
 from lightning_gpu_tools.selection.picking import Attempt, pick
-from lightning_gpu_tools.selection.request import Request
+from lightning_gpu_tools.selection.ranking import Request
 try:
     print(pick(Request(), Attempt.choose, group="g").uuids)
 except Exception as error:

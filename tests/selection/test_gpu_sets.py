@@ -9,8 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.selection.gpu_sets import best_set
-from lightning_gpu_tools.selection.ranking import Candidate
+from lightning_gpu_tools.selection.ranking import Candidate, best_set
 
 GIB = 2**30
 

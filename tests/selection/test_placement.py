@@ -15,7 +15,7 @@ from launched_jobs import PLACE, by_hand, live_claims, mpiexec, said, slurm, tor
 
 from lightning_gpu_tools import ClaimsError
 from lightning_gpu_tools.selection.placement import place
-from lightning_gpu_tools.selection.request import Request
+from lightning_gpu_tools.selection.ranking import Request
 
 STAY = "\nsys.stdin.read()"
 BY_ARGUMENT = f"""

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
-from lightning_gpu_tools.selection.ranking import Ranking, attainable, effective_free_bytes, rank_gpus
-from lightning_gpu_tools.selection.request import Request
+from lightning_gpu_tools.selection.ranking import Ranking, Request, attainable, effective_free_bytes, rank_gpus
 
 GIB = 2**30
 MIB = 2**20

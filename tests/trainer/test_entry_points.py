@@ -78,7 +78,7 @@ callbacks_factory()
 print("IMPORTED", *sorted(set(sys.modules) - before), flush=True)
 for name, advise in (
     ("torch.distributed.fsdp", ""), ("torch.distributed", ""), ("lightning_gpu_tools.trainer.strategies", ""),
-    ("psutil", "advise"), ("lightning_gpu_tools.trainer.session", "advise"),
+    ("psutil", "advise"), ("lightning_gpu_tools.trainer.measuring_callback", "advise"),
 ):
     if os.fork() == 0:
         for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
@@ -114,7 +114,7 @@ def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subproces
         "torch.distributed": ("2", "0"),
         "lightning_gpu_tools.trainer.strategies": ("2", "0"),  # imported when a strategy is asked for
         "psutil": ("2", "1"),
-        "lightning_gpu_tools.trainer.session": ("2", "1"),
+        "lightning_gpu_tools.trainer.measuring_callback": ("2", "1"),
     }, answer.stderr
     assert found["psutil"][2].startswith("LIGHTNING_GPU_TOOLS=advise has no effect: ModuleNotFoundError(")
 

@@ -29,7 +29,7 @@ from trainings import Boom, Model, Raise, Samples, Stream, Tunable, burn, loader
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.runs import session
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 40

@@ -26,7 +26,7 @@ from trainings import (
 )
 
 from lightning_gpu_tools.trainer import compat, fit_timer
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.step_clock import StepClock
 
 

@@ -23,10 +23,10 @@ from trainings import Boom, Raise, logged, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import inventory
+from lightning_gpu_tools.gpus.nvml import driver as nvml_driver
 from lightning_gpu_tools.reports.report import load_report
-from lightning_gpu_tools.trainer.loop_run import LoopRun
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.facts import LoopRun
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import memory_counters
 from lightning_gpu_tools.training.memory_readings import RankMemory
 
@@ -148,7 +148,7 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     same_namespace: bool,
     others_bytes: int,
 ) -> None:
-    for module in (nvml, inventory):
+    for module in (nvml, nvml_driver):
         monkeypatch.setattr(module, "pids_are_ours", lambda: same_namespace)
     logger, said = CSVLogger(tmp_path), OnTheDriver(driver, memory, others_bytes)
     with memory:

@@ -21,7 +21,7 @@ from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.session import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import compat as torch_compat
 
 STEPS, FAILS_AT = 4, 2

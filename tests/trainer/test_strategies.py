@@ -33,8 +33,8 @@ from lightning_gpu_tools import (
     UnknownOptionError,
     select_gpus,
 )
-from lightning_gpu_tools.selection import request
-from lightning_gpu_tools.selection.request import Request
+from lightning_gpu_tools.selection import ranking
+from lightning_gpu_tools.selection.ranking import Request
 from lightning_gpu_tools.trainer.entry_points import register_strategies
 
 BY_NAME = {
@@ -225,11 +225,11 @@ OPTIONS = list(inspect.signature(select_gpus).parameters.values())[1:]
 
 @pytest.mark.parametrize("taker", [*BY_NAME.values(), FreeMemoryCUDAAccelerator, Request])
 def test_every_signature_shows_the_options_of_a_selection(taker: Any) -> None:
-    assert [one.name for one in OPTIONS] == list(request.OPTIONS)
+    assert [one.name for one in OPTIONS] == list(ranking.OPTIONS)
     parameters = inspect.signature(taker).parameters
     assert [parameters[one.name] for one in OPTIONS] == OPTIONS
     if taker is not Request:
         parser = ArgumentParser()
         parser.add_class_arguments(taker, "it")
         shown = " ".join(parser.format_help().split())
-        assert all(text in shown for text in request.OPTIONS.values())
+        assert all(text in shown for text in ranking.OPTIONS.values())

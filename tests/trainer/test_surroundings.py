@@ -14,9 +14,9 @@ from limited_memory import LimitedMemory
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, select_gpus
-from lightning_gpu_tools.advice.shortcomings import shortcomings
+from lightning_gpu_tools.advice.failures import shortcomings
 from lightning_gpu_tools.runs.surroundings import read_surroundings
-from lightning_gpu_tools.trainer.loop_run import LoopRun
+from lightning_gpu_tools.trainer.facts import LoopRun
 
 
 def test_a_folder_that_takes_no_checkpoint_is_told_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.runs import session
 from lightning_gpu_tools.runs.advisor import Advisor
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
-from lightning_gpu_tools.trainer.loop_run import LoopRun
+from lightning_gpu_tools.trainer.facts import LoopRun
 from lightning_gpu_tools.trainer.loop_timer import LoopTimer
 from lightning_gpu_tools.trainer.watch import _Training
 

@@ -19,7 +19,7 @@ from trainings import HandClock, Samples, loader
 
 from lightning_gpu_tools import PortableCheckpointIO, load_weights, watch
 from lightning_gpu_tools.reports.report import load_report
-from lightning_gpu_tools.trainer.loop_run import FabricRun
+from lightning_gpu_tools.trainer.facts import FabricRun
 
 FAMILIES = ["lightning.fabric", "lightning_fabric"]
 

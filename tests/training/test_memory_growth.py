@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_gpu_tools.training.memory_growth import steady_growth
+from lightning_gpu_tools.training.memory_readings import steady_growth
 
 GIB, MIB = 2**30, 2**20
 

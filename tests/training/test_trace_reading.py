@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_gpu_tools.training.trace_reading import STEP, read_trace, union
+from lightning_gpu_tools.training.step_profiler import STEP, read_trace, union
 
 
 def event(category: str, name: str, begin: float, end: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from trainings import HandClock, Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.training import compat as torch_compat
-from lightning_gpu_tools.training import process_activity, worker_watch
+from lightning_gpu_tools.training import stacks, worker_watch
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
 from lightning_gpu_tools.training.worker_watch import WorkerWatch
 
@@ -122,7 +122,7 @@ class Kernel(Callback):
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A ``/proc`` of the test's own, which is read after every step."""
-    monkeypatch.setattr(process_activity, "_PROC", tmp_path)
+    monkeypatch.setattr(stacks, "_PROC", tmp_path)
     monkeypatch.setattr(worker_watch, "_INTERVAL_S", 0.0)
     return tmp_path
 

@@ -4,9 +4,15 @@ NVML sees every GPU of the machine, whatever ``CUDA_VISIBLE_DEVICES`` says, so G
 need ``nvml.probe``.
 """
 
-from lightning_gpu_tools.gpus.nvml.inventory import identified, pids_are_ours, read_gpus
-from lightning_gpu_tools.gpus.nvml.session import session
-from lightning_gpu_tools.gpus.nvml.topology import read_cpu_affinity, read_numa_nodes, read_nvlinks
+from lightning_gpu_tools.gpus.nvml.driver import (
+    identified,
+    pids_are_ours,
+    read_cpu_affinity,
+    read_gpus,
+    read_numa_nodes,
+    read_nvlinks,
+    session,
+)
 
 __all__ = [
     "identified",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from lightning_gpu_tools.gpus.nvml.calls import tolerate
+from lightning_gpu_tools.gpus.nvml.driver import tolerate
 
 # nvmlGpmMetricId_t; percent, and MiB/s of PCIe
 GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10

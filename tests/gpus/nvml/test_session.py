@@ -10,7 +10,7 @@ from fake_driver import gpu
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml.session import why_unavailable
+from lightning_gpu_tools.gpus.nvml.driver import why_unavailable
 
 
 def unavailable(driver, **state) -> str:

@@ -1,0 +1,339 @@
+"""The driver, open for this process: single calls, one reading of every GPU, and how GPUs are connected."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pynvml
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading, UtilizationSample, mean_percent
+from lightning_gpu_tools.units import printable, user_name
+
+# This hardware, driver or user never gets an answer.
+NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
+
+# After one of these, nothing about the GPU can be read.
+GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
+
+
+def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NVML; ``None`` where it answers with one of ``NEVER``."""
+    try:
+        return function(*arguments)
+    except NEVER:
+        return None
+
+
+def product_name(handle: Any) -> str | None:
+    """Return the product's name, printable; ``None`` if the driver does not report it in UTF-8."""
+    try:
+        name = ask(pynvml.nvmlDeviceGetName, handle)
+    except UnicodeDecodeError:
+        return None
+    return None if name is None else printable(name)
+
+
+def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NVML; ``None`` on every failure, and if an argument is ``None``."""
+    if None in arguments:
+        return None
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSample], int]:
+    """Return the driver's samples after ``last_us``, oldest first, and the driver's time of the newest one."""
+    try:
+        _, answer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
+    except pynvml.NVMLError_NotFound:  # nothing newer
+        return [], last_us
+    # In no documented order, with values far above 100: https://github.com/Syllo/nvtop/issues/110
+    pairs = sorted(
+        (stamp_us, percent)
+        for sample in answer
+        if (stamp_us := sample.timeStamp) > last_us and (percent := sample.sampleValue.uiVal) <= 100
+    )
+    samples = [UtilizationSample(time_s=stamp_us / 1e6, percent=float(percent)) for stamp_us, percent in pairs]
+    return samples, pairs[-1][0] if pairs else last_us
+
+
+def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], int]:
+    """Return how busy each process kept the GPU since ``last_us``, in percent, and the driver's newest time."""
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
+    except pynvml.NVMLError_NotFound:  # nobody used it
+        return {}, last_us
+    # One sample a process, likewise.
+    percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
+    return percents, max((one.timeStamp for one in samples), default=last_us)
+
+
+def why_unreadable(error: pynvml.NVMLError) -> str:
+    """Say why one GPU cannot be read, and what to do."""
+    if isinstance(error, pynvml.NVMLError_GpuIsLost):
+        return "it has fallen off the bus (GPU is lost): see `dmesg` for its Xid error, then reset the GPU or reboot"
+    if isinstance(error, pynvml.NVMLError_ResetRequired):
+        return "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot"
+    if isinstance(error, pynvml.NVMLError_NoPermission):
+        return "no permission to read it: is /dev/nvidia* accessible, and the GPU given to this container or job?"
+    if isinstance(error, pynvml.NVMLError_Timeout):
+        return "the driver did not answer in time: try again, then see `dmesg` and reset the GPU"
+    if isinstance(error, pynvml.NVMLError_NotFound):
+        return "the driver does not know this UUID, or no longer: see `nvidia-smi -L`"
+    return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Keep the driver open; ``NvmlUnavailableError`` says why there is no usable one, and what to do.
+
+    Every function of this package opens a session for itself. Open one around repeated reads: it may wake the GPUs up.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailableError(why_unavailable(error)) from error
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:  # a child that was forked in between has nothing to close
+            with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
+                pynvml.nvmlShutdown()
+
+
+def why_unavailable(error: pynvml.NVMLError) -> str:
+    """Say why no GPU at all can be asked about, and what to do."""
+    if isinstance(error, pynvml.NVMLError_LibraryNotFound):
+        if sys.platform == "darwin":
+            return "There is no NVIDIA driver for macOS."
+        if sys.platform == "win32":
+            return "nvml.dll, a part of the NVIDIA driver, was not found. Is the driver installed?"
+        return (
+            "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver installed, and does "
+            "`nvidia-smi` work? A container needs `--gpus all`, and `utility` in NVIDIA_DRIVER_CAPABILITIES."
+        )
+    if isinstance(error, pynvml.NVMLError_DriverNotLoaded):
+        return (
+            "The NVIDIA driver is installed but not loaded. Is there an NVIDIA GPU in this machine? Try "
+            "`sudo modprobe nvidia`, and see `dmesg`."
+        )
+    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        return (
+            "The loaded NVIDIA driver and its library libnvidia-ml have different versions: the driver was updated. "
+            "Reboot, or restart the container."
+        )
+    if isinstance(error, pynvml.NVMLError_NoPermission):
+        return (
+            "No permission to use the NVIDIA driver. May this user open /dev/nvidiactl and /dev/nvidia0, and were they "
+            "given to this container?"
+        )
+    if isinstance(error, pynvml.NVMLError_FunctionNotFound):
+        return "The NVIDIA driver is too old: it lacks a function that nvidia-ml-py needs. Update the driver."
+    return f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"
+
+
+_COMPUTE_MODES: dict[int, ComputeMode] = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "default",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
+}
+
+# The driver keeps samples of about 20 s, but on some products (GB10) adds none while the GPU is idle:
+# https://github.com/polarsignals/gpu-metrics-agent/pull/37
+_STALE_AFTER_S = 30.0
+
+# GPUs without memory of their own: "NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)". See
+# https://github.com/XuehaiPan/nvitop/pull/208, https://github.com/AlexsJones/llmfit/pull/792
+_INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
+
+
+def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
+    """Read every GPU of this machine, in PCI order; with loads also how busy each process keeps it.
+
+    A GPU that cannot be read is listed with the reason in ``error``; ``NvmlUnavailableError`` without a usable driver.
+    """
+    with session():
+        try:
+            count = pynvml.nvmlDeviceGetCount()
+        except pynvml.NVMLError as error:
+            raise NvmlUnavailableError(why_unavailable(error)) from error
+        found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
+    # NVML promises no order. A GPU without an address keeps its place.
+    in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
+    ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
+    return tuple(
+        replace(gpu, index=index, mig_instances=tuple(replace(one, index=index) for one in gpu.mig_instances))
+        for index, gpu in enumerate(ordered)
+    )
+
+
+def _read_gpu(nvml_index: int, with_loads: bool) -> GpuReading:
+    facts: dict[str, Any] = {"index": nvml_index}
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
+        facts |= _identity(handle)
+        pci = pynvml.nvmlDeviceGetPciInfo(handle)
+        facts["pci_bus_id"] = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0"
+        integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
+        mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
+        facts |= {
+            **_usage(handle, integrated),
+            "integrated": integrated,
+            "utilization_percent": _utilization_percent(handle),
+            "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
+            "mig_mode": None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        }
+    except pynvml.NVMLError as error:
+        return GpuReading(**facts, error=why_unreadable(error))
+    reading = GpuReading(**facts)
+    if with_loads and reading.processes:
+        reading = replace(reading, processes=_with_loads(handle, reading.processes))
+    if reading.mig_mode:
+        reading = replace(reading, mig_instances=_read_mig_instances(handle, reading))
+    return reading
+
+
+def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
+    instances = []
+    shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
+    for slot in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
+        facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
+        try:
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
+            facts |= _identity(handle)
+            facts |= _usage(handle, integrated=False)
+        except pynvml.NVMLError_NotFound:
+            continue  # slots may be empty in between
+        except pynvml.NVMLError as error:
+            facts["error"] = why_unreadable(error)
+        instances.append(GpuReading(**facts))
+    return tuple(instances)
+
+
+def _identity(handle: Any) -> dict[str, Any]:
+    return {"uuid": pynvml.nvmlDeviceGetUUID(handle), "name": product_name(handle)}
+
+
+def _usage(handle: Any, integrated: bool) -> dict[str, Any]:
+    total_bytes, free_bytes = _memory(handle, integrated)
+    return {"memory_total_bytes": total_bytes, "memory_free_bytes": free_bytes, "processes": _processes(handle)}
+
+
+def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
+    """Return the total and the free bytes."""
+    if integrated:
+        # NVML leaves out what the page cache would give back.
+        import psutil
+
+        host = psutil.virtual_memory()
+        return host.total, host.available
+    # The newer call means the same, and fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return (None, None) if memory is None else (memory.total, memory.free)
+
+
+def _utilization_percent(handle: Any) -> float | None:
+    oldest_s = time.time() - _STALE_AFTER_S
+    buffered, _ = ask(utilization_samples, handle, 0) or ([], 0)
+    samples = [sample for sample in buffered if sample.time_s >= oldest_s]
+    if samples:
+        return mean_percent(samples)
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    return None if rates is None else float(rates.gpu)
+
+
+def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
+    """Return the processes with a compute or a graphics context, by pid."""
+    compute = ask(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
+    if compute is None:
+        return None
+    graphics = ask(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or []
+    by_pid = {process.pid: process for process in [*graphics, *compute]}
+    compute_pids = {process.pid for process in compute}
+    found = [
+        GpuProcess(pid=pid, memory_used_bytes=process.usedGpuMemory, graphics_only=pid not in compute_pids)
+        for pid, process in sorted(by_pid.items())
+    ]
+    return tuple(map(identified, found))
+
+
+def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
+    answer = tolerate(process_utilization, handle, 0)
+    if answer is None:
+        return processes
+    return tuple(replace(one, utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
+
+
+def identified(process: GpuProcess) -> GpuProcess:
+    """Return the process with its user and name, where they can be seen from here."""
+    if pids_are_ours():  # without psutil, whose import takes as long as half a pick
+        with contextlib.suppress(OSError):  # it has ended, is hidden from this user, or this is no Linux
+            with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
+                name = printable(file.read().rstrip("\n"))
+            user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
+            return replace(process, user=user, name=name)
+    return process
+
+
+def pids_are_ours() -> bool:
+    """Return whether this process shares the host's PID namespace, whose numbers the driver gives."""
+    try:  # https://github.com/NVIDIA/nvidia-docker/issues/1483; PROC_PID_INIT_INO in include/linux/proc_ns.h
+        return os.readlink("/proc/self/ns/pid") == f"pid:[{0xEFFFFFFC}]"
+    except OSError:  # no Linux, so no PID namespaces
+        return not sys.platform.startswith("linux")
+
+
+_SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
+
+
+def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
+    """Return the pairs of these GPUs that NVLink or NVSwitch joins, in alphabetical order."""
+    with session():
+        handles = {uuid: _handle(uuid) for uuid in uuids}
+        # This shows NVSwitch, too, where the far end of a link is no GPU.
+        return frozenset(
+            (a, b)
+            for a, b in itertools.combinations(sorted(handles), 2)
+            if tolerate(pynvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            == pynvml.NVML_P2P_STATUS_OK
+        )
+
+
+def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
+    """Return the NUMA node of the host that each GPU hangs on; ``None`` where unknown."""
+    with session():
+        # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
+        nodes = {
+            uuid: _members(tolerate(pynvml.nvmlDeviceGetMemoryAffinity, _handle(uuid), 16, _SCOPE_NODE))
+            for uuid in uuids
+        }
+    return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
+
+
+def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
+    """Return the CPUs near a GPU, also those that this process may not use; ``None`` where unknown."""
+    with session():
+        # 64 words are 4096 CPUs: no machine with NVIDIA GPUs has more.
+        cpus = _members(tolerate(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE))
+    return cpus or None
+
+
+def _members(mask: Sequence[int] | None) -> frozenset[int]:
+    """Return the bits that are set in 64-bit words."""
+    return frozenset(64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1)
+
+
+def _handle(uuid: str) -> Any:
+    return tolerate(pynvml.nvmlDeviceGetHandleByUUID, uuid)
