@@ -346,7 +346,7 @@ def _other_processes(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         return _ruling(
             oom,
             "leftover_process",
-            f"Left over by a program that has ended: {_named(orphans)} on this GPU.",
+            f"{_named(orphans)} on this GPU, left over by a program that has ended.",
             f"End it if it is not needed: kill {pids}.",
             pids=pids,
             leftover_bytes=left,

@@ -344,11 +344,11 @@ def _of_workers(workers: Sequence[WorkerFacts]) -> Explanation:
             'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. Start no threads '
             "before the DataLoader does its workers.",
         )
-    others = len([one for one in idle if one is not awaited])
+    others = sum(one is not awaited for one in idle)
+    rest = f" {others} of the {len(workers) - 1} others have nothing to do." if others else ""
     return Explanation(
         "blocked_worker",
-        f"{_name(awaited)} of {len(workers)} {_worker_does(awaited)}. The next batch has to come from it. "
-        f"Other workers with nothing to do: {others}.",
+        f"{_name(awaited)} of {len(workers)} {_worker_does(awaited)}. The next batch has to come from it.{rest}",
         "Look at that line of the dataset, and at the sample that it loads. DataLoader(timeout=60) turns this into an "
         "error.",
     )

@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. The claim "
         "lives exactly as long as the command and its children, however they end. Under srun, torchrun or mpirun the "
         "processes on one machine share one choice if N is at least their number; with a smaller N each picks for "
-        "itself. With SLURM, write `srun ... lightning-gpu-tools run ... -- CMD`, not `run -- srun CMD`."
+        "itself. With SLURM, write `srun ... lightning-gpu-tools run ... -- CMD`: the tasks of `run -- srun CMD` see "
+        "all GPUs."
     )
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command, or "
