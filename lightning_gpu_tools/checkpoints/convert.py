@@ -22,7 +22,6 @@ from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
     MODEL_STATES,
-    describe_unread,
     is_lightning_checkpoint,
     put_weights,
 )
@@ -56,6 +55,7 @@ from lightning_gpu_tools.checkpoints.torch_files import (
     watched,
     write_checkpoint,
 )
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.weights import changed_number
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path

@@ -15,7 +15,6 @@ from lightning_gpu_tools.checkpoints.content import (
     MANIFEST,
     Opaque,
     TensorInfo,
-    beyond_plain_data,
     describe_content,
     is_lightning_checkpoint,
     shown_shape,
@@ -32,6 +31,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 )
 from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure, manifest_of
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1

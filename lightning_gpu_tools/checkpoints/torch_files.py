@@ -23,14 +23,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
-from lightning_gpu_tools.checkpoints.content import (
-    Opaque,
-    StorageInfo,
-    TensorInfo,
-    beyond_plain_data,
-    explain_blocked,
-    put_weights,
-)
+from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, put_weights
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.rank_folders import Place
@@ -44,6 +37,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     compare_with_checksums,
     describe,
 )
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 

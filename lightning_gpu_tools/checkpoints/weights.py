@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.content import describe_unread, likely
+from lightning_gpu_tools.checkpoints.content import likely
 from lightning_gpu_tools.checkpoints.key_renaming import (
     ModelKeys,
     RenamePlan,
@@ -54,6 +54,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.checkpoints.torch_files import read_weights
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,

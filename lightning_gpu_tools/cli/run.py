@@ -9,7 +9,7 @@ import signal
 import sys
 
 from lightning_gpu_tools.cli import options
-from lightning_gpu_tools.selection.placement import find_launch
+from lightning_gpu_tools.selection.launchers import find_launch
 from lightning_gpu_tools.units import printable_path
 
 _SRUN_INSIDE = (

@@ -6,99 +6,17 @@ import contextlib
 import importlib.util
 import logging
 import os
-import platform
-import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection import claims, cuda
+from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import Request
-
-# Those for which Lightning looks, in its order, but Kubeflow, which starts one process in each container: the program;
-# the variables of how many processes it started here, and of this one's number among them; those that name the job, and
-# a restarted one differently, because it chooses again.
-_LAUNCHERS = (
-    (
-        "torchrun",
-        "LOCAL_WORLD_SIZE",
-        "LOCAL_RANK",
-        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
-    ),
-    (
-        "srun",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_LOCALID",
-        ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
-    ),
-    # Both have a PMIx server, which names the job.
-    ("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
-    ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
-    ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
-)
-
-
-class Launch(NamedTuple):
-    """The processes that a launcher has started on this machine."""
-
-    program: str
-    processes: int | None  # None: unknown
-    local_rank: str
-    job: tuple[str, ...]  # the same for all of them and for no other process of this machine; empty if nothing is
-    needs: str | None = None  # what Lightning lacks to train in them together and not in each separately
-
-    @property
-    def remedy(self) -> str:
-        """What to do where nothing names the job."""
-        return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
-
-    def group(self, gpus: int) -> str:
-        """Return a name for their common choice of that many GPUs."""
-        # With the host, because containers that share the claims may use the same port.
-        return " ".join([platform.node(), *self.job, f"devices={gpus}"])
-
-
-def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | None:
-    """Return what has started this process: what Lightning recognizes comes first; ``None`` if nothing has."""
-    unrecognized = None
-    for program, count, rank, names in _LAUNCHERS:
-        if not {count, *names[:1]} <= environ.keys():
-            continue
-        job = [environ.get(name, "") for name in names]
-        if program == "torchrun":
-            # <folder of this start>/<rank>/error.json: an earlier start may have left ranks behind with these names.
-            job.append(environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/")[0].rpartition("/")[0])
-        node = int(environ["SLURM_NODEID"]) if program == "srun" else 0
-        needs = _needs(program, environ, has_mpi4py)
-        launch = Launch(program, _processes(environ[count], node), environ.get(rank, ""), tuple(job), needs)
-        if needs is None:
-            return launch
-        if launch.processes != 1:
-            unrecognized = unrecognized or launch
-    if {"LOCAL_RANK", "MASTER_PORT"} <= environ.keys():  # by Lightning's DDP, or by hand
-        job = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")]
-        return Launch("", None, environ["LOCAL_RANK"], tuple(job))
-    return unrecognized
-
-
-def _processes(counts: str, node: int) -> int:
-    """Return those of a node; SLURM writes ``"2(x3),1"`` for two on each of three nodes and one on the fourth."""
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(processes) for processes, nodes in runs for _ in range(int(nodes or 1))][node]
-
-
-def _needs(program: str, environ: Mapping[str, str], has_mpi4py: bool) -> str | None:
-    if program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        # To Lightning a shell in which jobs are started otherwise, see SLURMEnvironment.detect.
-        return f"another name than {environ['SLURM_JOB_NAME']!r} for the job: put SLURM_JOB_NAME=train before srun"
-    if program in ("mpirun", "mpiexec") and not has_mpi4py:
-        return "the package mpi4py"
-    return None
 
 
 def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[], Sequence[str]]) -> list[int]:

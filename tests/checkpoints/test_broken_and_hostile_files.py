@@ -21,9 +21,9 @@ from checkpoint_files import Exploit, described_by, records_of, safetensors, sav
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.checkpoints.content import beyond_plain_data
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
     CheckpointError,

@@ -1,0 +1,109 @@
+"""Classes and functions that a pickle may name: plain data, harmless ones, and those that run code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.units import printable, printable_path
+
+_NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
+# What torch.load(weights_only=True) accepts since 2.6: torch/_weights_only_unpickler.py. A test compares them.
+_PLAIN = re.compile(
+    r"collections\.(OrderedDict|Counter)"
+    r"|torch\.nn\.parameter\.Parameter"
+    r"|torch\.(Size|Tensor|device|serialization\._get_layout|_tensor\._rebuild_from_type_v2)"
+    r"|torch\._utils\._rebuild_(parameter(_with_state)?|q?tensor|tensor_v[23]|(sparse|nested)_tensor"
+    r"|meta_tensor_no_storage|wrapper_subclass|device_tensor_from_(numpy|cpu_tensor))"
+    rf"|torch\.(cuda\.)?({_NUMBERS}|QU?Int8|QInt32|QUInt4x2|QUInt2x4)Storage"
+    r"|torch\.storage\.(Unt|T)ypedStorage"
+    rf"|torch\.(cuda\.|sparse\.|cuda\.sparse\.)?({_NUMBERS})Tensor"
+    r"|torch\.(q?u?int\d+(x\d)?|quint\dx\d|b?float\d+\w*|float4_e2m1fn_x2|b?complex\d+|bool|bits\w+)"
+    r"|torch\.per_(tensor_affine|tensor_symmetric|channel_affine(_float_qparams)?|channel_symmetric)"
+    r"|_codecs\.encode"
+    r"|builtins\.(bytearray|set|complex)"
+)
+# These only store values. Not collections.deque, which torch refuses to fill even if it is allowed.
+_HARMLESS = re.compile(
+    r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
+    r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
+    r"|argparse\.Namespace|types\.SimpleNamespace|collections\.defaultdict|functools\.partial"
+    r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
+    r"|numpy\.(dtype|ndarray)|numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)|numpy\.dtypes\.\w+"
+    r"|torch\.nn\.modules\.\w+\.\w+"
+    r"|torch\.optim\.(\w+\.)?\w+"
+    r"|torch\.torch_version\.TorchVersion|_io\.BytesIO"
+    r"|(lightning\.|lightning_)fabric\.utilities\.data\.AttributeDict"
+    r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
+    r"|omegaconf\.\w+\.\w+|typing\.Any"
+)
+# Where this Python finds what a file names: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some, and other
+# systems have other paths.
+_FOUND_AT = (
+    (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
+    (re.compile(r"^pathlib\._local\."), "pathlib."),
+    (re.compile(r"^numpy\.core\."), "numpy._core."),
+    (re.compile(rf"^pathlib\.({'Posix' if os.name == 'nt' else 'Windows'}Path)"), r"pathlib.Pure\1"),
+)
+# Of the standard library, only these modules hold values alone.
+_CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}
+_RUNS_CODE = re.compile(
+    r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
+    r"|torch\.[a-z]\w*"
+)
+
+
+def beyond_plain_data(names: Iterable[str]) -> list[str]:
+    """Return the names that ``weights_only=True`` refuses by default, and the calls ``module.name(...)``."""
+    return sorted(name for name in names if not _PLAIN.fullmatch(name))
+
+
+def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
+    """Say which names block a file, what each of them is, and which line would allow the harmless ones.
+
+    ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses the file if all are allowed.
+    """
+    calls = sorted(name for name in names if name.endswith("(...)"))
+    blocked = sorted({*names} - {*calls})
+    harmless = [name for name in blocked if _HARMLESS.fullmatch(name) and name == printable(name)]
+    others = [name for name in blocked if name not in harmless]
+    dangerous = [name for name in others if name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name)]
+    unknown = [name for name in others if name not in dangerous]
+    lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
+    if reason:
+        lines.append(f"torch refuses it although it was allowed: {printable(reason, 300)}.")
+        lines.append("Plain lists, dictionaries and numbers load.")
+    for some, what, advice in (
+        (sorted(filled), "allowing is not enough: torch fills plain lists and dictionaries only, not", ""),
+        (calls, "calls what plain data never needs:", " Only its author can vouch for it."),
+        (dangerous, "can run code when opened:", " Only its author can vouch for it."),
+        (unknown, "unknown:", " Look at their source before you allow them."),
+        (harmless, "only hold values:", ""),
+    ):
+        if some:
+            lines.append(f"{what} {listed(some)}.{advice}")
+    can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
+    if can_be_typed and not (dangerous or calls or filled) and (not reason or "numpy.dtype" in harmless):
+        lines.append(f"To allow {'what you trust' if unknown else 'what only holds values'}: {_allowing(blocked)}")
+    return "\n  ".join(lines)
+
+
+def _allowing(names: Iterable[str]) -> str:
+    modules, items = {"torch"}, []
+    for name in names:
+        place = name
+        for moved, where in _FOUND_AT:
+            place = moved.sub(where, place)
+        modules.update(filter(None, [place.rpartition(".")[0]]))
+        items.append(place if place == name else f'({place}, "{name}")')
+    if "numpy.dtype" in items:  # torch also wants the class of an array's dtype, which the file does not name
+        items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
+    return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(items)}])"
+
+
+def describe_unread(names: Sequence[str]) -> str:
+    """Say what a load has left unread; ``""`` if nothing."""
+    return f"left unread, as it takes code to open: {listed(names, 3)}" if names else ""
