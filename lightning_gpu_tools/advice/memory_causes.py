@@ -1,235 +1,32 @@
-"""Why GPU memory ran out, what prevents it, and the largest batch size that fits. Pure; bytes throughout."""
+"""Why memory has run out: the causes of an out-of-memory error, with the numbers of the run. Pure; bytes throughout."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from lightning_gpu_tools.advice.failures import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, counted
 from lightning_gpu_tools.advice.memory_account import KEPT, growing_memory
+from lightning_gpu_tools.advice.memory_remedies import (
+    another_gpu,
+    in_validation,
+    is_32,
+    largest_that_fits,
+    levers,
+    needed,
+    needed_bytes,
+    record,
+    samples,
+    sharded,
+    smaller_batch,
+)
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.training.memory_readings import RankMemory
-from lightning_gpu_tools.training.phases import FORWARD, OPTIMIZER, TRAINING_STEP, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import OPTIMIZER, TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
-
-MARGIN = 0.20  # loadtune's, for rounding, fragments and cuDNN's workspaces
-# Our default where a peak in forward hides what backward needs for a moment, by what forward needed so: products have
-# two results in backward, each as large as their input.
-_IN_BACKWARD = 3
-_IN_STEPS = ("forward", "backward", "optimizer", "training")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPeak:
-    """The memory of a step with a batch of one size."""
-
-    batch_size: int  # in samples, or in numbers where samples differ in length
-    begin_bytes: int  # in tensors when the step began, without the batch
-    peak_bytes: int
-    freed_bytes: int = 0  # before backward: Lightning keeps the old gradients through forward
-    backward_bytes: int | None = None  # the most backward needed beside what is left then; None: up to the peak
-    is_complete: bool = True  # otherwise it failed, and would have needed more
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LargestBatch:
-    """The largest batch size that fits, or why it is not known."""
-
-    size: int | None = None  # 0: not even one sample fits
-    is_bound: bool = False  # it is only known that larger ones do not fit
-    why_not: str = ""  # why there is no size, as a sentence
-
-
-def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = False) -> StepPeak | None:
-    """Return the peak of a rank's steps with the size of the last batch, in samples or in numbers.
-
-    ``None`` without a step after the first one, which begins without the optimizer's states. Where batches differ in
-    size, too little is found to fit, never too much.
-    """
-    step, first = memory.last_step, memory.first_step
-    if step is None or first is None or step.step <= first.step or not step.batch_shape or step.begin is None:
-        return None
-    in_steps = {phase: memory.peaks_bytes[phase] for phase in _IN_STEPS if phase in memory.peaks_bytes}
-    begin = max(0, step.begin.allocated_bytes - batch_bytes)
-    peak = max([*in_steps.values(), *(one.allocated_bytes for one in step.readings)])
-    freed = min(begin, memory.holdings.gradients_kept_bytes) if memory.holdings is not None else 0
-    left = begin - freed
-    backward = peak - left
-    if in_steps.get("forward") == peak and step.after_forward is not None and step.before_backward is not None:
-        for_a_moment = _IN_BACKWARD * (peak - step.after_forward.allocated_bytes)
-        backward = min(backward, step.before_backward.allocated_bytes - left + for_a_moment)
-    return StepPeak(
-        batch_size=math.prod(step.batch_shape) if by_items else step.batch_shape[0],
-        begin_bytes=begin,
-        peak_bytes=peak,
-        freed_bytes=freed,
-        backward_bytes=backward,
-    )
-
-
-def largest_batch(peaks: Iterable[StepPeak], room_bytes: float, total_bytes: int) -> LargestBatch:
-    """Return the largest batch size whose step fits.
-
-    The step with the largest batch decides, not a line through two: with small batches the peak is in the optimizer or
-    in forward, with large ones in backward. ``room_bytes`` is what other processes and CUDA leave of ``total_bytes``.
-    """
-    known = [peak for peak in peaks if peak.peak_bytes > peak.begin_bytes and peak.batch_size > 0]
-    if not known:
-        return LargestBatch(why_not="No step was measured whose batch made the memory rise.")
-    complete = [peak for peak in known if peak.is_complete]
-    step = max(complete or known, key=lambda peak: (peak.batch_size, peak.peak_bytes))
-    room_bytes -= MARGIN * total_bytes
-    left = step.begin_bytes - step.freed_bytes
-    backward = step.peak_bytes - left if step.backward_bytes is None else step.backward_bytes
-    parts = [(step.begin_bytes, step.peak_bytes - step.begin_bytes), (left, backward)]
-    fit = [step.batch_size * (room_bytes - fixed) / for_batch for fixed, for_batch in parts if for_batch > 0]
-    failed = [peak.batch_size - 1 for peak in known if not peak.is_complete]
-    size = min([max(0, math.floor(min(fit))), *failed])
-    return LargestBatch(size=size, is_bound=not step.is_complete)
-
-
-def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:
-    """Return a batch size of at most ``fits``, and over how many batches to accumulate gradients with it.
-
-    They keep the effective batch size, exactly where at most twice as many parts as needed divide it.
-    """
-    least = math.ceil(batch_size / fits)
-    parts = next((parts for parts in range(least, 2 * least + 1) if batch_size % parts == 0), least)
-    return math.ceil(batch_size / parts), parts * accumulate
-
-
-_LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB a sample
-
-
-def in_validation(oom: OutOfMemory) -> bool:
-    """Return whether the error came in validation."""
-    return base_phase(oom.phase) == VALIDATION
-
-
-def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool = False) -> LargestBatch:
-    """Return the largest batch size that would have fitted, in samples or in numbers."""
-    if oom.room_bytes is None:
-        return LargestBatch(why_not="The error does not say how much memory there is.")
-    if oom.batch_shape and not by_items and samples(run, oom) is None:
-        return LargestBatch(why_not="The first tensor of a batch does not begin with its samples.")
-    peaks = []
-    if oom.memory is not None and not in_validation(oom):
-        complete = step_peak(oom.memory, run.batch_bytes or 0, by_items=by_items)
-        peaks = [] if complete is None else [complete]
-    if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
-        taken = oom.wanted_bytes - oom.begin_bytes
-        # What comes with the first step of the optimizer takes room, too.
-        fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
-        batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
-        peaks.append(StepPeak(batch_size=batch, begin_bytes=fixed, peak_bytes=fixed + taken, is_complete=False))
-    return largest_batch(peaks, oom.room_bytes, oom.total_bytes or oom.room_bytes)
-
-
-def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: LargestBatch) -> str:
-    """Return which batch size to set."""
-    where = " of the validation loader" if in_validation(oom) else ""
-    if size is None or fits.size is None:
-        return f"Lower the batch size{where}{f' (now {size})' if size else ''}. {fits.why_not}".strip()
-    if fits.size < 1:
-        return "Not even a batch of 1 fits by measured memory."
-    known = f"At most {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
-    if in_validation(oom):
-        return f"Set batch_size={fits.size}{where} (now {size}). {known}."
-    smaller, accumulate = split(size, fits.size, run.accumulate_grad_batches)
-    if run.has_trainer:
-        keep = f"accumulate_grad_batches={accumulate} (now {run.accumulate_grad_batches})"
-    else:
-        keep = f"optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate}"
-    more = ", because the step that failed did not come to its end" if fits.is_bound else ""
-    return f"Set batch_size={smaller} (now {size}), and to keep the effective batch size {keep}. {known}{more}."
-
-
-def samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
-    """Return how many samples the batch has; ``None`` if its first tensor does not begin with them."""
-    size = oom.batch_shape[0] if oom.batch_shape else None
-    known = None if run.loader is None or in_validation(oom) else run.loader.batch_size
-    return None if size is None or (known is not None and size > known) else size
-
-
-def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
-    """Return what frees memory at the same batch size, with how much."""
-    step = None if oom.memory is None else oom.memory.last_step
-    known = [0]
-    if oom.begin_bytes is not None and oom.allocated_bytes is not None:
-        known.append(oom.allocated_bytes - oom.begin_bytes)
-    if step is not None and step.begin is not None:
-        after = [reading for reading in (step.after_forward, step.before_backward) if reading is not None]
-        known += [reading.allocated_bytes - step.begin.allocated_bytes for reading in after]
-    activations = max(known)
-    if not activations or in_validation(oom):
-        return ""
-    left = format_bytes(_LEFT_BY_CHECKPOINTING * activations)
-    found = [f"activation checkpointing (about {left} of {format_bytes(activations)} are left)"]
-    model = oom.model
-    halved = (activations - model.parameters_bytes) / 2  # autocast keeps a 16-bit copy of the weights
-    if is_32(run) and halved > 0:
-        found.append(f"precision='bf16-mixed' (frees up to {format_bytes(halved)})")
-    held = None if oom.memory is None else oom.memory.holdings
-    if run.has_trainer and oom.phase == FORWARD and held is not None and held.gradients_kept_bytes:
-        freed = format_bytes(held.gradients_kept_bytes)
-        found.append(f"optimizer.zero_grad() in on_train_batch_end (frees {freed} in forward)")
-    return f"Or keep the batch size with {'; '.join(found)}."
-
-
-def is_32(run: RunMeasurements) -> bool:
-    """Return whether the model is known to compute with 32 bits."""
-    return (run.precision or "").startswith("32")
-
-
-def sharded(oom: OutOfMemory) -> str:
-    """Return what sharding would leave on each GPU of this machine; empty where that is done or no help."""
-    count, size = len(oom.gpus), oom.model.total_bytes
-    if oom.is_sharded or count < 2 or not size:
-        return ""
-    return f"FSDP over {count} GPUs leaves {format_bytes(size / count)} of the model's {format_bytes(size)} on each."
-
-
-def needed_bytes(oom: OutOfMemory) -> float:
-    """Return what this job would have needed of the GPU at least."""
-    tensors = oom.wanted_bytes
-    to_come = max(0, oom.model.total_bytes - (oom.begin_bytes or oom.allocated_bytes or 0))
-    if oom.has_completed_steps and oom.memory is not None:
-        tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
-    beside = 0
-    if oom.total_bytes is not None and oom.free_bytes is not None and oom.reserved_bytes is not None:
-        beside = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes)
-    return tensors + to_come + beside
-
-
-def needed(oom: OutOfMemory) -> str:
-    """Return the same with a margin, for a command line."""
-    least = needed_bytes(oom) * (1 + MARGIN)
-    size, unit = (2**30, "GiB") if least >= 2**30 else (2**20, "MiB")
-    return f"{math.ceil(least / size)}{unit}"
-
-
-def another_gpu(oom: OutOfMemory) -> str:
-    """Return which free GPU of this machine would do; empty without one."""
-    least = max(needed_bytes(oom) * (1 + MARGIN), oom.room_bytes or 0)
-    others = [(gpu.memory_free_bytes or 0, -gpu.index) for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
-    free, index = max(others, default=(-1, 0))
-    if free < least or oom.uuid is None:
-        return ""
-    pick = f"CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick --min-free {needed(oom)})"
-    return f"GPU {-index} has {format_bytes(free)} free: {pick}."
-
-
-def record(run: RunMeasurements) -> str:
-    """Return what shows who allocates memory."""
-    if run.has_trainer:
-        return "GPUUtilizationMonitor(memory_history=True) records who allocates what, for pytorch.org/memory_viz."
-    return "A snapshot shows who allocates what: https://pytorch.org/blog/understanding-gpu-memory-1/."
-
 
 # Our defaults.
 _SPIKE = 1.5  # times as many numbers as the median batch

@@ -25,8 +25,10 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     put_weights,
 )
+from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming, quoted
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, is_wrapper, list_groups
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
     check_repetition,
@@ -48,7 +50,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     no_progress,
 )
 from lightning_gpu_tools.checkpoints.torch_files import (
-    LazyTensor,
     NotPlainError,
     read_checkpoint,
     read_weights,
@@ -56,7 +57,6 @@ from lightning_gpu_tools.checkpoints.torch_files import (
     write_checkpoint,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
-from lightning_gpu_tools.checkpoints.weights import changed_number
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 

@@ -29,8 +29,8 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     without_private_segments,
     without_wrappers,
 )
+from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.structure import check_contents
-from lightning_gpu_tools.checkpoints.torch_files import LazyTensor
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,

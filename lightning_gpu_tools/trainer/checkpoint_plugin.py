@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.checkpoints.atomic_file import remove
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
@@ -27,12 +28,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.checkpoints.structure import WITH_WEIGHTS, check_contents, check_entries
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
-from lightning_gpu_tools.checkpoints.weights import (
-    check_before_copying,
-    fit_weights,
-    naming_file,
-    own_what_modules_keep,
-)
+from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, KeyCollisionError
 from lightning_gpu_tools.trainer import compat

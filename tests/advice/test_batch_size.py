@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.memory_causes import MARGIN, StepPeak, largest_batch, split, step_peak
+from lightning_gpu_tools.advice.batch_size import MARGIN, StepPeak, largest_batch, split, step_peak
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
 
 GIB, MIB = 2**30, 2**20

@@ -1,0 +1,306 @@
+"""Whether torch can copy weights into a model unchanged; known before the first number is copied.
+
+Names, shapes and types decide. Only a model with loading code of its own is loaded twice: the first time with its own
+parameters in the place of each weight that fits, and all is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, quoted
+from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, shortened
+from lightning_gpu_tools.checkpoints.state_dicts import (
+    FROM_META,
+    fault_of_parts,
+    has_own_hooks,
+    is_packed,
+    is_sharded,
+    loads_itself,
+    name_of,
+    part_of,
+    shape_of,
+)
+from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.units import printable
+
+
+class Fit(NamedTuple):
+    """How one entry of a checkpoint fits a model."""
+
+    entry: str  # "" if the weights are all that the file holds
+    weights: Mapping[str, Any]
+    plan: RenamePlan
+    keys: ModelKeys
+    state: Mapping[str, Any]  # of the model
+    strict: bool
+    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, if nobody chose among them
+
+    def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Return ``weights`` as ``load_state_dict`` takes them, with what they may lack."""
+        renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
+        renamed.update((key, self.state[key]) for key in self.plan.kept)
+        return renamed
+
+    def choice(self) -> str:
+        """Say which of several sets of weights is taken, and how to get the others."""
+        taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
+        roots = " or ".join(f"root={quoted(name)}" for name in self.others)
+        what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
+        return f"took {quoted(taken)}; load_weights with {roots} takes {what}"
+
+
+def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
+    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers."""
+    fault = fault_of_parts(fit.weights)
+    if fault and not _all_have_their_own(fit.weights):
+        raise CheckpointMismatchError(f"{fault} Nothing was changed.")
+    refused = _different_for_tied(fit)
+    if fit.plan.left_over(strict=fit.strict) or _has_loading_code(model, fit.keys):
+        refused |= _rehearse(model, fit, leave_out_misfits)
+    else:
+        for old, new in fit.plan.renames.items():
+            target = fit.state[new]
+            if shape_of(target) is not None and (why := _why_not_copied(fit.weights[old], target)):
+                refused[old] = why
+    if refused:
+        reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
+        raise CheckpointMismatchError(
+            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Store these weights as the model has them, "
+            "or take them out of the file and load it with strict=False."
+        )
+
+
+def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
+    return (
+        bool(keys.self_loading)
+        or type(model).load_state_dict is not nn.Module.load_state_dict
+        or any(has_own_hooks(module._load_state_dict_post_hooks) for module in model.modules())
+    )
+
+
+def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
+    """Load, but copy nothing; return key -> reason for what torch could not copy."""
+    refused: dict[str, str] = {}
+
+    def check(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
+        value = state_dict[key]
+        if is_copied_into(shape_of(value), shape_of(target)):
+            if value is not target and (why := _why_not_copied(value, target)):
+                refused[key] = why
+            state_dict[key] = target
+        elif leave_out_misfits:
+            del state_dict[key]
+
+    with _undoing(model), before_each_copy(model, check):
+        load_state(model, fit.renamed(fit.weights), fit.strict, "Nothing was changed.")
+    return refused
+
+
+@contextlib.contextmanager
+def _undoing(model: nn.Module) -> Iterator[None]:
+    """Let modules that load themselves do it to copies of their tensors, and put everything back."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in _modules(model):
+            parts: tuple[dict[str, Any], ...] = (vars(module), module._modules, module._parameters, module._buffers)
+            before += [(part, dict(part)) for part in parts]
+            if type(module).set_extra_state is not nn.Module.set_extra_state:  # which may change anything
+                vars(module)["set_extra_state"] = lambda state: None
+            if loads_itself(module):
+                for tensors in parts[2:]:
+                    tensors.update({name: _copied(tensor) for name, tensor in tensors.items() if tensor is not None})
+        yield
+    finally:
+        for part, saved in before:
+            part.clear()
+            part.update(saved)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    # A ScriptModule takes no hooks, and is never on the meta device nor sharded.
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def _copied(tensor: Any) -> torch.Tensor:
+    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet, and is given its shape while it is loaded
+        kind: Any = type(tensor)
+        empty: torch.Tensor = kind(tensor.requires_grad, device=tensor.device, dtype=tensor.dtype)
+        return empty
+    twin = tensor.detach().clone()
+    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
+    """Call ``load_state_dict``; its refusal ends with the outcome for the model."""
+    try:
+        return model.load_state_dict(renamed, strict=strict)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # Torch names keys of the file, a line each. The traceback shows this error, too.
+        error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
+        raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+    except KeyError as error:  # of quantized modules, which load themselves
+        key = error.args[0] if error.args else None
+        if key in renamed or key not in model.state_dict():
+            raise
+        raise CheckpointMismatchError(
+            f"There is no {printable(key)} in it, without which the model cannot load itself. {outcome}", [key]
+        ) from None
+
+
+@contextlib.contextmanager
+def before_each_copy(
+    model: nn.Module, prepare: Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
+) -> Iterator[None]:
+    """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
+
+    Hooks may change names and shapes, and one module at a time needs no second copy of the model. ``prepare`` gets the
+    module, the name and the full key of a parameter or buffer, itself, and the state to be loaded.
+    """
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        buffers = ((name, module._buffers[name]) for name in persistent)
+        for name, target in (*module._parameters.items(), *buffers):
+            if target is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
+                prepare(module, name, prefix + name, target, state_dict)
+
+    with contextlib.ExitStack() as hooks:
+        for module in _modules(model):
+            hooks.enter_context(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextlib.contextmanager
+def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
+    """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
+
+    DeepSpeed's optimizers keep every weight in float32, too, and the next step would put those back. All processes must
+    take part.
+    """
+    if "deepspeed" not in sys.modules:
+        yield
+        return
+    import deepspeed
+
+    gathered = contextlib.ExitStack()
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        gathered.close()  # takes the module before this one apart again
+        parameters = [*module.parameters(recurse=False)]
+        gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+
+    with contextlib.ExitStack() as hooks, gathered:
+        for module in model.modules():
+            if any(hasattr(one, "ds_id") for one in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
+        yield
+    loaded = {*map(id, model.parameters())}
+    # A model does not know its engine.
+    engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
+    for engine in engines:
+        is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
+        if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's own keep no copies
+            engine.optimizer.refresh_fp32_params()
+
+
+def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
+    """Whether every process has the parts that it saved itself; all must ask."""
+    if not torch.distributed.is_initialized():
+        return False
+    mesh = next(value.device_mesh for value in weights.values() if part_of(value))
+    place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
+    return all(answers)
+
+
+def _different_for_tied(fit: Fit) -> dict[str, str]:
+    """Return the keys of tied weights for which the checkpoint has other numbers than the first."""
+    first: dict[str, tuple[str, torch.Tensor]] = {}
+    refused = {}
+    for old, new in fit.plan.renames.items():
+        value, leader = fit.weights[old], fit.keys.tied.get(new)
+        if leader is None or shape_of(value) is None or value.is_meta or value.layout is not torch.strided:
+            continue
+        other, same = first.setdefault(leader, (old, value))
+        if other != old and not _are_equal(value, same, fit.state[new].dtype):
+            refused[old] = f"other numbers than {quoted(other)}, which is the same tensor in the model"
+    return refused
+
+
+def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
+    if one.is_quantized or two.is_quantized or is_sharded(one):
+        return True  # unknown, and never seen
+    if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
+        return True
+    return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def _why_not_copied(value: Any, target: torch.Tensor) -> str:
+    """Say why a weight cannot be copied unchanged; ``""`` if it can."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
+    if value.is_meta > target.is_meta:
+        return f"no numbers: {FROM_META}"
+    is_of_its_kind = (
+        value.layout is target.layout
+        and value.is_nested == target.is_nested
+        and value.is_quantized <= target.is_quantized
+        and (type(value) is type(target) or not (is_packed(value) or is_packed(target)))
+    )
+    if not is_of_its_kind:
+        return f"{_kind(value)} instead of {_kind(target)}"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "the model's is an inference tensor, which can only be changed under torch.inference_mode()"
+    if target.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
+    ):
+        return "the model's is an expanded tensor, whose numbers share one place in memory"
+    return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
+
+
+def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
+    """Say which number of a tensor would not survive a cast, apart from rounding; ``""`` if none."""
+    numbers = value.detach()
+    is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
+    if not is_plain or numbers.is_meta or numbers.is_quantized:
+        return ""
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers.resolve_conj())
+        if not dtype.is_complex:
+            if numbers[..., 1].any():
+                return f"a complex number cannot become one of {name_of(dtype)}"
+            numbers = numbers[..., 0]
+    if numbers.is_floating_point() and numbers.element_size() < 4:
+        numbers = numbers.float()  # where the limits below are exact, and float8 can be compared
+    if dtype.is_floating_point or dtype.is_complex:
+        kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
+        limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # as far as it is rounded down
+        if numbers.dtype is torch.bool or kinds(numbers.dtype).max <= limit:
+            return ""
+        changed = ((numbers > limit) | (numbers < -limit)) & ~numbers.isinf()
+    else:
+        cast = numbers.to(dtype)
+        changed = (cast.to(numbers.dtype) != numbers) | ((cast < 0) != (numbers < 0))
+    if not changed.any():
+        return ""
+    number = numbers[changed][0]
+    return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
+
+
+def _kind(value: torch.Tensor) -> str:
+    if is_packed(value):
+        return f"a tensor of the class {printable(type(value).__name__)}"
+    layout = "nested" if value.is_nested else name_of(value.layout)
+    return f"a {'quantized ' * value.is_quantized}{layout} tensor"
