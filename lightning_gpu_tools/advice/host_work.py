@@ -234,7 +234,8 @@ def _torch_loader(
     }
     for name, value in asdict(seen).items():
         is_share = value is not None and name.endswith("_share")
-        evidence[name.replace("_share", "_percent")] = 100 * value if is_share else value
+        shown = f"workers_{name}" if name in ("runnable_share", "delayed_share") else name
+        evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
     # Other advice may end the wait altogether.
     bound = speedup if more_workers and plan.limited_by != "shm" else ceiling(share)
     return evidence, advice, bound

@@ -331,6 +331,7 @@ def _batch_too_large(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
         batch_size=size,
         batch_bytes=taken,
         largest_batch_size=fits.size,
+        why_no_largest_batch_size=fits.why_not or None,
     )
 
 

@@ -22,7 +22,7 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, Record, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover, is_plain_name
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe
+from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, is_byte_swapped
 from lightning_gpu_tools.units import printable, printable_path
 
 # DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.
@@ -75,6 +75,8 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
         raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
     models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
     optimizers = [folder.describe(name) for name in optimizer_names]
+    for shard in (*models, *optimizers):
+        _check_byte_order(shard)
     loaded = models[0].name
     with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = models[0].content
@@ -364,11 +366,19 @@ def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
     return files
 
 
+def _check_byte_order(structure: Structure) -> None:
+    """Check that numbers can be taken from a file as they are."""
+    if is_byte_swapped(structure):
+        advice = "Load it with the tool that wrote it, and save it as safetensors."
+        raise Fault("was written on a machine with another byte order", advice)
+
+
 def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     """Describe what is at a place, and add its records to those of its file."""
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
     found = describe(part, whole.path)
+    _check_byte_order(found)
     records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
         records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)

@@ -102,17 +102,17 @@ def describe_index(folder: Folder, name: str) -> Assembly:
 def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
     """Return the fault of one of several shards; ``None`` for any other file."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
-    is_shard = is_one_of_several(name)
+    numbers = _SHARD.fullmatch(name) if is_one_of_several(name) else None
+    what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers else ""
     for index, names in _indexes_in(folder):
         if name in names:
-            what = f"is one of the {len(names)} shards of a checkpoint"
-            advice = f"Name its index instead: {printable_path(index)}"
-            return Fault(what, advice) if is_shard or len(names) > 1 else None
+            if len(names) > 1:
+                what = what or f"one of the {len(names)} shards of a checkpoint"
+            return Fault(f"is {what}", f"Name its index instead: {printable_path(index)}") if what else None
     if "DCP_SHARDING_INFO" in structure.metadata:
         return parts_by_dcp("is one rank's part", str(folder))
-    if is_shard:
-        what = "is one of several shards of a checkpoint by its name, and their index is not beside it"
-        return Fault(what, "Get all its files.")
+    if what:
+        return Fault(f"is {what} by its name, and the index of that checkpoint is not beside it", "Get all its files.")
     return None
 
 
@@ -184,8 +184,10 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
         wanted = {key for key, file in file_of.items() if file == name}
         for keys, what in ((wanted - held, "does not hold"), (held - wanted, "also holds")):
             if keys:
+                others = sorted({file_of[key] for key in keys & file_of.keys()} - {name})
+                where = f", which {listed(others, 3)} holds, too" if others else ""
                 shown = list_groups(sorted(map(str, keys)))
-                raise Fault(f"disagrees with its shards: {printable(name)} {what} {shown}", RESTORE)
+                raise Fault(f"disagrees with its shards: {printable(name)} {what} {shown}{where}", RESTORE)
     whole = OrderedDict((key, contents[file][key]) for key, file in file_of.items())
     versions = [getattr(content, "_metadata", None) for content in contents.values()]
     if all(isinstance(version, Mapping) for version in versions):

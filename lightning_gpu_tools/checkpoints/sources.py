@@ -98,7 +98,9 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         folder, name = os.path.split(local)
         if PIECE.fullmatch(name):
             advice = f"Name the folder instead: {printable_path(folder or '.')}"
-            raise Fault("is one part of a checkpoint by torch.distributed.checkpoint", advice)
+            rank = re.match(r"__(\d+)", name)
+            what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
+            raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
         if not INDEX.fullmatch(name) or not os.path.isfile(local):
             return None
         assembly = describe_index(Folder(folder, stack), name)

@@ -336,11 +336,14 @@ def _check_notes(records: Mapping[str, Record]) -> None:
     for name in _NOTES.keys() & records.keys():
         if records[name].size_bytes > 100 or not _NOTES[name].fullmatch(records[name].read()):
             raise damaged(f"its record {name} says nothing that torch understands")
-    if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
-        advice = "Load it with the tool that wrote it, and save it as safetensors."
-        raise Fault("was written on a machine with another byte order", advice)
     if not records.keys() & {"version", ".data/version"}:
         raise damaged("its record version is missing")
+
+
+def is_byte_swapped(structure: Structure) -> bool:
+    """Whether a machine with the other byte order wrote a zip file."""
+    record = structure.records.get("byteorder")
+    return record is not None and record.read() != sys.byteorder.encode()
 
 
 def _record_of(storage: StorageInfo, records: Mapping[str, Record]) -> Record:

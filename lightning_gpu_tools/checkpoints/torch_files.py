@@ -35,6 +35,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     collector_paused,
     compare_with_checksums,
     describe,
+    is_byte_swapped,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
@@ -268,14 +269,19 @@ def _is_plain(tensor: Any) -> bool:
 def _storages(structure: Structure) -> Callable[[Any], Any]:
     """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
     whole: Any = _mapped_bytes(structure.file).untyped_storage()
+    is_swapped = is_byte_swapped(structure)
 
     @functools.cache
     def numbers(storage: StorageInfo) -> Any:
         start = structure.places.get(storage.key)
         if start is not None:
-            return whole[start : start + storage.size_bytes]
-        data = bytearray(structure.records[f"data/{storage.key}"].read())
-        return _bytes_of(data).untyped_storage()
+            block = whole[start : start + storage.size_bytes]
+        else:
+            block = _bytes_of(bytearray(structure.records[f"data/{storage.key}"].read())).untyped_storage()
+        if is_swapped:
+            block = block.clone()
+            block.byteswap(getattr(torch, storage.dtype))
+        return block
 
     return numbers
 

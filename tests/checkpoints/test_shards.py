@@ -197,9 +197,9 @@ def test_partitions_of_any_count_make_up_the_weights(
 # -- no shard is taken for a whole ---------------------------------------------------------------------------------
 
 SHARDS = {
-    "folder of safetensors": "is one of the 3 shards of a checkpoint.*Name its index instead: .*safetensors.index.json",
-    ".bin files and their index": "is one of the 3 shards.*pytorch_model.bin.index.json",
-    "torch.distributed.checkpoint": "is one part of a.*Name the folder instead: .*/folder",
+    "folder of safetensors": "is shard [123] of 3 of a checkpoint.*Name its index instead: .*safetensors.index.json",
+    ".bin files and their index": "is shard [123] of 3.*pytorch_model.bin.index.json",
+    "torch.distributed.checkpoint": "is (rank 0's part|the list of parts) of a.*Name the folder instead: .*/folder",
     "DeepSpeed ZeRO 3": "of rank [012] of 3 of a DeepSpeed.*Name the folder with the files of all ranks.*/tag",
 }
 
@@ -253,12 +253,12 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> N
     index.unlink()
     shard = tmp_path / "model-00001-of-00002.safetensors"
     for path, words in (
-        (shard, "one of several shards of a checkpoint by its name, and their index"),
+        (shard, "shard 1 of 2 of a checkpoint by its name, and the index"),
         (tmp_path, "holds shards of a checkpoint without the index that lists them"),
     ):
         with pytest.raises(BrokenCheckpointError, match=words):
             load_weights(Net(), path, strict=False)
-    assert "This file is one of several shards of a checkpoint" in run("verify", shard)[1]
+    assert "This file is shard 1 of 2 of a checkpoint" in run("verify", shard)[1]
     shutil.copy(tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model-00001-of-00001.safetensors")
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
@@ -350,7 +350,7 @@ def test_no_shard_is_ever_taken_for_a_whole(
     if renamed and kind.startswith("zero"):  # these are known by what they hold
         shard = shard.rename(folder / "renamed.pt")
     for act in (read_checkpoint, lambda path: load_weights(nn.Linear(1, 1), path, strict=False)):
-        with pytest.raises(BrokenCheckpointError, match=r"is (one (of|part)|the file of)|holds the optimizer"):
+        with pytest.raises(BrokenCheckpointError, match=r"is (shard|rank|the file of|the list)|holds the optimizer"):
             act(shard)
     shard.unlink()
     with pytest.raises(BrokenCheckpointError, match=r"missing|not complete|\.metadata|model_states|without the shards"):
