@@ -112,7 +112,7 @@ def replace_everywhere(weights: Weights, model: nn.Module) -> Weights:
 
 
 def lightning_gpu_tools(weights: Weights, model: nn.Module) -> Weights:
-    keys, _ = read_model(model)
+    keys, _ = read_model(model, weights)
     return plan_renaming(shapes_of(weights), keys).apply(weights)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import shlex
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ _WRAPPERS_BY_NAME = frozenset(
         ("timm", "ModelEmaV3"),
     }
 )
+_BATCH_COUNTER = "num_batches_tracked"
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -66,15 +67,20 @@ _PREFIX_HOOK_PACKAGES = (
 )
 
 
-def read_model(model: nn.Module) -> tuple[ModelKeys, dict[str, Any]]:
-    """Return what a plan has to know about ``model``, and its ``state_dict()``."""
+def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
+    """Return what a plan has to know about ``model``, and its ``state_dict()``.
+
+    A checkpoint without any batch counter, by its keys, is from before torch 0.4.1, and may lack those of the model.
+    """
     state = _live_state(model)
+    is_old = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
     self_loading = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _NORMS):
-            counters.add(_inside(path, "num_batches_tracked"))  # since torch 0.4.1
+            if is_old:
+                counters.add(_inside(path, _BATCH_COUNTER))
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
     keys = ModelKeys(

@@ -211,7 +211,7 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
 
 
 def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, strict: bool) -> Fit:
-    keys, state = read_model(model)
+    keys, state = read_model(model, weights)
     plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=lambda: same_tensors(weights))
     return Fit(entry, weights, plan, keys, state, strict)
 

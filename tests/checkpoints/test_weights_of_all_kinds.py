@@ -18,7 +18,7 @@ from sharded_checkpoints import write_distributed
 from torch import nn
 from wrapped_models import TiedTransformer, compiled, contents, fill
 
-from lightning_gpu_tools import UnsafeCheckpointError, load_from_checkpoint, load_weights
+from lightning_gpu_tools import CheckpointMismatchError, UnsafeCheckpointError, load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
 
 
@@ -263,6 +263,10 @@ def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> Non
     torch.save(old, tmp_path / "a.pt")
     load_weights(target, tmp_path / "a.pt")
     assert torch.equal(target.running_var, source.running_var)
+    # In a newer file the same is a fault.
+    torch.save({**old, "module.x.num_batches_tracked": torch.tensor(1)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: num_batches_tracked"):
+        load_weights(target, tmp_path / "a.pt")
 
 
 def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:
