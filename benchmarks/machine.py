@@ -37,4 +37,5 @@ def describe_machine() -> dict[str, Any]:
 def _gpu_names() -> list[str]:
     import torch
 
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kind = " (simulated GPU, torch's CUDA build)" if "SIMULATED_CUDA" in os.environ else ""
+    return [torch.cuda.get_device_name(i) + kind for i in range(torch.cuda.device_count())]

@@ -2,17 +2,27 @@
 # Everything that needs a GPU, in one command: the tests marked `gpu` and the benchmarks, with their raw results.
 #
 #     benchmarks/on_gpu.sh [FOLDER FOR THE RESULTS, default benchmarks/results]
+#
+# On the simulated machine the folder is by default benchmarks/results/simulated_gpu, and each result names it:
+#
+#     python -m lightning_gpu_tools.simulated -n 2 -- benchmarks/on_gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
-folder=${1:-benchmarks/results}
+results=benchmarks/results
+if [ -n "${SIMULATED_CUDA:-}" ]; then
+    results=benchmarks/results/simulated_gpu
+    echo "Simulated GPU, torch's CUDA build: these results say nothing of a GPU's speed."
+fi
+folder=${1:-$results}
 mkdir -p "$folder"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+python=${PYTHON:-python3}
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$folder/gpu_machine.csv"
-python3 -m pytest -m gpu -v --junitxml="$folder/gpu_tests.xml" 2>&1 | tee "$folder/gpu_tests.log"
+"$python" -m pytest -m gpu -v --junitxml="$folder/gpu_tests.xml" 2>&1 | tee "$folder/gpu_tests.log"
 tests=$?
-python3 benchmarks/step_overhead.py --output "$folder/gpu_step_overhead.json"
-python3 benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json"
-python3 benchmarks/out_of_memory_on_gpu.py --output "$folder/gpu_out_of_memory.json"
-python3 benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json"
+"$python" benchmarks/step_overhead.py --output "$folder/gpu_step_overhead.json"
+"$python" benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json"
+"$python" benchmarks/out_of_memory_on_gpu.py --output "$folder/gpu_out_of_memory.json"
+"$python" benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json"
 exit $tests

@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 import fake_driver
 import hypothesis
 import pytest
+import quiet_kernel
 from slurm_cluster import slurm_cluster
 
 if TYPE_CHECKING:
     from trainings import HandClock
+
+# Before torch is imported, here or in a child: on the tests' tiny tensors its threads only spin until the others are
+# done, on cores that another test needs. It was a third of the CPU time of some files.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, so that a failure is due to the change; --hypothesis-profile=thorough finds others.
 # How long an example takes says nothing on a machine that is shared.
@@ -102,6 +107,19 @@ def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     clock = HandClock()
     monkeypatch.setattr(session, "StepClock", functools.partial(StepClock, clock))
     return clock
+
+
+@pytest.fixture
+def core_waits() -> None:
+    """Have trainings of this process see how long they wait for a core, which depends on what else runs here."""
+
+
+@pytest.fixture(autouse=True)
+def no_core_waits(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "core_waits" not in request.fixturenames:
+        quiet_kernel.install(monkeypatch.setattr, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The tests of this folder run on real hardware only."""
+"""The tests of this folder run on hardware, and on the simulated machine with torch's CUDA build."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from lightning_gpu_tools.gpus import nvml
 @pytest.fixture(autouse=True)
 def _needs_a_gpu() -> None:
     try:
-        gpus = nvml.read_gpus()
-    except NvmlUnavailableError as error:
-        pytest.skip(f"needs an NVIDIA GPU: {error}")
-    if not gpus:
-        pytest.skip("needs an NVIDIA GPU: the driver lists none")
+        there = len(nvml.read_gpus()) > 0
+    except NvmlUnavailableError:
+        there = False
+    if not there:
+        pytest.skip("needs an NVIDIA GPU, or a simulated one: run .ci/simulated_gpu, which makes an environment for it")

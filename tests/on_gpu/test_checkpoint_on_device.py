@@ -14,10 +14,7 @@ from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load
 from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def trainer(folder: Path, accelerator: str, epochs: int = 1) -> Trainer:

@@ -62,4 +62,4 @@ def test_a_real_error_is_explained_by_what_torch_counted(tmp_path: Path, part: s
     assert first.evidence["bytes_per_step"] == pytest.approx(GIB / 4, rel=0.05)
     assert first.evidence["requested_bytes"] == GIB // 4
     assert first.evidence["allowed_bytes"] == pytest.approx(2 * GIB, rel=0.01)
-    assert (tmp_path / "cuda_memory_snapshot.pickle").stat().st_size > 1000
+    assert (tmp_path / "gpu_report" / "cuda_memory_snapshot.pickle").stat().st_size > 1000

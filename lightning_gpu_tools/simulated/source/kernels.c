@@ -1,0 +1,114 @@
+// Kernels: they take time on their stream and do nothing, but for the few whose results decide what the host does next.
+#define _GNU_SOURCE
+#include "runtime.h"
+#include "computed.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define KERNELS (1 << 19) // places for names; torch 2.15 has some 100,000
+static struct kernel {
+  const void *function;
+  const char *name;
+  compute_t *compute;
+  int known;
+} *kernels;
+static struct kernel *place(const void *function) {
+  size_t i = ((size_t)function >> 4) * 0x9E3779B97F4A7C15ULL >> 45;
+  while (kernels[i].function && kernels[i].function != function) i = (i + 1) % KERNELS;
+  return &kernels[i];
+}
+static __thread struct {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+} pushed[8];
+static __thread int pushes;
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *s) {
+  if (pushes < 8) {
+    pushed[pushes].grid = grid;
+    pushed[pushes].block = block;
+    pushed[pushes].shared = shared;
+    pushed[pushes++].stream = s;
+  }
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *s) {
+  pushes--;
+  *grid = pushed[pushes].grid;
+  *block = pushed[pushes].block;
+  *shared = pushed[pushes].shared;
+  *(cudaStream_t *)s = pushed[pushes].stream;
+  return 0;
+}
+void **__cudaRegisterFatBinary(void *binary) {
+  static void *handle;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void **handle) {}
+void __cudaUnregisterFatBinary(void **handle) {}
+char __cudaInitModule(void **handle) { return 1; }
+void __cudaRegisterVar(void **handle, char *variable, char *address, const char *name, int external, size_t size,
+                       int constant, int global) {}
+void __cudaRegisterFunction(void **handle, const char *function, char *device, const char *name, int limit, void *a,
+                            void *b, void *c, void *d,
+                            int *e) { // libraries register while they are loaded, one after the other
+  if (!kernels) kernels = calloc(KERNELS, sizeof *kernels);
+  struct kernel *k = place(function);
+  k->function = function;
+  k->name = name;
+}
+static cudaError_t launch(const void *function, dim3 grid, dim3 block, void **arguments, cudaStream_t s) {
+  static int shown = -1;
+  cudaError_t error = usable();
+  if (error) return error;
+  struct stream *t = stream_of(s);
+  struct kernel *k = place(function);
+  double threads = (double)grid.x * grid.y * grid.z * block.x * block.y * block.z;
+  if (shown < 0) shown = getenv("SIMULATED_CUDA_SHOW_KERNELS") != NULL;
+  if (shown) fprintf(stderr, "kernel %s\n", k->name ? k->name : "?");
+  if (!k->known && k->name) {
+    k->compute = compute_of(k->name);
+    k->known = 1;
+  }
+  struct effect *effect = NULL;
+  double ns = threads * 32 / GPU(t->device)->bytes_per_ns; // a thread reads and writes some 32 bytes: our default
+  if (ns < machine->kernel_ns) ns = machine->kernel_ns;
+  if (k->compute) effect = k->compute(k->name, arguments, grid.y, &ns);
+  return enqueue(t, ns, 1, effect);
+}
+cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t s) {
+  return launch(f, grid, block, arguments, s);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **arguments) {
+  return launch(f, c->gridDim, c->blockDim, arguments, c->stream);
+}
+#if CUDART_VERSION >= 13000
+cudaError_t __cudaGetKernel(cudaKernel_t *k, const void *f) {
+  *k = (cudaKernel_t)f;
+  return 0;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t s) {
+  return launch(k, grid, block, arguments, s);
+}
+#endif
+cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
+  begin();
+  memset(a, 0, sizeof *a);
+  if (!device_count) return fail(cudaErrorNoDevice);
+  a->maxThreadsPerBlock = 1024;
+  a->numRegs = 32;
+  a->ptxVersion = a->binaryVersion = GPU(current)->major * 10 + GPU(current)->minor;
+  a->maxDynamicSharedSizeBytes = (GPU(current)->shared_kib - 1) << 10;
+  return 0;
+}
+cudaError_t cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute a, int value) { return 0; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int block, size_t shared,
+                                                                   unsigned flags) {
+  *n = block ? 2048 / block : 1;
+  if (*n > 16) *n = 16;
+  return 0;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int block, size_t shared) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n, f, block, shared, 0);
+}

@@ -1,0 +1,193 @@
+#define _GNU_SOURCE
+#include "machine.h"
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MS 1000000LL
+static struct machine machine;
+
+i64 machine_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+// One "key value" a line. "gpu" begins a GPU, "mig" an instance of the GPU before it, which is like it but for what
+// follows.
+static void set(const char *key, const char *value) {
+  struct gpu *g = machine.gpus ? &machine.gpu[machine.gpus - 1] : NULL;
+  double number = atof(value);
+  if (!strcmp(key, "gpu") && machine.gpus < GPUS) {
+    g = &machine.gpu[machine.gpus++];
+    g->parent = -1;
+  } else if (!strcmp(key, "mig") && g && machine.gpus < GPUS) {
+    int parent = g->parent < 0 ? machine.gpus - 1 : g->parent;
+    machine.gpu[parent].mig_mode = 1;
+    struct gpu *instance = &machine.gpu[machine.gpus++];
+    *instance = machine.gpu[parent];
+    instance->parent = parent;
+    instance->mig_mode = 0;
+  } else if (!strcmp(key, "kernel_us"))
+    machine.kernel_ns = number * 1000;
+  else if (!strcmp(key, "pinned_gb_s"))
+    machine.pinned_per_ns = number;
+  else if (!strcmp(key, "pageable_gb_s"))
+    machine.pageable_per_ns = number;
+  else if (!strcmp(key, "nccl_gb_s"))
+    machine.nccl_per_ns = number;
+  else if (!g)
+    return;
+  else if (!strcmp(key, "name"))
+    snprintf(g->name, sizeof g->name, "%s", value);
+  else if (!strcmp(key, "uuid"))
+    snprintf(g->uuid, sizeof g->uuid, "%s", value);
+  else if (!strcmp(key, "pci"))
+    snprintf(g->pci, sizeof g->pci, "%s", value);
+  else if (!strcmp(key, "memory_mib"))
+    g->memory = (size_t)number << 20;
+  else if (!strcmp(key, "reserved_mib"))
+    g->reserved = (size_t)number << 20;
+  else if (!strcmp(key, "context_mib"))
+    g->context = (size_t)number << 20;
+  else if (!strcmp(key, "capability"))
+    sscanf(value, "%d.%d", &g->major, &g->minor);
+  else if (!strcmp(key, "sms"))
+    g->sms = number;
+  else if (!strcmp(key, "shared_kib"))
+    g->shared_kib = number;
+  else if (!strcmp(key, "l2_mib"))
+    g->l2_mib = number;
+  else if (!strcmp(key, "slices"))
+    g->slices = number;
+  else if (!strcmp(key, "nvlink"))
+    g->nvlink = number;
+  else if (!strcmp(key, "memory_gb_s"))
+    g->bytes_per_ns = number;
+  else if (!strcmp(key, "fp32_tflops"))
+    g->flops_per_ns = number * 1000;
+  else if (!strcmp(key, "tf32_tflops"))
+    g->tf32_per_ns = number * 1000;
+  else if (!strcmp(key, "half_tflops"))
+    g->half_per_ns = number * 1000;
+  else if (!strcmp(key, "idle_w"))
+    g->idle_w = number;
+  else if (!strcmp(key, "limit_w"))
+    g->limit_w = number;
+}
+
+const struct machine *machine_open(void) {
+  const char *folder = getenv("SIMULATED_CUDA");
+  if (machine.state) return &machine;
+  if (!folder) return NULL;
+  char path[4096], line[512], key[64], value[256];
+  snprintf(path, sizeof path, "%s/machine.conf", folder);
+  FILE *file = fopen(path, "re");
+  if (!file) return NULL;
+  machine.gpus = 0;
+  while (fgets(line, sizeof line, file)) {
+    value[0] = 0;
+    if (sscanf(line, "%63s %255[^\n]", key, value) >= 1) set(key, value);
+  }
+  fclose(file);
+  snprintf(path, sizeof path, "%s/machine.state", folder);
+  int f = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (f < 0) return NULL;
+  void *state = ftruncate(f, sizeof *machine.state)
+                    ? MAP_FAILED
+                    : mmap(0, sizeof *machine.state, PROT_READ | PROT_WRITE, MAP_SHARED, f, 0);
+  close(f);
+  if (state == MAP_FAILED) return NULL;
+  machine.state = state;
+  return &machine;
+}
+
+static i64 birth_of(int pid) { // in ticks since the boot; 0 if the process has ended, also as a zombie
+  char path[64], text[1024];
+  char condition;
+  unsigned long long birth = 0;
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  int f = open(path, O_RDONLY | O_CLOEXEC);
+  if (f < 0) return 0;
+  ssize_t n = read(f, text, sizeof text - 1);
+  close(f);
+  if (n <= 0) return 0;
+  text[n] = 0;
+  char *rest = strrchr(text, ')'); // the name before it may hold anything
+  if (!rest || sscanf(rest + 2, "%c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+                      &condition, &birth) != 2)
+    return 0;
+  return condition == 'Z' || condition == 'X' ? 0 : (i64)birth;
+}
+int machine_alive(const struct process *p) { return p->pid && birth_of(p->pid) == p->birth; }
+
+struct process *machine_join(void) {
+  for (int i = 0; i < PROCESSES; i++) {
+    struct process *p = &machine.state->processes[i];
+    int before = p->pid;
+    if (machine_alive(p) || !__sync_bool_compare_and_swap(&p->pid, before, getpid())) continue;
+    for (int g = 0; g < GPUS; g++) {
+      p->uses[g].active = 0;
+      p->uses[g].bytes = 0;
+      p->uses[g].waiting_since = 0;
+    }
+    p->birth = birth_of(getpid()); // what the one before it did stays: the driver's buffer remembers it, too
+    return p;
+  }
+  static struct process alone; // more processes than places: nobody else sees what this one does
+  return &alone;
+}
+
+size_t machine_used(int gpu) {
+  size_t used = machine.gpu[gpu].reserved + machine.state->set[gpu].others;
+  for (int i = 0; i < PROCESSES; i++) {
+    struct process *p = &machine.state->processes[i];
+    if (p->pid && p->uses[gpu].active && machine_alive(p)) used += p->uses[gpu].bytes + machine.gpu[gpu].context;
+  }
+  return used < machine.gpu[gpu].memory ? used : machine.gpu[gpu].memory;
+}
+
+void machine_book(struct process *p, int gpu, i64 begin, i64 end) {
+  i64 last = machine_now() + 12000 * MS; // beyond it the ring would overwrite the past
+  if (end > last) end = last;
+  if (end <= begin) return;
+  __sync_fetch_and_add(&machine.state->busy_ns[gpu], end - begin);
+  for (i64 ms = begin / MS; ms * MS < end; ms++) {
+    struct bucket *b = &p->uses[gpu].buckets[ms % BUCKETS];
+    i64 from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
+    uint32_t ns = (b->ms == (uint32_t)ms ? b->ns : 0) + (to - from);
+    b->ms = ms;
+    b->ns = ns < MS ? ns : MS; // two streams at the same time are not more than all of it
+  }
+}
+
+i64 machine_busy(int gpu, const struct process *only, i64 begin, i64 end) {
+  const struct use *uses[PROCESSES];
+  i64 waiting_since[PROCESSES], busy = 0;
+  int n = 0;
+  for (int i = 0; i < PROCESSES; i++) {
+    const struct process *p = &machine.state->processes[i];
+    const struct use *u = &p->uses[gpu];
+    if (!p->birth || !u->active || (only && p != only)) continue;
+    waiting_since[n] = u->waiting_since && machine_alive(p) ? u->waiting_since : 0;
+    uses[n++] = u;
+  }
+  for (i64 ms = begin / MS; ms * MS < end; ms++) {
+    i64 sum = 0, from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
+    for (int i = 0; i < n; i++) {
+      const struct bucket *b = &uses[i]->buckets[ms % BUCKETS];
+      i64 since = waiting_since[i];
+      if (since && since < to)
+        sum += to - (since > from ? since : from);
+      else if (b->ms == (uint32_t)ms)
+        sum += b->ns * (to - from) / MS;
+    }
+    busy += sum < to - from ? sum : to - from;
+  }
+  return busy;
+}

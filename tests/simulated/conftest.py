@@ -1,0 +1,87 @@
+"""The simulated machine itself: its tests run programs on machines of their own, with torch's CUDA build."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gpu_tools.simulated import Machine, SimulatedCudaError
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def make_machine(tmp_path: Path) -> Callable[..., Machine]:
+    """``make_machine(["h100-80gb"] * 2)``: a machine; the test is skipped where none can be built."""
+
+    def make(*arguments: Any, **options: Any) -> Machine:
+        try:
+            return Machine(tmp_path / "machine", *arguments, **options)
+        except SimulatedCudaError:
+            pytest.skip("needs torch's CUDA build and gcc: run .ci/simulated_gpu, which makes an environment for it")
+
+    return make
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """``start(machine, code, NAME="value")``: a program on it, in a process that ends with the test.
+
+    In the place of code there can be a file with its arguments.
+    """
+    programs = []
+
+    def run(machine: Machine, code: str | Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        # One thread for computations on the host, of which these programs have none.
+        environ = machine.environment({**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        program = ["-c", code] if isinstance(code, str) else [code]
+        command = [sys.executable, *program, *arguments]
+        pipe = subprocess.PIPE
+        programs.append(subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return programs[-1]
+
+    yield run
+    for program in programs:
+        program.kill()
+        program.communicate()
+
+
+@pytest.fixture
+def answer(start: Start) -> Callable[..., Any]:
+    """``answer(machine, code)``: what a program prints in its last line, as JSON."""
+    return lambda *arguments, **environment: ended(start(*arguments, **environment))
+
+
+@pytest.fixture
+def start_ranks(start: Start) -> Callable[..., list[subprocess.Popen[str]]]:
+    """``start_ranks(machine, 2, code)``: the ranks of a job, as torchrun would start them."""
+
+    def run(machine: Machine, ranks: int, *program: Any, **environment: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        return [start(machine, *program, **job, **place, **environment) for place in places]
+
+    return run
+
+
+@pytest.fixture
+def answer_of_ranks(start_ranks: Callable[..., list[subprocess.Popen[str]]]) -> Callable[..., list[Any]]:
+    """``answer_of_ranks(machine, 2, code)``: what each rank prints in its last line, as JSON."""
+    return lambda *arguments, **environment: [ended(one) for one in start_ranks(*arguments, **environment)]
+
+
+def ended(program: subprocess.Popen[str]) -> Any:
+    output, errors = program.communicate(timeout=150)
+    assert program.returncode == 0, errors
+    return json.loads(output.splitlines()[-1])

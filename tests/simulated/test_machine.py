@@ -1,0 +1,232 @@
+"""Devices, memory, time, graphs and the driver of the simulated machine, under torch's own CUDA build."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gpu_tools.simulated import Machine, SimulatedCudaError, build, host_waits
+
+MakeMachine = Callable[..., Machine]
+Answer = Callable[..., Any]
+GIB = 2**30
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SimulatedCudaError, match=r"is built without CUDA|gcc was not found"):
+        build.libraries()
+    with pytest.raises(ValueError, match="There is no GPU 'h1000'"):
+        Machine(tmp_path, ["h1000"])
+    assert not (tmp_path / "machine.conf").exists()
+
+
+def test_a_process_outside_has_no_waits_to_count() -> None:
+    if "SIMULATED_CUDA" in os.environ:
+        pytest.skip("this process runs on a simulated machine")
+    with pytest.raises(SimulatedCudaError, match="does not run on a simulated machine"):
+        host_waits()
+
+
+def test_the_command_line_runs_a_program_and_returns_its_code(make_machine: MakeMachine) -> None:
+    make_machine()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "lightning_gpu_tools.simulated", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    listed = run("--gpu", "t4", "-n", "3", "--", "nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader")
+    assert listed.stdout == "".join(f"{index}, Tesla T4\n" for index in range(3))
+    assert run("--", "sh", "-c", "exit 7").returncode == 7
+    assert run("-n", "17", "--", "true").returncode == 2
+    assert "cannot be started" in run("--", "no-such-program").stderr
+
+
+@pytest.mark.parametrize("expandable", ["False", "True"])
+def test_memory_is_counted_by_all_who_ask(make_machine: MakeMachine, answer: Answer, expandable: str) -> None:
+    machine = make_machine(["a100-40gb"])
+    machine.occupy(0, 10 * GIB)
+    seen = answer(
+        machine,
+        """
+import json, os, torch
+from lightning_gpu_tools.gpus import nvml
+def used(): return nvml.read_gpus()[0].memory_total_bytes - nvml.read_gpus()[0].memory_free_bytes
+buffer = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
+buffer[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+free, total = torch.cuda.mem_get_info()
+(process,) = nvml.read_gpus()[0].processes
+held = [process.pid == os.getpid(), process.memory_used_bytes, used(), total - free, buffer[:3].tolist()]
+try:
+    torch.empty(30 * 2**30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    held.append(str(error)[:46])
+del buffer
+torch.cuda.empty_cache()
+print(json.dumps([*held, used()]))
+""",
+        PYTORCH_CUDA_ALLOC_CONF=f"expandable_segments:{expandable}",
+    )
+    ours, process_bytes, used, by_cuda, content, error, after = seen
+    assert ours
+    assert content == [1, 2, 3]
+    context, reserved = 500 * 2**20, 600 * 2**20
+    assert 0 <= process_bytes - (4 * GIB + context) < 64 * 2**20  # and the allocator's smallest segment
+    assert used == process_bytes + 10 * GIB + reserved
+    assert by_cuda == used - reserved
+    assert error == "CUDA out of memory. Tried to allocate 30.00 Gi"
+    assert after < 11.5 * GIB
+    (reading,) = readings(machine)
+    assert reading["memory.used"] == "10840 MiB"  # the process has ended
+
+
+def readings(machine: Machine) -> list[dict[str, str]]:
+    fields = ["uuid", "name", "memory.used", "utilization.gpu"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    environ = machine.environment()
+    lines = subprocess.check_output(command, env=environ, text=True).splitlines()
+    return [dict(zip(fields, line.split(", "), strict=True)) for line in lines]
+
+
+def test_time_follows_streams_events_and_graphs(make_machine: MakeMachine, answer: Answer) -> None:
+    sequential, parallel, product, replayed, refused, replays = answer(
+        make_machine(),
+        """
+import json, torch
+def timed(work):
+    first, begin, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda._sleep(200_000_000)  # in which the host queues all of it
+    begin.record(); work(); last.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(last)
+sleep = lambda: torch.cuda._sleep(50_000_000)
+def side_by_side():
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other): sleep()
+    sleep()
+    torch.cuda.current_stream().wait_stream(other)
+matrix = torch.rand(4096, 4096, device="cuda")
+matrix @ matrix
+torch.cuda.synchronize()
+times = [timed(lambda: (sleep(), sleep())), timed(side_by_side), timed(lambda: matrix @ matrix)]
+graph, value = torch.cuda.CUDAGraph(), torch.zeros(3, dtype=torch.long, device="cuda")
+with torch.cuda.graph(graph):
+    side_by_side()
+    value += 1
+times.append(timed(graph.replay))
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()): matrix.sum().item()
+    times.append("")
+except RuntimeError as error:
+    times.append(str(error).splitlines()[0])
+torch.cuda.synchronize()
+print(json.dumps([*times, value.tolist()]))
+""",
+    )
+    assert sequential == pytest.approx(100, abs=1)
+    assert parallel == pytest.approx(50, abs=1)
+    assert product == pytest.approx(2 * 4096**3 / 67e9, rel=0.02)  # at the data sheet's 67 TFLOP/s, in ms
+    assert replayed == pytest.approx(100, abs=1)  # a graph's work runs one after the other
+    assert "capturing" in refused or "capture" in refused
+    assert replays == [1, 1, 1]
+
+
+def test_a_waiting_host_is_counted_and_spins_by_default(make_machine: MakeMachine, answer: Answer) -> None:
+    code = """
+import json, time, torch
+from lightning_gpu_tools.simulated import host_waits
+value = torch.zeros(4, device="cuda")
+event = torch.cuda.Event()
+torch.cuda._sleep(1)  # the first one loads what the others need
+torch.cuda.synchronize()
+before = host_waits()
+torch.cuda._sleep(1_500_000_000)
+event.record()
+cpu_s = time.thread_time()
+torch.cuda.synchronize()
+cpu_s = time.thread_time() - cpu_s
+event.synchronize()
+value.sum().item()
+torch.ones(4).to("cuda")
+event.query()
+after = host_waits()
+print(json.dumps([{name: after[name] - before[name] for name in after}, cpu_s]))
+"""
+    machine = make_machine()
+    waits, spinning_s = answer(machine, code)
+    assert waits["device"] == 1
+    assert waits["event"] == 1
+    assert waits["stream"] >= 1
+    assert waits["copy"] >= 1
+    _, asleep_s = answer(machine, code, SIMULATED_CUDA_WAITS_ASLEEP="1")
+    assert asleep_s < spinning_s / 4  # a busy machine gives a thread that spins only a part of a core
+
+
+def test_a_lost_gpu_fails_every_call_and_the_driver_says_so(
+    make_machine: MakeMachine, start: Callable[..., Any]
+) -> None:
+    machine = make_machine(["h100-80gb"] * 2)
+    program = start(
+        machine,
+        """
+import json, sys, torch
+from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
+kept, other = torch.zeros(3, device="cuda:1"), torch.zeros(3, device="cuda:0")
+with nvml.session():
+    probe = GpuProbe(nvml.read_gpus()[1].uuid)
+    probe.read()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    problems = probe.read().problems
+errors = []
+for work in (lambda: torch.cuda.synchronize(1), lambda: kept + 1, lambda: kept.tolist()):
+    try:
+        work()
+    except RuntimeError as error:
+        errors.append(str(error).splitlines()[0])
+torch.cuda.set_device(0)
+print(json.dumps([errors, other.tolist(), [gpu.error for gpu in nvml.read_gpus()], problems]))
+""",
+    )
+    assert program.stdout.readline() == "ready\n"
+    machine.lose(1)
+    output, complaints = program.communicate("\n", timeout=100)
+    assert program.returncode == 0, complaints
+    errors, other, reasons, problems = json.loads(output)
+    assert errors == ["CUDA error: unspecified launch failure"] * 3
+    assert other == [0, 0, 0]
+    assert reasons[0] is None
+    assert "fallen off the bus" in reasons[1]
+    assert any("fallen off the bus" in problem or "Xid" in problem for problem in problems), problems
+
+
+def test_a_mig_instance_is_the_one_device_of_a_process(make_machine: MakeMachine, answer: Answer) -> None:
+    machine = make_machine(["h100-80gb", "h100-80gb"], mig={0: (3, 2)})
+    code = """
+import json, torch
+from lightning_gpu_tools.gpus import nvml
+first, second = nvml.read_gpus()
+uuids = [instance.uuid for instance in first.mig_instances]
+torch.zeros(1, device="cuda")
+properties = torch.cuda.get_device_properties(0)
+held = [len(instance.processes) for instance in nvml.read_gpus()[0].mig_instances]
+print(json.dumps([first.mig_mode, second.mig_mode, uuids, torch.cuda.device_count(), str(properties.uuid),
+                  properties.multi_processor_count, held]))
+"""
+    on, off, uuids, count, uuid, sms, held = answer(machine, code)
+    assert (on, off) == (True, False)
+    assert len(uuids) == 2
+    assert (count, f"MIG-{uuid}", sms, held) == (1, uuids[0], 57, [1, 0])
+    *_, count, uuid, sms, held = answer(machine, code, CUDA_VISIBLE_DEVICES=uuids[1])
+    assert (count, f"MIG-{uuid}", sms, held) == (1, uuids[1], 38, [0, 1])
+    *_, count, uuid, sms, held = answer(machine, code, CUDA_VISIBLE_DEVICES="1")
+    assert (count, sms, held) == (1, 132, [0, 0])

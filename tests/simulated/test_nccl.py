@@ -1,0 +1,114 @@
+"""NCCL between simulated GPUs, under torch's process groups, DDP, FSDP and Lightning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gpu_tools.simulated import Machine
+
+MakeMachine = Callable[..., Machine]
+Ranks = Callable[..., list[Any]]
+HERE = Path(__file__).parent
+JOIN = """
+import json, os, time, torch
+import torch.distributed as dist
+from datetime import timedelta
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=float(os.environ.get("LIMIT_S", 100))))
+value = torch.zeros(1, device=device)
+dist.all_reduce(value)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("joining", ["eager", "late"])
+def test_collectives_move_what_they_say(make_machine: MakeMachine, answer_of_ranks: Ranks, joining: str) -> None:
+    ranks = 3
+    answers = answer_of_ranks(make_machine(["h100-80gb"] * ranks), ranks, HERE / "rank_collectives.py", joining)
+    for rank, result in enumerate(answers):
+        assert result["all_reduce"] == [6, 6]
+        assert result["average"] == [2, 2]
+        assert result["broadcast"] == [10]
+        assert result["all_gather"] == [0, 1, 2]
+        assert result["reduce_scatter"] == [3 * rank + 3]
+        assert result["all_to_all"] == [rank, 10 + rank, 20 + rank]
+        assert result["ring"] == [(rank - 1) % ranks]
+        assert result["large"] == [0, 3, 3 * 2_999_999]
+        assert result["objects"] == [2, "", "y", "yy"]
+    assert answers[1]["received"]
+
+
+def test_one_process_joins_eight_gpus(make_machine: MakeMachine, answer: Callable[..., Any]) -> None:
+    sums, shape = answer(
+        make_machine(["h100-80gb"] * 8),
+        """
+import json, torch
+import torch.cuda.nccl as nccl
+values = [torch.tensor([float(i)]).to(f"cuda:{i}") for i in range(8)]
+nccl.all_reduce(values)
+model = torch.nn.DataParallel(torch.nn.Linear(4, 2).cuda())
+print(json.dumps([[value.item() for value in values], model(torch.ones(16, 4).cuda()).shape]))
+""",
+    )
+    assert sums == [28.0] * 8
+    assert shape == [16, 2]
+
+
+def test_a_rank_that_waits_for_another_looks_busy(make_machine: MakeMachine, answer_of_ranks: Ranks) -> None:
+    code = """
+begin_s = time.monotonic()
+if rank == 1:
+    time.sleep(3)
+dist.all_reduce(value)
+queued_s, event = time.monotonic() - begin_s, torch.cuda.Event()
+event.record()
+if rank == 0:
+    time.sleep(1)
+busy, ready = torch.cuda.utilization(), event.query()
+torch.cuda.synchronize()
+print(json.dumps([queued_s, busy, ready, time.monotonic() - begin_s]))
+dist.destroy_process_group()
+"""
+    (queued_s, busy, ready, waited_s), _ = answer_of_ranks(make_machine(["h100-80gb"] * 2), 2, JOIN + code)
+    assert queued_s < waited_s
+    assert waited_s > 2
+    assert busy == 100
+    assert not ready
+
+
+def test_a_rank_that_never_comes_is_ended_by_torchs_watchdog(
+    make_machine: MakeMachine, start_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    code = """
+if rank == 1:
+    time.sleep(120)
+dist.all_reduce(value)
+torch.cuda.synchronize()
+"""
+    recorder = {"BUFFER_SIZE": "100", "DUMP_ON_TIMEOUT": "1", "DUMP_TEMP_FILE": str(tmp_path / "entries_of_rank_")}
+    # The names of torch 2.9 and later, and those before.
+    old_names = {"BUFFER_SIZE": "TRACE_BUFFER_SIZE", "DUMP_TEMP_FILE": "DEBUG_INFO_TEMP_FILE"}
+    names = {f"TORCH_FR_{name}": value for name, value in recorder.items()}
+    names |= {f"TORCH_NCCL_{old_names.get(name, name)}": value for name, value in recorder.items()}
+    names["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
+    first, _ = start_ranks(make_machine(["h100-80gb"] * 2), 2, JOIN + code, LIMIT_S="4", **names)
+    _, errors = first.communicate(timeout=150)
+    assert first.returncode != 0
+    assert re.search("Watchdog caught collective operation timeout|Operation timed out after", errors)
+    assert list(tmp_path.glob("entries_of_rank_*"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_lightning_trains_on_two_gpus_as_it_starts_by_itself(
+    make_machine: MakeMachine, answer_of_ranks: Ranks, strategy: str
+) -> None:
+    answers = answer_of_ranks(make_machine(["h100-80gb"] * 2), 2, HERE / "rank_lightning.py", strategy)
+    assert [one[:4] for one in answers] == [[3, rank, 2, "of rank 0"] for rank in range(2)]
+    assert answers[0][4] == answers[1][4]
