@@ -10,12 +10,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.gpus.readings import folded_claims
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rich.console import Console
     from rich.table import Table
 
     from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
@@ -24,6 +26,8 @@ _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
 _MIN_AGE_S = 300.0  # our default: who has begun less than five minutes ago may still load data
+# How many claims of how many users a row shows, until the table fits on the screen. A user's only claim is shown.
+_FOLDS = ((10, 8), (3, 8), (1, 8), (0, 8), (0, 3))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: memory, utilization over the last seconds, "
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
         "minutes and ran nothing in the driver's samples, and left over if whoever started it has ended as well. A "
-        "claim is unused if it is as old and its user has no process there."
+        "claim is unused if it is as old and its user has no process there. Many claims of one user are only counted "
+        "where the table would not fit on the screen."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.GpuReading: bytes, seconds since "
         "the epoch, null = not reported. Two are added, null where claims cannot be read: "
         "`effective_free_bytes` (free and not claimed) and `claims`, each with `user`, `pid`, `hostname`, `kind` "
-        "(memory, whole or exclusive), `memory_bytes`, `since_s` and `is_unused`. A process also has `started_s`, "
-        "`is_idle` and `is_left_over`."
+        "(memory, whole or exclusive), `memory_bytes`, `since_s` and `is_unused`. `pid` and `hostname` are null for a "
+        "claim that its owner has closed to others. A process also has `started_s`, `is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch:
         return _watch(console)
     gpus, claims = _read()
-    console.print(_table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
+    console.print(_table(console, gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
     return 0
 
 
@@ -72,11 +77,11 @@ def _watch(console: Any) -> int:
 
     from lightning_gpu_tools.gpus import nvml
 
-    with nvml.session(), Live(_table(*_read()), console=console, auto_refresh=False) as live:
+    with nvml.session(), Live(_table(console, *_read()), console=console, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(_REFRESH_EVERY_S)
-                live.update(_table(*_read()), refresh=True)
+                live.update(_table(console, *_read()), refresh=True)
         except KeyboardInterrupt:
             return 0
 
@@ -88,6 +93,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
 
     gpus = nvml.read_gpus(with_loads=True)
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
+    claims.warn_if_private()
     try:
         with claims.read_ledger(claims.directory()) as ledger:
             return gpus, ledger.claims(process_ids)
@@ -107,7 +113,7 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
     found["mig_instances"] = [_as_json(instance, claims) for instance in gpu.mig_instances]
     found["effective_free_bytes"] = found["claims"] = None
     if claims is not None:
-        here = [claim for claim in claims if gpu.uuid in claim.uuids]
+        here = [claim for claim in claims if claim.is_on(gpu.uuid)]
         names = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
         found["effective_free_bytes"] = effective_free_bytes(gpu, here)
         found["claims"] = [
@@ -116,15 +122,32 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
     return found
 
 
-def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
+def _table(console: Console, gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
+    """Return the table with as many claims as fit on the screen."""
+    made: list[tuple[str, ...]] = []
+    for fold in _FOLDS:
+        previous, made = made, _all_rows(gpus, claims, fold)
+        if made != previous:
+            table = _made_of(made)
+            if len(console.render_lines(table)) < console.height:
+                break
+    return table
+
+
+def _all_rows(
+    gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None, fold: tuple[int, int]
+) -> list[tuple[str, ...]]:
+    uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
+    # CUDA_VISIBLE_DEVICES takes the beginning of a UUID for it, too.
+    length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
+    return [row for gpu in gpus for row in _rows(gpu, claims, fold, length)]
+
+
+def _made_of(rows: Sequence[tuple[str, ...]]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
-    # CUDA_VISIBLE_DEVICES takes the beginning of a UUID for it, too.
-    length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
-    rows = [row for gpu in gpus for row in _rows(gpu, claims, length)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", justify="right", no_wrap=True)
     table.add_column("name", overflow="fold", no_wrap=max((len(row[1]) for row in rows), default=0) <= _MAX_NAME)
@@ -137,12 +160,14 @@ def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Tab
     return table
 
 
-def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:
+def _rows(
+    gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, int], uuid_length: int
+) -> Iterator[tuple[str, ...]]:
     """Yield rows of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
-    yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims)
+    yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims, fold)
     empty: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
     for one in gpu.mig_instances:
-        profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims)
+        profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims, fold)
         name = f"{profile} {printable(str(one.uuid)[:uuid_length])}"
         if any(cells[-2:]):
             yield one.number, name, *cells
@@ -155,16 +180,16 @@ def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) 
         yield f"{gpu.index}:{short}", name, *sizes, "nobody", ""
 
 
-def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
+def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, int]) -> tuple[str, ...]:
     """Return the cells after number and name."""
-    claimed = []
-    for claim in claims or ():
-        if gpu.uuid in claim.uuids:
-            what = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
-            what = _size(claim.memory_bytes) if claim.kind == "memory" else what
-            age = format_duration(max(0.0, time.time() - claim.since_s))
-            unused = ", unused" if _is_unused(claim, gpu) else ""
-            claimed.append(f"{claim.user} (pid {claim.pid}): {what} for {age}{unused}")
+
+    def describe(claim: GpuClaim) -> str:
+        what = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
+        what = _size(claim.memory_bytes) if claim.kind == "memory" else what
+        age = format_duration(max(0.0, time.time() - claim.since_s))
+        return f"{claim}: {what} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
+
+    claimed = folded_claims([claim for claim in claims or () if claim.is_on(gpu.uuid)], describe, *fold)
     return (
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),

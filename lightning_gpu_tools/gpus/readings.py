@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
@@ -81,14 +81,15 @@ class GpuClaim(NamedTuple):
 
     Attributes:
         job: Random name of the job. Its children inherit it, and count the claim as their own.
-        uuids: The GPUs and MIG instances, best first.
+        uuids: The GPUs and MIG instances, best first; of a claim that is closed to this user, how their UUIDs begin.
         kind: ``memory``: the given number of bytes of each; ``whole``: all of each, but others are not refused;
             ``exclusive``: all of each, and others are refused.
         memory_bytes: How much of each, for the kind ``memory``; else ``None``.
-        pid: Process that made the claim, as it sees itself: in a container its number there.
+        pid: Process that made the claim, as it sees itself: in a container its number there. ``None`` if the claim is
+            closed to this user, and then counts as exclusive.
         user: Owner of the claim, by the file system.
         owner_id: The same user's number.
-        hostname: Host or container of the process.
+        hostname: Host or container of the process; ``None`` likewise.
         since_s: Time of the claim, seconds since the epoch.
         group: A launcher's name for the processes of one job on this machine, by which they find the choice of the
             first one; else ``None``.
@@ -99,13 +100,38 @@ class GpuClaim(NamedTuple):
     uuids: tuple[str, ...]
     kind: Literal["memory", "whole", "exclusive"]
     memory_bytes: int | None
-    pid: int
+    pid: int | None
     user: str
     owner_id: int
-    hostname: str
+    hostname: str | None
     since_s: float
     group: str | None = None
     process_ids: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
+
+    def is_on(self, uuid: str | None) -> bool:
+        """Return whether it is a claim of this GPU or MIG instance."""
+        return uuid is not None and (uuid in self.uuids or (self.pid is None and uuid.startswith(self.uuids)))
+
+
+def folded_claims(
+    claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1, max_users: int = 8
+) -> list[str]:
+    """Describe claims, at most so many of each user, and say how many more there are; 0: a user's only one, or none."""
+    of_users: dict[str, list[GpuClaim]] = {}
+    for claim in claims:
+        of_users.setdefault(claim.user, []).append(claim)
+    lines: list[str] = []
+    for user, those in [*of_users.items()][:max_users]:
+        shown = len(those) if len(those) <= max(1, max_each) else max_each
+        lines += map(describe, those[:shown])
+        if left := len(those) - shown:
+            lines.append(f"and {left:,} more of {user}" if shown else f"{left:,} claims of {user}")
+    if others := [*of_users.values()][max_users:]:
+        lines.append(f"and {sum(map(len, others)):,} more of {len(others):,} other users")
+    return lines
 
 
 class GpuWaiter(NamedTuple):
@@ -116,6 +142,7 @@ class GpuWaiter(NamedTuple):
     requested: int  # how many of them it waits for
     pid: int  # as it sees itself
     user: str  # by the file system's word
+    owner_id: int = -1  # the same user's number
 
 
 class UtilizationSample(NamedTuple):
@@ -159,8 +186,7 @@ def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
     return weighted_mean([sample.percent for sample in samples], weights_s(samples))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
+class Sharing(NamedTuple):
     """What this job's processes use of a GPU, and all others that the driver lists; ``None`` = unknown, never 0."""
 
     own_memory_bytes: int | None = None

@@ -5,8 +5,8 @@ An entry is two files: a record (``.json``), complete before it can be seen and 
 it, so an entry is alive if one can connect.
 
 Nobody in the folder is trusted. It has to be sticky, so that nobody else can remove, rename or replace a user's files.
-No symbolic link is followed, no read waits, no file of another user is written to. Anybody can lock the folder, so the
-wait for that lock is limited.
+Only the names that ``Folder.put`` makes count, and each file for its owner alone. No symbolic link is followed, no read
+waits, no file of another user is written to. Anybody can lock the folder, so the wait for that lock is limited.
 """
 
 from __future__ import annotations
@@ -14,26 +14,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
+if TYPE_CHECKING:
+    import socket
+
 TIMEOUT_LOCK_S = 30.0  # some 300 picks of 0.1 s: the holder hangs, or means to
 _TIMEOUT_CREATION_S = 2.0  # from mkdir to chmod it takes microseconds, but the process may lose the CPU
 MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs of 7 MIG instances each has 6 KiB
 _MAX_RECORDS_PER_USER = 1000  # the latest first; a job has one for each of its processes
+_MAX_ATTEMPTS = 10  # our default: who races for a new name wins one time in fifty
 # The sticky bit keeps systemd-tmpfiles and the like from removing a file of a long job for its age
 # (XDG Base Directory Specification, XDG_RUNTIME_DIR).
-_RECORD_MODE, _SOCKET_MODE = 0o1644, 0o1666
-_NAME = re.compile(r"[a-z]+-[0-9a-f]{16}")
+RECORD_MODE, SOCKET_MODE = 0o1644, 0o1666
+# A record's name has the beginnings of its GPUs' UUIDs, too. They are known even if the record is closed to others.
+_UUID_START = re.compile("(?:GPU|MIG)-[0-9a-f]{8}")
+_MAX_UUID_STARTS = 16  # so that the name stays below 255 characters, NAME_MAX of Linux
+_FILE = re.compile(
+    rf"(?:((?:claim|wait)-[0-9a-f]{{16}})\.sock|\.?((?:claim|wait)-[0-9a-f]{{16}})(?:-{_UUID_START.pattern})*\.json)"
+)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
@@ -42,19 +52,42 @@ class Entry(NamedTuple):
     """What a live process has put into the folder."""
 
     since_ns: int  # the record's ctime, which nobody can set back
-    name: str  # of its files, without the ending
+    name: str  # of its socket, without the ending
     owner_id: int  # by the file system's word
+    record: str  # the name of that file
+    is_closed: bool = False  # others may not connect to its socket, so it may be dead
+
+    @property
+    def uuid_starts(self) -> tuple[str, ...]:
+        """The beginnings of its GPUs' UUIDs by its name; empty if they do not fit into a name."""
+        return tuple(_UUID_START.findall(self.record))
+
+
+class Unreadable(NamedTuple):
+    """A file of another user's making."""
+
+    file: str
+    owner_id: int | None  # None: unknown
+    reason: str
+
+
+_ended: dict[str, set[Entry]] = {}  # of each kind, when it was last read
 
 
 class Held:
     """An entry that this process keeps until it ends or releases it."""
 
-    job = ""  # of a claim
-
-    def __init__(self, name: str, folder: int, listener: int) -> None:
+    def __init__(self, name: str, folder: int, listener: int, files: Mapping[str, os.stat_result]) -> None:
         self.name = name
+        self._files = files
         self._descriptors: tuple[int, ...] = (folder, listener)
         self._pid = os.getpid()  # a forked child has the descriptors, too, but does not hold the entry
+
+    def is_in(self, path: str) -> bool:
+        """Return whether its files are in the folder that is now at a path."""
+        with contextlib.suppress(OSError):
+            return all(os.path.samestat(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
+        return False
 
     def pass_on(self) -> None:
         """Let a program that this process executes hold it."""
@@ -64,7 +97,7 @@ class Held:
         """Remove it, even if forked children still have its socket; idempotent."""
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors and self._pid == os.getpid():
-            _remove(descriptors[0], self.name)
+            _remove(descriptors[0], self._files)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -73,22 +106,44 @@ class Folder:
     """The folder, open; ``put`` and ``clean_up`` are for whom it is locked."""
 
     def __init__(self, path: str, descriptor: int) -> None:
-        self._path = path
+        self.path = path
+        self.owner_id = os.fstat(descriptor).st_uid
+        self.unreadable: list[Unreadable] = []  # what was skipped so far
         self._descriptor = descriptor
 
     def entries(self, kind: str) -> list[Entry]:
         """Return what live processes have put there, the earliest first."""
         per_user: Counter[int] = Counter()
-        found = []
+        found, ended = [], set()
         for entry in sorted(self._records(kind), reverse=True):
             per_user[entry.owner_id] += 1
-            if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER and self._is_held(entry.name, entry.owner_id):
-                found.append(entry)
+            if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER:
+                has_ended = entry in _ended.get(kind, ())  # what has ended stays so, and asking takes time
+                is_held = not has_ended and self._is_held(entry.name, entry.owner_id)
+                if is_held is False:
+                    ended.add(entry)
+                else:
+                    found.append(entry._replace(is_closed=is_held is None))
+        _ended[kind] = ended
         return found[::-1]
+
+    def without_ended(self, names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return names of entries and their owners without some that have ended: all of them, if most have.
+
+        It asks until it finds more live ones than ended ones, so with none ended it is one question.
+        """
+        start = int.from_bytes(os.urandom(2), "big") % max(1, len(names))
+        unasked = [*names[start:], *names[:start]][::-1]
+        live: list[tuple[str, int]] = []
+        while unasked and 2 * len(live) <= len(names) - len(unasked):
+            one = unasked.pop()
+            if self._is_held(*one) is not False:
+                live.append(one)
+        return live + unasked
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; ``OSError`` or ``ValueError``: it is none."""
-        descriptor = os.open(f"{entry.name}.json", _READ, dir_fd=self._descriptor)
+        descriptor = os.open(entry.record, _READ, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != entry.owner_id:
@@ -99,54 +154,97 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def put(self, kind: str, record: bytes) -> Held:
+    def put(self, kind: str, record: bytes, uuids: Sequence[str] = ()) -> Held:
         """Put an entry there and hold it; nothing is left if that fails."""
         from socket import AF_UNIX, socket
 
-        name = f"{kind}-{os.urandom(8).hex()}"
-        listener = socket(AF_UNIX)
-        try:
-            listener.bind(f"{self._here}/{name}.sock")
-            os.chmod(f"{name}.sock", _SOCKET_MODE, dir_fd=self._descriptor)
-            listener.listen(0)  # one connection is enough for those who ask; it is never accepted
-            self._write(name, record)
-        except OSError as error:
-            listener.close()
-            _remove(self._descriptor, name)
-            raise self._refusal(error) from error
-        return Held(name, folder=os.dup(self._descriptor), listener=listener.detach())
+        starts = [uuid[: len("GPU-12345678")] for uuid in uuids]
+        fit = len(starts) <= _MAX_UUID_STARTS and all(map(_UUID_START.fullmatch, starts))
+        culprit = None
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            name = f"{kind}-{os.urandom(8).hex()}"
+            file = "-".join([name, *starts] if fit else [name]) + ".json"
+            listener = socket(AF_UNIX)
+            made: dict[str, os.stat_result] = {}
+            try:
+                self._listen(listener, f"{name}.sock", made)
+                self._write(file, record, made)
+            except OSError as error:
+                listener.close()
+                _remove(self._descriptor, made)
+                culprit = self._owner_of_others((f"{name}.sock", f".{file}", file)) or culprit
+                if attempt == _MAX_ATTEMPTS:
+                    raise self._refusal(error, culprit) from error
+            else:
+                return Held(name, os.dup(self._descriptor), listener.detach(), made)
+        raise AssertionError("the last attempt returns or raises")
 
     def clean_up(self) -> None:
         """Remove what ended processes have left: this user's, all users' as root."""
-        owners = {}
-        with os.scandir(self._descriptor) as files:
-            for file in files:
-                name = os.path.splitext(file.name.removeprefix("."))[0]
-                with contextlib.suppress(FileNotFoundError):  # released meanwhile
-                    if _NAME.fullmatch(name):
-                        owners[name] = file.stat(follow_symlinks=False).st_uid
-        for name, owner_id in owners.items():
-            if os.geteuid() in (0, owner_id) and not self._is_held(name, owner_id):
-                _remove(self._descriptor, name)
+        own: dict[tuple[str, int], list[str]] = {}
+        for name, file in self._files():
+            with contextlib.suppress(OSError):  # released meanwhile, or unreadable
+                owner_id = file.stat(follow_symlinks=False).st_uid
+                if os.geteuid() in (0, owner_id):
+                    own.setdefault((name, owner_id), []).append(file.name)
+        for (name, owner_id), files in own.items():
+            if self._is_held(name, owner_id) is False:
+                for file_name in sorted(files):  # records before sockets
+                    with contextlib.suppress(OSError):  # not to be removed, so it only takes room
+                        os.unlink(file_name, dir_fd=self._descriptor)
 
     @property
     def _here(self) -> str:
         """A path for calls that take no descriptor, and short enough for a socket's address."""
         return f"/proc/self/fd/{self._descriptor}"
 
-    def _records(self, kind: str) -> Iterator[Entry]:
-        with os.scandir(self._descriptor) as files:
-            for file in files:
-                name, ending = os.path.splitext(file.name)
-                if ending == ".json" and _NAME.fullmatch(name) and name.startswith(f"{kind}-"):
-                    with contextlib.suppress(FileNotFoundError):  # released meanwhile
-                        found = file.stat(follow_symlinks=False)
-                        yield Entry(found.st_ctime_ns, name, found.st_uid)
+    @functools.cached_property
+    def _mounted(self) -> dict[str, int | None]:
+        return self._read_mounted()
 
-    def _is_held(self, name: str, owner_id: int) -> bool:
+    def _read_mounted(self) -> dict[str, int | None]:
+        """Return files that are hidden by another file system, which may refuse or never answer, and its owner."""
+        return mounted_in(os.readlink(self._here), read_kernel_file("/proc/self/mountinfo"))
+
+    def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield the files of entries, with the name of the entry."""
         try:
-            found = os.stat(f"{name}.sock", dir_fd=self._descriptor, follow_symlinks=False)
+            with os.scandir(self._descriptor) as files:
+                found = [(match[1] or match[2], file) for file in files if (match := _FILE.fullmatch(file.name))]
+        except OSError as error:
+            raise _unusable(self.path, f"it cannot be listed ({error.strerror})", "Check its file system") from error
+        for name, file in found:
+            if file.name in self._mounted:
+                self._skip(file.name, "another file system is mounted on it")
+            else:
+                yield name, file
+
+    def _skip(self, file: str, reason: str) -> None:
+        self.unreadable.append(Unreadable(file, self._mounted.get(file), reason))
+
+    def _records(self, kind: str) -> Iterator[Entry]:
+        for name, file in self._files():
+            if file.name.startswith(f"{kind}-") and file.name.endswith(".json"):
+                try:
+                    found = file.stat(follow_symlinks=False)
+                except FileNotFoundError:  # released meanwhile
+                    continue
+                except OSError as error:
+                    self._skip(file.name, str(error.strerror))
+                    continue
+                yield Entry(found.st_ctime_ns, name, found.st_uid, file.name)
+
+    def _is_held(self, name: str, owner_id: int) -> bool | None:
+        """Return whether a process of its owner has the socket; ``None``: it is closed to others."""
+        file = f"{name}.sock"
+        try:
+            if file in self._mounted:
+                return False
+            found = os.stat(file, dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._skip(file, str(error.strerror))
             return False
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
             return False
@@ -155,30 +253,64 @@ class Folder:
         with socket(AF_UNIX) as probe:
             probe.setblocking(False)
             try:
-                probe.connect(f"{self._here}/{name}.sock")
+                probe.connect(f"{self._here}/{file}")
             except BlockingIOError:  # somebody has asked before, and nobody accepts
                 return True
-            except PermissionError:  # by the owner's own will; or by a security module, which proves nothing
-                return bool(found.st_mode & stat.S_IWOTH)
+            except PermissionError:  # by its mode; or by a security module, of which its owner knows nothing
+                return True if found.st_mode & stat.S_IWOTH else None
             except OSError as error:
                 return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
         return True
 
-    def _write(self, name: str, record: bytes) -> None:
-        descriptor = os.open(f".{name}.json", _CREATE, 0o600, dir_fd=self._descriptor)
+    def _listen(self, listener: socket.socket, file: str, made: dict[str, os.stat_result]) -> None:
+        listener.bind(f"{self._here}/{file}")
+        # The folder's owner may have put something else in its place, and chmod() follows links.
+        descriptor = os.open(file, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._descriptor)
         try:
-            if os.write(descriptor, record) < len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fchmod(descriptor, _RECORD_MODE)  # whatever this process's umask is
+            found = os.fstat(descriptor)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            made[file] = found
+            os.chmod(f"/proc/self/fd/{descriptor}", SOCKET_MODE)
         finally:
             os.close(descriptor)
-        os.rename(f".{name}.json", f"{name}.json", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        listener.listen(0)  # one connection is enough for those who ask; it is never accepted
 
-    def _refusal(self, error: OSError) -> ClaimsError:
+    def _write(self, file: str, record: bytes, made: dict[str, os.stat_result]) -> None:
+        descriptor = os.open(f".{file}", _CREATE, 0o600, dir_fd=self._descriptor)
+        try:
+            made[f".{file}"] = found = os.fstat(descriptor)
+            if os.write(descriptor, record) < len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fchmod(descriptor, RECORD_MODE)  # whatever this process's umask is
+        finally:
+            os.close(descriptor)
+        os.rename(f".{file}", file, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        made[file] = made.pop(f".{file}")
+        if not os.path.samestat(os.stat(file, dir_fd=self._descriptor, follow_symlinks=False), found):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _owner_of_others(self, files: Iterable[str]) -> int | None:
+        """Return the owner of a file of another user among these; ``None`` if there is none."""
+        mounted = self._read_mounted()
+        for file in files:
+            owner_id = mounted.get(file)
+            with contextlib.suppress(OSError):
+                if file not in mounted:
+                    owner_id = os.stat(file, dir_fd=self._descriptor, follow_symlinks=False).st_uid
+            if owner_id not in (None, os.geteuid()):
+                return owner_id
+        return None
+
+    def _refusal(self, error: OSError, culprit: int | None) -> ClaimsError:
+        if culprit is not None:
+            name = user_name(culprit)
+            reason = f"{name} puts files under each name that this user's claim gets"
+            return _unusable(self.path, reason, f"End that process of {name}")
         if error.errno == errno.EACCES:
-            return _unusable(self._path, "this user may not create files in it", _open_to_all(self._path))
+            return _unusable(self.path, "this user may not create files in it", _open_to_all(self.path))
         reason = f"no file or Unix socket can be created in it ({error.strerror})"
-        return _unusable(self._path, reason, "Put it on a local file system with free space")
+        return _unusable(self.path, reason, "Put it on a local file system with free space")
 
 
 @contextlib.contextmanager
@@ -226,6 +358,18 @@ def why_private(path: str) -> str | None:
     if is_contained and mount == mount_of("/", own_mounts):
         return "is private to this container"
     return None
+
+
+def mounted_in(path: str, mounts: str) -> dict[str, int | None]:
+    """Return what a ``/proc/PID/mountinfo`` has mounted on files of a folder, and the user who did, if it says so."""
+    folder = path.translate({ord(char): f"\\{ord(char):03o}" for char in " \t\n\\"})  # as the kernel writes it
+    found = {}
+    for line in mounts.splitlines():
+        parent, _, file = line.split(" ")[4].rpartition("/")
+        if parent == folder:
+            user = re.search(r"\buser_id=(\d+)", line.rpartition(" ")[2])  # FUSE, which every user may mount
+            found[file] = int(user[1]) if user else None
+    return found
 
 
 def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
@@ -277,6 +421,11 @@ def _open(path: str) -> int:
         raise
     except OSError as error:
         raise _unusable(path, f"it cannot be opened ({error.strerror})", "Check its file system") from error
+    try:
+        os.stat(".", dir_fd=descriptor)  # one may be allowed to list it, and nothing else
+    except PermissionError as error:
+        os.close(descriptor)
+        raise _unusable(path, "this user may not read what is in it", _open_to_all(path)) from error
     mode = os.fstat(descriptor).st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
@@ -299,11 +448,12 @@ def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
     )
 
 
-def _remove(folder: int, name: str) -> None:
-    """Remove an entry's files, the record before the socket that keeps it alive."""
-    for file in (f".{name}.json", f"{name}.json", f"{name}.sock"):
+def _remove(folder: int, files: Mapping[str, os.stat_result]) -> None:
+    """Remove files of an entry, unless somebody has put others in their place."""
+    for file, own in sorted(files.items()):  # the record before the socket that keeps it alive
         with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
-            os.unlink(file, dir_fd=folder)
+            if os.path.samestat(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
+                os.unlink(file, dir_fd=folder)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter
-from lightning_gpu_tools.processes import ProcessId, process_stat, running_kernel
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter, folded_claims
+from lightning_gpu_tools.processes import ProcessId, process_stat, read_kernel_file, running_kernel
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
 if sys.platform == "linux":
     from lightning_gpu_tools.selection import claim_files
 if TYPE_CHECKING:
-    from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held
+    from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held, Unreadable
 
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and of its children, comma-separated.
@@ -32,6 +32,8 @@ _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is an
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
 _UUID = re.compile(r"[\w/-]{1,100}")
+_CLOSED = object()  # in place of a record that this user may not read
+KEEP_EVERY_S = 1.0  # our default; it costs two calls of lstat()
 
 
 def own_jobs() -> list[str]:
@@ -62,27 +64,147 @@ def directory() -> str:
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
     """Read claims while others make and release them; waits for nobody, creates nothing."""
-    _check(path)
+    _check_system()
     with claim_files.open_folder(path) as folder:
-        yield Ledger(path, folder)
+        if folder:
+            _name_owner(folder)
+        yield Ledger(folder)
 
 
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
     """Lock all claims, so that no other process claims at the same time."""
-    _check(path)
+    _check_system()
     with claim_files.locked_folder(path) as folder:
+        _name_owner(folder)
         folder.clean_up()
-        yield Ledger(path, folder, takes_claims=True)
+        yield Ledger(folder, takes_claims=True)
 
 
-def count_waiting(names: Collection[str]) -> int:
-    """Return how many waiting jobs have a record, alive or not: 50 times faster than the queue."""
+def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
+    """Return waiting jobs without some that have ended: without all of these, if most have.
+
+    That is far cheaper than to read the queue.
+    """
+    waiters = {(job.name, job.owner_id): job for job in jobs}
     try:
-        files = {*os.listdir(directory())}
-    except OSError:  # removed, or closed to this user
-        return 0
-    return sum(f"{name}.json" in files for name in names)
+        with claim_files.open_folder(directory()) as folder:
+            return [waiters[name] for name in folder.without_ended([*waiters])] if folder else []
+    except ClaimsError:  # closed to this user meanwhile, as the next poll says
+        return []
+
+
+_held_claims: list[HeldClaim] = []  # of this process; forked children have a copy
+
+
+class HeldClaim:
+    """A claim that this process keeps until it ends or releases it."""
+
+    def __init__(self, path: str, content: dict[str, Any], held: Held) -> None:
+        self.job: str = content["job"]
+        self._path = path
+        self._content = content
+        self._process = ProcessId.of(os.getpid())
+        self._held = [held]
+        self._is_released = False
+        _held_claims.append(self)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it, and not one that has forked this one."""
+        return self._process.pid == os.getpid()
+
+    def release(self) -> None:
+        """Release it, even if forked children still hold it; idempotent."""
+        self._is_released = True
+        with contextlib.suppress(ValueError):
+            _held_claims.remove(self)
+        with contextlib.suppress(IndexError):
+            while True:  # another thread may just have taken it again
+                self._held.pop().release()
+
+    def keep(self) -> str:
+        """Take the claim again if its files were removed, and return a sentence about that; else return nothing."""
+        if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
+            return ""
+        kind, uuids = self._content["kind"], self._content["uuids"]
+        with open_ledger(self._path) as ledger:
+            rivals = [
+                claim
+                for claim in ledger.claims()
+                if claim.job != self.job and any(map(claim.is_on, uuids)) and "exclusive" in (kind, claim.kind)
+            ]
+            # Two exclusive claims of one GPU would both be untrue.
+            content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
+            self._held.append(ledger.put("claim", content, self._process))
+            owner = ledger.foreign_owner
+        self._held.pop(0).release()
+        if self._is_released:
+            self.release()
+        by = f", which belongs to {owner}" if owner else ""
+        event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
+        if not rivals:
+            return f"{event} Nobody had claimed it meanwhile, and this job has claimed it again."
+        names = ", ".join(folded_claims(rivals, str))
+        return f"{event} Meanwhile it was claimed by {names}. Both jobs use it now: agree with them, or stop this job."
+
+    def pass_on(self) -> None:
+        """Let a program that this process executes hold it, and leave a process behind that keeps it as long."""
+        self._held[0].pass_on()
+        with contextlib.suppress(OSError):  # no process is to be had: others may remove the claim unnoticed
+            ended, job = os.pipe()  # the program and its children have one end, and the kernel closes it with the last
+            os.set_inheritable(job, True)
+            child = os.fork()
+            if child == 0:
+                try:
+                    self._keep_until(ended)
+                finally:
+                    os._exit(0)
+            os.close(ended)
+            os.waitpid(child, 0)  # until it has closed the claim's socket
+
+    def _keep_until(self, ended: int) -> None:
+        """Keep the claim in a process of its own, which nobody waits for, until a pipe is closed."""
+        import select
+
+        self._held[0].release()  # in a forked child that closes its descriptors only
+        os.setsid()
+        os.chdir("/")
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor < 2:
+                os.dup2(nowhere, descriptor)
+            elif descriptor not in (2, ended, nowhere):
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+        if os.fork():
+            return
+        poll, said = select.poll(), {""}
+        poll.register(ended, 0)
+        while not poll.poll(KEEP_EVERY_S * 1000):
+            try:
+                event = self.keep()
+            except ClaimsError as error:
+                event = f"{error} The claim of this job was removed, and cannot be made again."
+            if event not in said:
+                said.add(event)
+                with contextlib.suppress(OSError):  # nobody reads it any more
+                    os.write(2, f"lightning-gpu-tools: {event}\n".encode())
+            # Who reads the program's output is not to wait for its children, too. Without children the pipe is closed
+            # before the kernel says that the program has ended.
+            if self._process.is_running is False and not poll.poll(0):
+                os.dup2(nowhere, 2)
+        self.release()
+
+
+def holds_claims() -> bool:
+    """Return whether this process holds claims."""
+    return any(claim.is_own for claim in _held_claims)
+
+
+def keep_claims() -> list[str]:
+    """Take claims of this process again whose files were removed; return what to say. Safe in any thread."""
+    return [event for claim in [*_held_claims] if claim.is_own and (event := claim.keep())]
 
 
 class Ledger:
@@ -91,14 +213,20 @@ class Ledger:
     It ``takes_claims`` if this process has locked the folder.
     """
 
-    def __init__(self, path: str, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
-        self._path = path
+    def __init__(self, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
         self._folder = folder
         self.takes_claims = takes_claims
 
+    @property
+    def foreign_owner(self) -> str:
+        """The folder's owner, if that is neither root nor this user; he can remove the files of others in it."""
+        return (
+            "" if self._folder is None or not _is_foreign(self._folder.owner_id) else user_name(self._folder.owner_id)
+        )
+
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, the oldest first; those of memory with their jobs' processes among the given ones."""
-        jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId]]] = {}
+        jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId | None]]] = {}
         for claim, process in self._claim_records:
             # Only records of one user make one job: others can write any name.
             same = (claim.owner_id, claim.job, claim.uuids, claim.kind, claim.memory_bytes)
@@ -107,7 +235,7 @@ class Ledger:
         for records in jobs.values():
             claim = records[0][0]
             if process_ids and claim.kind == "memory":
-                holders = {process.pid for _, process in records if process.is_running}
+                holders = {process.pid for _, process in records if process and process.is_running}
                 claim = claim._replace(process_ids=_descendants(holders, process_ids))
             found.append(claim)
         return tuple(found)
@@ -118,7 +246,7 @@ class Ledger:
         return tuple(self._parsed("wait", _parse_waiter))
 
     @functools.cached_property
-    def _claim_records(self) -> tuple[tuple[GpuClaim, ProcessId], ...]:
+    def _claim_records(self) -> tuple[tuple[GpuClaim, ProcessId | None], ...]:
         return tuple(self._parsed("claim", _parse_claim))
 
     def take(
@@ -129,15 +257,15 @@ class Ledger:
         *,
         group: str | None = None,
         job: str | None = None,
-    ) -> Held:
+    ) -> HeldClaim:
         """Claim GPUs as in ``GpuClaim``, for a new job or as a further process of one."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
-        held = self._put("claim", content)
-        held.job = job
-        return held
+        held = self.put("claim", content, ProcessId.of(os.getpid()))
+        assert self._folder is not None
+        return HeldClaim(self._folder.path, content, held)
 
-    def join(self, claim: GpuClaim) -> Held | None:
+    def join(self, claim: GpuClaim) -> HeldClaim | None:
         """Hold a claim, too, which lives as long as its last holder; ``None``: this process does already."""
         own = (claim.job, os.geteuid(), ProcessId.of(os.getpid()))
         if own in ((one.job, one.owner_id, process) for one, process in self._claim_records):
@@ -146,37 +274,58 @@ class Ledger:
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
         """Take the last place in the queue for ``count`` of these GPUs."""
-        return self._put("wait", {"uuids": list(uuids), "requested": count})
+        return self.put("wait", {"uuids": list(uuids), "requested": count}, ProcessId.of(os.getpid()))
 
-    def _put(self, kind: str, content: dict[str, Any]) -> Held:
+    def put(self, kind: str, content: dict[str, Any], process: ProcessId) -> Held:
+        """Put an entry of a process there."""
         assert self._folder is not None, "only open_ledger() gives a ledger to write to"
-        own = ProcessId.of(os.getpid())
         record = {
             "schema_version": 2,
             **content,
-            "pid": own.pid,
-            "pid_namespace": own.namespace,
-            "started_ticks": own.started_ticks,
+            "pid": process.pid,
+            "pid_namespace": process.namespace,
+            "started_ticks": process.started_ticks,
             "hostname": os.uname().nodename,
         }
-        return self._folder.put(kind, json.dumps(record, indent=1).encode())
+        return self._folder.put(kind, json.dumps(record, indent=1).encode(), content["uuids"])
 
     def _parsed(self, kind: str, parse: Callable[[Any, Entry], _Parsed]) -> Iterator[_Parsed]:
-        """Yield what the live records of a kind say, the earliest first, and name those that make no sense."""
+        """Yield what the live records of a kind say, the earliest first, and name those that make no sense.
+
+        A record that is closed to this user is parsed as ``_CLOSED``.
+        """
         if self._folder is None:
             return
+        closed: list[Unreadable] = []
+        unreadable = self._folder.unreadable
         for entry in self._folder.entries(kind):
+            problem = functools.partial(claim_files.Unreadable, owner_id=entry.owner_id)
             try:
-                parsed = parse(json.loads(self._folder.read(entry)), entry)
+                closed_file = f"{entry.name}.sock" if entry.is_closed else None
+                try:
+                    record = json.loads(self._folder.read(entry))
+                except PermissionError:
+                    closed_file, record = entry.record, _CLOSED
+                if closed_file and kind != "claim":
+                    raise ValueError("it is closed to other users")
+                parsed = parse(record, entry)
             except FileNotFoundError:  # released meanwhile
                 continue
             except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
                 # Somebody else's mistake, or malice, must not keep anybody from the GPUs.
-                owner = user_name(entry.owner_id)
-                file = printable_path(os.path.join(self._path, f"{entry.name}.json"))
-                warn_once(f"{file} of {owner} cannot be read and is ignored: {printable(repr(error))}")
+                unreadable.append(problem(entry.record, reason=repr(error)))
                 continue
+            if closed_file:
+                mode = claim_files.RECORD_MODE if record is _CLOSED else claim_files.SOCKET_MODE
+                closed.append(problem(closed_file, reason=f"{mode:o}"))
             yield parsed
+        _warn_of_files(self._folder.path, unreadable, "{file} of {owner} cannot be read and is ignored: {reason}{more}")
+        _warn_of_files(
+            self._folder.path,
+            closed,
+            "{file} of {owner} is closed to other users{more}, so its GPUs count as claimed. {owner} or an "
+            "administrator can open it: chmod {reason} {file}",
+        )
 
 
 def warn(message: str) -> None:
@@ -192,11 +341,50 @@ def warn_once(message: str) -> None:
     warn(message)
 
 
-def _check(path: str) -> None:
+_warned_of: set[tuple[str, int | None, str]] = set()
+
+
+def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
+    """Warn of the first file of each user, and of how many more there are, once in this process."""
+    for owner_id in dict.fromkeys(one.owner_id for one in files):
+        if (path, owner_id, message) in _warned_of:
+            continue
+        _warned_of.add((path, owner_id, message))
+        first, *others = (one for one in files if one.owner_id == owner_id)
+        file = printable_path(os.path.join(path, first.file))
+        owner = "an unknown user" if owner_id is None else user_name(owner_id)
+        more = f" (and {len(others):,} more of {owner})" if others else ""
+        warn(message.format(file=file, owner=owner, reason=printable(first.reason), more=more))
+
+
+def _check_system() -> None:
     if sys.platform != "linux":
         raise ClaimsError("Claims need Linux, so it is not known which GPUs other jobs have claimed.")
+
+
+def _is_foreign(user_id: int) -> bool:
+    """Return whether a user is another one and not root."""
+    if user_id in (0, os.geteuid()):
+        return False
+    # In a container of an ordinary user, root outside is the user that stands for all that have no number inside.
+    is_outside = read_kernel_file("/proc/sys/kernel/overflowuid").strip() == str(user_id)
+    return not is_outside or read_kernel_file("/proc/self/uid_map").split() == ["0", "0", str(2**32 - 1)]
+
+
+def _name_owner(folder: Folder) -> None:
+    if JOB_VARIABLE not in os.environ and _is_foreign(folder.owner_id):  # children would repeat the warning
+        path = printable_path(folder.path)
+        warn_once(
+            f"The claims folder {path} belongs to {user_name(folder.owner_id)}, who can remove the claims of others. "
+            f"An administrator can take it over: chown root {path}"
+        )
+
+
+def warn_if_private() -> None:
+    """Warn, once in a job, if others cannot see the claims that a promise rests on."""
+    path = directory()
     # A folder that was named on purpose is not questioned; children would repeat the first process's warning.
-    if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
+    if sys.platform != "linux" or path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
     why = claim_files.why_private(path)
     if why:
@@ -206,7 +394,20 @@ def _check(path: str) -> None:
         )
 
 
-def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId]:
+def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
+    if record is _CLOSED:  # to this user, so it may be a claim of any kind, and of all GPUs
+        claim = GpuClaim(
+            job="",
+            uuids=entry.uuid_starts or ("GPU-", "MIG-"),
+            kind="exclusive",
+            memory_bytes=None,
+            pid=None,
+            user=user_name(entry.owner_id),
+            owner_id=entry.owner_id,
+            hostname=None,
+            since_s=entry.since_ns / 1e9,
+        )
+        return claim, None
     kind = record["kind"]
     if kind not in ("memory", "whole", "exclusive"):
         raise ValueError(f"kind is {kind!r:.80}")
@@ -215,7 +416,7 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId]:
         uuids=_uuids(record),
         kind=kind,
         memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
-        pid=_number(record, "pid", 1, _MAX_PID),
+        pid=(pid := _number(record, "pid", 1, _MAX_PID)),
         user=user_name(entry.owner_id),
         owner_id=entry.owner_id,
         hostname=printable(_text(record, "hostname", 255)),
@@ -225,7 +426,7 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId]:
     return claim, ProcessId(
         kernel=running_kernel(),  # which has ended all others' sockets
         namespace=record.get("pid_namespace"),
-        pid=claim.pid,
+        pid=pid,
         started_ticks=record.get("started_ticks"),
     )
 
@@ -237,6 +438,7 @@ def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
         requested=_number(record, "requested", 1, _MAX_UUIDS),
         pid=_number(record, "pid", 1, _MAX_PID),
         user=user_name(entry.owner_id),
+        owner_id=entry.owner_id,
     )
 
 

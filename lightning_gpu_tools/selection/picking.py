@@ -31,6 +31,7 @@ from lightning_gpu_tools.units import format_duration
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Held
+    from lightning_gpu_tools.selection.claims import HeldClaim
 
 _T = TypeVar("_T")
 
@@ -39,8 +40,7 @@ _POLL_JITTER_S = 0.4  # random, so that waiting processes do not all poll at the
 # Our default: the first job in the queue polls with at most a 150th of a core, the n-th with an n-th of that, because
 # others are served before it. 200 jobs that waited on a server with 112 MIG instances took 8 % of a core together.
 _MAX_LOAD = 1 / 150
-_MAX_PAUSE_S = 5.0  # until it sees who has left the queue, which costs a 20th of polling
-_MAX_POLL_AFTER_S = 300.0  # also behind records of many jobs that were killed
+_MAX_POLL_AFTER_S = 300.0
 _ANNOUNCE_EVERY_S = 60.0
 _FULL_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -58,7 +58,7 @@ class GpuSelection:
 
     gpus: tuple[GpuReading, ...]
     reason: str
-    _claim: Held | None = None
+    _claim: HeldClaim | None = None
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -246,7 +246,7 @@ class Attempt:
         is_rank = "LOCAL_RANK" in os.environ
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
-    def take(self, uuids: Sequence[str], *, share: bool = False) -> Held:
+    def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
         """Claim GPUs as the request says, or, if others ``share`` them, softly."""
         take = functools.partial(self.ledger.take, uuids, group=self.group)
         if not self.request.claim:
@@ -299,6 +299,8 @@ def pick(
             keep_open()
             return nvml.read_gpus()
 
+        if request.promises or waits:
+            claims.warn_if_private()
         if not claims.own_jobs():  # else all may be settled without the driver
             keep_open()  # before the lock is taken: without persistence mode it takes seconds
         while True:
@@ -319,9 +321,9 @@ def pick(
                     uuids = attainable(attempt.visible, attempt.request)
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help: even unused GPUs would not qualify.")
-                    if ledger.takes_claims:
-                        place = ledger.queue(uuids, attempt.request.count)
-                        until_the_end.callback(place.release)
+                if ledger.takes_claims and not (place and place.is_in(claims.directory())):  # it may have been removed
+                    place = ledger.queue(uuids, attempt.request.count)
+                    until_the_end.callback(place.release)
             now_s = time.monotonic()
             if now_s >= give_up_s:
                 raise _prefixed(reasons, f"Waited {format_duration(request.wait_s or 0.0)}.")
@@ -330,18 +332,20 @@ def pick(
                 queue = f", behind {len(ahead)} other job{'s' * (len(ahead) > 1)}" if ahead else ""
                 claims.warn(f"Waiting for up to {format_duration(give_up_s - now_s)}{queue}. {reasons}")
             cost_s = time.thread_time() - started_cpu_s
-            _sleep(now_s, give_up_s, cost_s, [waiter.name for waiter in ahead])
+            _sleep(now_s, give_up_s, cost_s, ahead)
 
 
-def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[str]) -> None:
-    """Sleep until it is time to poll: the sooner, the fewer of those ahead are left."""
+def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[GpuWaiter]) -> None:
+    """Sleep until it is time to poll: the sooner, the fewer of those ahead are left, and at once if none is."""
+    is_first = not ahead
     while (now_s := time.monotonic()) < give_up_s:
-        place = 1 + claims.count_waiting(ahead)
-        left_s = polled_s + min(_MAX_POLL_AFTER_S, max(_POLL_AFTER_S, place * cost_s / _MAX_LOAD)) - now_s
-        if left_s <= 0:
+        poll_after_s = max(_POLL_AFTER_S, (1 + len(ahead)) * cost_s / _MAX_LOAD)
+        left_s = polled_s + min(_MAX_POLL_AFTER_S, poll_after_s) - now_s
+        if left_s <= 0 or (not ahead and not is_first):
             return
-        pause_s = min(max(_POLL_AFTER_S, left_s / 8), _MAX_PAUSE_S) + _POLL_JITTER_S * os.urandom(1)[0] / 255
+        pause_s = _POLL_AFTER_S + _POLL_JITTER_S * os.urandom(1)[0] / 255
         time.sleep(min(pause_s, give_up_s - now_s))
+        ahead = claims.still_waiting(ahead)
 
 
 def _ahead_of(place: Held | None, ledger: claims.Ledger) -> tuple[GpuWaiter, ...]:
@@ -367,7 +371,7 @@ def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
                 ledger = stack.enter_context(claims.read_ledger(path))  # as where another process has locked it
             except ClaimsError:
                 problem = ClaimsError(f"{error} It is not known what other jobs have claimed.")
-                ledger = claims.Ledger(path)
+                ledger = claims.Ledger()
         yield ledger, problem
 
 

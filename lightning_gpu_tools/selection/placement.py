@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim
+from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
@@ -147,25 +147,28 @@ def _claim_granted(attempt: Attempt) -> None:
     if not attempt.request.claim:
         return
     uuids = set(attempt.visible_uuids)
-    share = False
     try:
         if attempt.problem:
             raise attempt.problem
+        rivals = []
         for claim in attempt.ledger.claims():
-            if uuids.isdisjoint(claim.uuids):
+            if not any(map(claim.is_on, uuids)):
                 continue
             if attempt.is_choice_of_job(claim) and set(claim.uuids) == uuids:
                 attempt.ledger.join(claim)
                 claims.adopt_job(claim.job)
                 return
-            exclusively = claim.kind == "exclusive"
-            if not claims.is_of_own_job(claim) and (exclusively or attempt.request.exclusive):
-                share = True  # two exclusive claims of one GPU would both be untrue
-                claims.warn_once(
-                    f"CUDA_VISIBLE_DEVICES gives this job {', '.join(sorted({*claim.uuids} & uuids))}, which "
-                    f"{claim.user} (pid {claim.pid}) has claimed{' exclusively' * exclusively}. Both jobs use it now. "
-                    "To avoid that, pick the GPUs with this package."
-                )
+            if not claims.is_of_own_job(claim) and (claim.kind == "exclusive" or attempt.request.exclusive):
+                rivals.append(claim)
+        exclusive = [claim for claim in rivals if claim.kind == "exclusive"]
+        if rivals:
+            taken = sorted(uuid for uuid in uuids if any(claim.is_on(uuid) for claim in exclusive or rivals))
+            claims.warn_once(
+                f"CUDA_VISIBLE_DEVICES gives this job {', '.join(taken)}, which "
+                f"{', '.join(folded_claims(exclusive or rivals, str))} has claimed{' exclusively' * bool(exclusive)}. "
+                "Both jobs use it now. To avoid that, pick the GPUs with this package."
+            )
+        share = bool(rivals)  # two exclusive claims of one GPU would both be untrue
         claims.adopt_job(attempt.take(attempt.visible_uuids, share=share).job)
     except ClaimsError as error:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")

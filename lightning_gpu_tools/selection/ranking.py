@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter, folded_claims
 from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
@@ -67,6 +66,8 @@ class Request:
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them."""
+    import inspect  # a pick does without it
+
     text = inspect.cleandoc(cls.__doc__ or "")
     if "Args:\n" not in text:
         text = text.replace("Raises:\n", "Args:\n\nRaises:\n")
@@ -137,7 +138,7 @@ def rank_gpus(
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     for gpu in gpus:
-        here = [claim for claim in claims if gpu.uuid in claim.uuids]
+        here = [claim for claim in claims if claim.is_on(gpu.uuid)]
         candidate = Candidate(gpu, effective_free_bytes(gpu, here), sum(claim.kind != "memory" for claim in here))
         others = None
         if gpu.processes is not None:  # a desktop computes nothing
@@ -268,11 +269,11 @@ def _objections(
     elif gpu.compute_mode == "exclusive_process" and others != []:
         user = _describe(others[0]) if others else "processes that cannot be read"
         yield f"compute mode EXCLUSIVE_PROCESS and in use by {user}"
-    for claim in claims:
-        if claim.kind == "exclusive":
-            yield f"claimed exclusively by {claim.user} (pid {claim.pid})"
-        elif request.exclusive:
-            yield f"claimed by {claim.user} (pid {claim.pid}), but exclusive asks for a GPU without claims"
+    exclusive = [claim for claim in claims if claim.kind == "exclusive"]
+    if exclusive:
+        yield f"claimed exclusively by {', '.join(folded_claims(exclusive, str))}"
+    elif request.exclusive and claims:
+        yield f"claimed by {', '.join(folded_claims(claims, str))}, but exclusive asks for a GPU without claims"
     yield from _shortages(candidate, request)
     if not request.exclusive:
         return

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -71,6 +72,14 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     @override
     def auto_device_count(cls) -> int:
         return placement.how_many(cls._request)
+
+    @classmethod
+    @override
+    def is_available(cls) -> bool:
+        is_available = super().is_available()
+        if not is_available:
+            rank_zero_warn(f"{cls.__name__} finds no GPU. {why_no_cuda()}")  # Lightning's error gives no reason
+        return is_available
 
 
 def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:

@@ -43,7 +43,7 @@ def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run
         "python",
         "3.00",
         f"pid {os.getpid()}",
-        "9.00 GiB for",
+        "9.00",
         "fallen off the bus",
         f"2:0 1g.10gb {driver.gpus[2].mig[0].uuid[:12]} 4.00 GiB 10.0 GiB ? nobody",
         "PROHIBITED",

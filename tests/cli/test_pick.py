@@ -133,7 +133,28 @@ def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli) -> None:
     assert answer.returncode == 0
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
     assert "lightning_gpu_tools" in loaded
-    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy", "psutil"}
+    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy", "psutil", "traceback"}
+    assert "inspect" not in loaded or sys.version_info >= (3, 14)  # where argparse imports it
+
+
+def test_dataclasses_has_inspect_when_it_needs_it(run_python: RunCli) -> None:
+    """A pick imports it without: see ``cli._import_dataclasses``."""
+    code = """
+import contextlib
+from lightning_gpu_tools.cli import main
+with contextlib.suppress(SystemExit):
+    main(["pick", "--help"])
+import dataclasses, sys
+assert "inspect" not in sys.modules or sys.version_info >= (3, 14)
+@dataclasses.dataclass
+class Point:
+    x: int = 0
+import inspect
+print(Point.__doc__, inspect.signature(Point), dataclasses.replace(Point(), x=1))
+"""
+    answer = run_python("-c", code)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.endswith("Point(x: int = 0) (x: int = 0) -> None Point(x=1)\n")
 
 
 def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:

@@ -168,7 +168,7 @@ def test_an_unedited_script_under_advise_has_its_report(driver: Driver, run_cli:
     answer = run_cli("run", "--advise", "-n", "1", "--", sys.executable, str(tmp_path / "train.py"), str(tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert "Verdict" in answer.stdout
-    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    report = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())
     assert (report["outcome"], report["steps"]) == ("completed", 64)
 
 

@@ -12,7 +12,7 @@ from fake_driver import Driver, gpu
 
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claim_files import mount_of, why_private
-from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
+from lightning_gpu_tools.selection.claims import directory, open_ledger, read_ledger
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
 
@@ -93,6 +93,24 @@ MOUNTS = """\
 )
 def test_the_last_and_longest_mount_is_that_of_a_folder(folder: str, expected: tuple[str, str]) -> None:
     assert mount_of(folder, MOUNTS) == expected
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({}, 0), ({"claim": False}, 0), ({"min_free": 1}, 1), ({"exclusive": True}, 1), ({"wait": 1}, 1)],
+)
+def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], count: int
+) -> None:
+    driver.gpus = [gpu(), gpu()]
+    for name in ("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", "LIGHTNING_GPU_TOOLS_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    default = Path(directory())
+    default.mkdir(mode=0o1777, exist_ok=True)
+    code = f"from lightning_gpu_tools import select_gpus\nfor _ in range(2): select_gpus(**{options})"
+    answer = on_mount_of_its_own(default, "mode=1777", code)
+    assert (answer.returncode, answer.stderr.count(f"The claims folder {default} is private to this job")) == (0, count)
 
 
 @needs_root

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.selection.claims import Ledger, directory, open_ledger, read_ledger
+from lightning_gpu_tools.selection import claims
+from lightning_gpu_tools.selection.claims import Ledger, directory, holds_claims, keep_claims, open_ledger, read_ledger
 
 HOLD = """
 import os, sys
@@ -113,6 +114,46 @@ def test_releasing_is_for_the_process_that_claimed(path: Path, by_child: bool) -
     os.close(end_read)
     if by_child:
         claim.release()
+
+
+@pytest.mark.parametrize("is_folder_gone", [False, True])
+@pytest.mark.parametrize(("own", "theirs"), [("exclusive", None), ("exclusive", "whole"), ("whole", "whole")])
+def test_a_removed_claim_is_taken_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, own: str, theirs: str | None, is_folder_gone: bool
+) -> None:
+    monkeypatch.setattr(claims, "_held_claims", [])  # earlier tests of this process may hold some
+    with opened(path) as ledger:
+        mine = ledger.take(["GPU-a"], own)  # type: ignore[arg-type]
+    assert holds_claims()
+    assert keep_claims() == []
+    path.rename(path.with_name("old")) if is_folder_gone else [file.unlink() for file in path.iterdir()]
+    if theirs:
+        with opened(path) as ledger:
+            other = ledger.take(["GPU-a"], theirs)  # type: ignore[arg-type]
+    (event,) = keep_claims()
+    assert event.startswith(f"The claim of this job on GPU-a was removed from {path}. ")
+    assert ("Meanwhile it was claimed by " in event) is (own == "exclusive" and theirs is not None)
+    assert keep_claims() == []
+    with read_ledger(str(path)) as ledger:
+        kinds = [claim.kind for claim in ledger.claims() if claim.job == mine.job]
+    assert kinds == ["whole" if theirs else own]
+    mine.release()
+    if theirs:
+        other.release()
+    assert list(path.iterdir()) == []
+    assert not holds_claims()
+
+
+def test_a_released_claim_is_not_taken_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_held_claims", [])  # earlier tests of this process may hold some
+    with opened(path) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+    if os.fork() == 0:  # a child does not hold it
+        os._exit(int(holds_claims() or bool(keep_claims())))
+    assert os.wait()[1] == 0
+    mine.release()
+    assert mine.keep() == ""
+    assert holders(path) == []
 
 
 def test_a_job_has_one_claim_until_its_last_process_ends(path: Path) -> None:

@@ -34,8 +34,8 @@ from lightning_gpu_tools.selection import claim_files, claims
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
-import argparse, ctypes.util, dataclasses, locale, logging, pynvml
-import lightning_gpu_tools.selection.ranking
+import argparse, ctypes.util, dataclasses, locale, logging, psutil, pynvml, rich.box, rich.console, rich.table, select
+import lightning_gpu_tools.selection.placement
 from lightning_gpu_tools.gpus.nvml import driver, probe
 from lightning_gpu_tools.cli import gpus, pick, run
 if "fake_driver" in sys.modules:
@@ -76,9 +76,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "claims"
 
 
-def run_as(user_id: int, path: Path, code: str) -> subprocess.CompletedProcess[str]:
+def open_log(path: Path) -> None:
     for log in path.parent.glob("*.log"):  # of the calls of the fake driver
         log.chmod(0o666)
+
+
+def run_as(user_id: int, path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    open_log(path)
     command = [sys.executable, "-c", AS + code, str(path), str(user_id)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
@@ -96,6 +100,12 @@ def staying(user_id: int, path: Path, code: str = TAKE) -> Iterator[subprocess.P
 def kinds(path: Path) -> list[str]:
     with read_ledger(str(path)) as ledger:
         return [claim.kind for claim in ledger.claims()]
+
+
+def root_owned(path: Path) -> None:
+    """The folder as an administrator makes it."""
+    path.mkdir()
+    path.chmod(0o1777)
 
 
 @contextmanager
@@ -196,16 +206,270 @@ except Exception as error:
         assert driver.gpus[0].uuid in run_as(BOB, path, ask).stdout
 
 
+PICK = """
+os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
+from lightning_gpu_tools.cli import main
+"""
+
+
 @needs_root
 @pytest.mark.parametrize(
-    ("mode", "asker", "counts"), [(0o066, ALICE, True), (0o600, BOB, False)], ids=["forbidden", "hidden-by-owner"]
+    ("ending", "mode", "remedy"),
+    [("sock", 0o600, "chmod 1666"), ("json", 0o600, "chmod 1644"), ("", 0o700, "chmod 1644"), ("sock", 0o066, "")],
+    ids=["socket", "record", "both", "forbidden-by-another-rule"],
 )
-def test_a_forbidden_socket_counts_unless_its_owner_hides_it(path: Path, mode: int, asker: int, counts: bool) -> None:
-    hide = f"\nos.chmod(next(name for name in os.listdir(path) if name.endswith('.sock')), {mode})"
-    path.mkdir()
-    path.chmod(0o1777)
-    with staying(ALICE, path, TAKE + hide):
-        assert run_as(asker, path, USERS).stdout == (f"uid {ALICE}\n" if counts else "\n")
+def test_a_claim_closed_to_others_counts_and_is_named(
+    driver: Driver, path: Path, ending: str, mode: int, remedy: str
+) -> None:
+    driver.gpus = [gpu(memory_free="30GiB"), gpu(memory_free="40GiB")]
+    free, taken = (str(one.uuid) for one in driver.gpus)
+    root_owned(path)
+    close = f"""
+for name in os.listdir("."):
+    if name.endswith({ending!r}):
+        os.chmod(name, {mode})
+"""
+    ask = f"{PICK}main(['pick'])\nmain(['pick', '-n', '2', '--exclusive'])\nmain(['gpus', '--json'])"
+    asker = BOB if remedy else ALICE
+    with staying(ALICE, path, TAKE.replace("GPU-a", taken) + close):
+        answer = run_as(asker, path, ask)
+    assert answer.stdout.splitlines()[0] == free
+    assert f"{taken[:12]}…): claimed exclusively by uid {ALICE}" in answer.stderr
+    assert "closed to other users, so its GPUs count as claimed" in answer.stderr or not remedy
+    assert answer.stderr.count(f"uid {ALICE} or an administrator can open it: {remedy} {path}/claim-") == bool(remedy)
+    listed = json.loads(answer.stdout.splitlines()[-1])
+    assert [[claim["user"] for claim in one["claims"]] for one in listed] == [[], [f"uid {ALICE}"]]
+
+
+@needs_root
+@pytest.mark.parametrize("count", [1, 40], ids=["one-gpu", "more-than-a-name-holds"])
+def test_the_names_of_claims_tell_their_gpus(path: Path, count: int) -> None:
+    uuids = [f"GPU-{number:08x}-0000" for number in range(count)]
+    take = TAKE.replace('["GPU-a"]', str(uuids)) + "\nfor name in os.listdir('.'): os.chmod(name, 0)"
+    others = [*uuids, "GPU-ffffffff-0000", "MIG-00000000-0000"]
+    see = f"with read_ledger(path) as ledger: print(*(u for u in {others} if ledger.claims()[0].is_on(u)))"
+    root_owned(path)
+    with staying(ALICE, path, take):
+        assert run_as(BOB, path, see).stdout.split() == (uuids if count == 1 else others)
+
+
+@needs_root
+def test_no_other_users_files_make_root_remove_a_claim(path: Path) -> None:
+    root_owned(path)
+    with staying(ALICE, path) as process:
+        (record,) = path.glob("*.json")
+        name = record.stem
+        own = [f"{name}-GPU-{number:08x}.json" for number in range(5)] + [f".{name}.json"]
+        strange = [*(f"{name}.{letter}aa" for letter in "abcdefghijkl"), f"{name}.sock.json", f"..{name}.json"]
+        plant = f"for name in {own + strange}: open(name, 'w').close()"
+        assert run_as(BOB, path, plant).returncode == 0
+        for user in (0, ALICE, CAROL):
+            assert run_as(user, path, "with open_ledger(path): pass").returncode == 0
+            assert kinds(path) == ["exclusive"]
+        assert not {*own} & {*os.listdir(path)}  # root has removed what is dead
+        assert {*strange} < {*os.listdir(path)}
+        process.kill()
+        process.wait()
+        run_as(0, path, "with open_ledger(path): pass")
+        assert {*os.listdir(path)} == {*strange}
+
+
+MOUNT = f"""
+import ctypes
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("claim-00000000deadbeef.sock")
+listener.listen()
+libc, ways = ctypes.CDLL(None, use_errno=True), []
+for file in ("claim-00000000deadbeef.json", "claim-00000000deadbeee.sock", "wait-00000000deadbeef.json"):
+    os.mkdir(file)
+    ways.append(os.open("/dev/fuse", os.O_RDWR))  # nobody answers there
+    options = f"fd={{ways[-1]}},rootmode=40000,user_id={BOB},group_id={BOB}" + os.environ["OPTIONS"]
+    if libc.mount(b"x", f"{{path}}/{{file}}".encode(), b"fuse", 0, options.encode()):
+        sys.exit(77)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("options", ["", ",allow_other"], ids=["refuses", "never-answers"])
+@pytest.mark.parametrize("user", [0, ALICE], ids=["root", "user"])
+def test_a_file_that_cannot_be_asked_stops_nobody(
+    driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch, options: str, user: int
+) -> None:
+    driver.gpus = [gpu()]
+    root_owned(path)
+    open_log(path)
+    monkeypatch.setenv("OPTIONS", options)
+    become = f"\nif {user}: os.setgid({user}), os.setuid({user})\n"
+    commands = "main(['gpus']); main(['pick']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
+    command = ["unshare", "--mount", sys.executable, "-c", AS + MOUNT + become + PICK + commands, str(path), "0"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if answer.returncode == 77 or "unshare" in answer.stderr or not os.path.exists("/dev/fuse"):
+        pytest.skip("no file system of a user's can be mounted here")
+    assert answer.stdout.splitlines()[-2:] == [driver.gpus[0].uuid, "ran"], answer.stderr
+    (named,) = [line for line in answer.stderr.splitlines() if "cannot be read" in line]
+    assert f"deadbeef.json of uid {BOB} cannot be read and is ignored: another file system is mounted on it" in named
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "user", "is_named"), [(BOB, ALICE, True), (BOB, BOB, False), (0, ALICE, False)])
+def test_an_owner_who_could_remove_claims_is_named_once(
+    driver: Driver, path: Path, owner: int, user: int, is_named: bool
+) -> None:
+    driver.gpus = [gpu()]
+    place = """
+from lightning_gpu_tools.selection.placement import place
+from lightning_gpu_tools.selection.ranking import Request
+place(1, Request(), list)
+"""
+    root_owned(path)
+    os.chown(path, owner, -1)
+    says = f"The claims folder {path} belongs to uid {BOB}, who can remove the claims of others. "
+    for use in (place, "main(['gpus'])", "main(['pick'])", "main(['run', '--wait', '1m', '--', 'true'])"):
+        answer = run_as(user, path, PICK + use)
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stderr.count(f"{says}An administrator can take it over: chown root {path}\n") == is_named
+        assert answer.stderr.count("belongs to") == is_named
+
+
+@needs_root
+@pytest.mark.parametrize("is_taken", [False, True], ids=["free", "taken-meanwhile"])
+def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path, is_taken: bool) -> None:
+    driver.gpus = [gpu()]
+    uuid = str(driver.gpus[0].uuid)
+    root_owned(path)
+    os.chown(path, BOB, -1)
+    open_log(path)
+    remove = "with open_ledger(path) as ledger:\n    [os.unlink(name) for name in os.listdir('.')]\n"
+    take = f"    ledger.take(['{uuid}'], 'exclusive')"
+    command = [sys.executable, "-c", f"{AS}{PICK}main(['run', '--exclusive', '--', 'sleep', '600'])"]
+    with subprocess.Popen([*command, str(path), str(ALICE)], stderr=-1, text=True) as job:
+        while "Picked GPU 0" not in job.stderr.readline():
+            assert job.poll() is None
+        with staying(BOB, path, remove + take * is_taken):
+            said = job.stderr.readline()  # the command's own stderr, which `run` has left to it
+            assert f"The claim of this job on {uuid} was removed from {path}, which belongs to uid {BOB}." in said
+            assert ("this job has claimed it again" in said) is not is_taken
+            assert (f"Meanwhile it was claimed by uid {BOB} (pid " in said) is is_taken
+            with read_ledger(str(path)) as ledger:
+                held = {claim.owner_id: (claim.kind, claim.pid) for claim in ledger.claims()}
+            assert held[ALICE] == ("whole" if is_taken else "exclusive", job.pid)
+            job.kill()
+            job.wait()
+            assert job.stderr.read() == ""  # waits for whoever still has the pipe
+    assert ALICE not in {file.stat().st_uid for file in path.iterdir()}
+
+
+class RacedSocket(socket.socket):
+    """Another user does something as soon as the name of a new entry can be seen."""
+
+    attack: Callable[[Path], None]
+    attacks = 0
+
+    def bind(self, address: object) -> None:
+        super().bind(address)  # type: ignore[arg-type]
+        if type(self).attacks > 0:
+            type(self).attacks -= 1
+            type(self).attack(Path(os.path.realpath(str(address))))
+
+
+def plant_a_record(path: Path) -> None:
+    path.with_suffix(".json").mkdir()  # root may replace a file
+    os.chown(path.with_suffix(".json"), BOB, BOB)
+
+
+def swap_in_a_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent.parent / "victim")
+    os.lchown(path, BOB, BOB)
+
+
+@needs_root
+@pytest.mark.parametrize("attack", [plant_a_record, swap_in_a_link])
+@pytest.mark.parametrize("attacks", [3, 1000])
+def test_who_takes_names_away_is_named_if_no_other_name_helps(
+    path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path], None], attacks: int
+) -> None:
+    root_owned(path)
+    victim = path.parent / "victim"
+    with socket.socket(socket.AF_UNIX) as another:
+        another.bind(str(victim))
+    victim.chmod(0o600)
+    monkeypatch.setattr(socket, "socket", RacedSocket)
+    monkeypatch.setattr(RacedSocket, "attack", staticmethod(attack), raising=False)
+    monkeypatch.setattr(RacedSocket, "attacks", attacks)
+    if attacks == 3:
+        with open_ledger(str(path)) as ledger:
+            claim = ledger.take(["GPU-a"], "whole")
+        assert kinds(path) == ["whole"]
+        claim.release()
+    else:
+        named = f"uid {BOB} puts files under each name that this user's claim gets. End that process of uid {BOB};"
+        with pytest.raises(ClaimsError, match=named), open_ledger(str(path)) as ledger:
+            ledger.take(["GPU-a"], "whole")
+    assert {file.lstat().st_uid for file in path.iterdir()} == {BOB}
+    assert victim.stat().st_mode & 0o7777 == 0o600
+
+
+FLOOD = """
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("{kind}-0000000000000000.sock")
+os.chmod("{kind}-0000000000000000.sock", 0o666)
+listener.listen()
+for number in range(1000):
+    name = f"{kind}-{{number:016x}}"
+    if number:
+        os.link("{kind}-0000000000000000.sock", name + ".sock")
+    with open(name + ".json", "w") as file:
+        json.dump({record}, file)
+"""
+
+
+@needs_root
+def test_a_flood_of_bad_records_is_one_line(driver: Driver, path: Path) -> None:
+    driver.gpus = [gpu()]
+    root_owned(path)
+    with staying(BOB, path, FLOOD.format(kind="claim", record={})):
+        answer = run_as(ALICE, path, f"{PICK}main(['gpus'])\nmain(['pick'])")
+    assert answer.stdout.endswith(f"{driver.gpus[0].uuid}\n")
+    (line,) = answer.stderr.splitlines()
+    assert f"of uid {BOB} cannot be read and is ignored: KeyError('kind') (and 999 more of uid {BOB})" in line
+
+
+@needs_root
+def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None:
+    driver.gpus = [gpu() for _ in range(8)]
+    uuids = [str(one.uuid) for one in driver.gpus]
+    record = str({**GOOD, "kind": "exclusive", "uuids": uuids}).replace("'j'", "str(number)")
+    root_owned(path)
+    with (
+        staying(CAROL, path, TAKE.replace("GPU-a", uuids[0])),
+        staying(BOB, path, FLOOD.format(kind="claim", record=record)),
+    ):
+        answer = run_as(ALICE, path, f"{PICK}main(['gpus'])\nmain(['pick'])")
+    assert len(answer.stdout.splitlines()) <= 25
+    assert f"1,000 claims of uid {BOB}" in " ".join(answer.stdout.split())
+    assert f"uid {CAROL} (pid " in answer.stdout
+    assert f"claimed exclusively by uid {BOB} (pid 1), and 999 more of uid {BOB}" in answer.stderr
+    assert len(answer.stderr) < 2000
+
+
+@needs_root
+def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> None:
+    driver.gpus = [gpu()]
+    uuid = str(driver.gpus[0].uuid)
+    root_owned(path)
+    wait = f"{PICK}print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
+    flood = FLOOD.format(kind="wait", record={**GOOD, "uuids": [uuid], "requested": 1})
+    with staying(BOB, path, flood) as ahead:
+        with staying(CAROL, path, TAKE.replace("GPU-a", uuid)) as holder:
+            command = [sys.executable, "-c", AS + wait, str(path), str(ALICE)]
+            open_log(path)
+            job = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
+            assert "behind 1000 other jobs" in job.stderr.readline()
+            holder.kill()
+        ahead.kill()
+        ahead.wait()
+        assert job.communicate(timeout=60)[0] == f"{uuid}\n"  # at the pace of the 1,001st it would be 300 s
 
 
 @needs_root
@@ -386,6 +650,11 @@ def private(path: Path) -> None:
     path.mkdir(mode=0o700)
 
 
+def listable(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    path.chmod(0o744)
+
+
 def below_a_file(path: Path) -> None:
     path.write_text("a file")
 
@@ -397,6 +666,8 @@ UNUSABLE = [
                  id="not-sticky"),
     pytest.param(private, "may not read it. root, who owns it, or an administrator can .*chmod 1777", True,
                  id="private"),
+    pytest.param(listable, "may not read what is in it. root, who owns it, or an administrator can .*chmod 1777", True,
+                 id="not-searchable"),
     pytest.param(lambda path: path.mkdir(mode=0o755), "may not create files in it. root, who owns it, .*chmod 1777",
                  False, id="read-only"),
 ]  # fmt: skip

@@ -124,6 +124,23 @@ def test_a_job_far_back_polls_rarely_until_its_turn(driver: Driver, claims_dir: 
         assert job.communicate(timeout=30)[0] == "a\n"  # at the pace of the 151st it would be minutes
 
 
+def test_a_removed_place_in_the_queue_is_taken_again(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus = [gpu()]
+    mine = select_gpus(exclusive=True)
+    with waiting(claims_dir) as first:
+        with open_ledger(str(claims_dir)):
+            for file in claims_dir.glob("wait-*"):
+                file.unlink()
+        while not list(claims_dir.glob("wait-*.json")):
+            assert first.poll() is None
+            time.sleep(0.02)
+        with waiting(claims_dir, "b") as second:
+            second.send_signal(signal.SIGSTOP)
+            mine.release()
+            assert first.communicate(timeout=60)[0] == "a\n"
+            second.kill()
+
+
 def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
