@@ -114,6 +114,9 @@ class Exploit:
         return os.mkdir, (str(self.witness),)
 
 
+EXPLOIT = f"{os.mkdir.__module__}.mkdir"  # what a file with one names
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

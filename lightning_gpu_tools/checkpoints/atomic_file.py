@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.processes import running_kernel
@@ -39,8 +41,81 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
         try:
             filesystem.get_file(name, copy)
         except FileNotFoundError:
-            raise CheckpointNotFoundError(f"There is no checkpoint at {printable_path(path)}.") from None
+            raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.") from None
         yield copy
+
+
+def local_path(path: str | os.PathLike[str]) -> str | None:
+    """Return the local path that a path or URL means; ``None`` if it is one of another file system."""
+    filesystem, name = _place(path)
+    return name if filesystem is None else None
+
+
+class Status(NamedTuple):
+    """What is known of a file without reading it."""
+
+    size_bytes: int
+    modified_s: float | None  # since the epoch; None if the file system does not say
+    content: object  # differs after another program has written the file
+    kind: Literal["file", "folder", "other"]  # a pipe, a device
+
+
+def status(path: str | os.PathLike[str]) -> Status:
+    """Return what is known of a file at a local path or URL; an OSError goes through."""
+    filesystem, name = _place(path)
+    if filesystem is None:
+        found = os.stat(name)
+        content = found.st_ino, found.st_mtime_ns
+        is_file, is_folder = stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode)
+        return Status(found.st_size, found.st_mtime, content, "file" if is_file else "folder" if is_folder else "other")
+    info, modified_s = filesystem.info(name), None
+    if info["type"] == "directory":
+        return Status(0, None, None, "folder")
+    with contextlib.suppress(NotImplementedError):
+        modified_s = filesystem.modified(name).timestamp()
+    size_bytes = info.get("size") or 0
+    return Status(size_bytes, modified_s, (size_bytes, modified_s), "file")
+
+
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """Raise the error of writing to a local folder, which is not created; at a URL, the one of reaching it.
+
+    Raises:
+        OSError: The folder is not writable.
+        ValueError: The protocol of the URL is unknown.
+        ImportError: The package for it is not installed.
+    """
+    filesystem, name = _place(folder)
+    if filesystem is None:
+        existing = os.path.abspath(name)
+        while not os.path.lexists(existing):
+            existing = os.path.dirname(existing)
+        tempfile.TemporaryFile(dir=existing).close()
+
+
+def last_modified(path: str | os.PathLike[str]) -> float:
+    """Return when a file was written, in seconds since the epoch; 0 if that is unknown."""
+    try:
+        return status(path).modified_s or 0.0
+    except OSError:
+        return 0.0
+
+
+def read(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file at a local path or URL; an OSError goes through."""
+    filesystem, name = _place(path)
+    return Path(name).read_bytes() if filesystem is None else bytes(filesystem.cat_file(name))
+
+
+def matching(folder: str | os.PathLike[str], *patterns: str) -> list[str]:
+    """Return the existing files of a local folder or URL whose path in it matches a pattern."""
+    filesystem, name = _place(folder)
+    if filesystem is None:
+        found = [glob.glob(os.path.join(glob.escape(name), pattern)) for pattern in patterns]
+        return [path for paths in found for path in paths if os.path.exists(path)]
+    name = name.rstrip("/")
+    found = [filesystem.glob(f"{name}/{pattern}") for pattern in patterns]
+    return [os.fspath(folder).rstrip("/") + path[len(name) :] for paths in found for path in paths]
 
 
 @contextlib.contextmanager
@@ -175,7 +250,8 @@ def _sync_directory(directory: str) -> None:
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
     """Return the file system, ``None`` if it is the local one, and the name in it."""
     text = os.fspath(path)
-    if "://" not in text and "::" not in text:  # importing fsspec takes longer than inspecting a file
+    # Importing fsspec takes longer than inspecting a file. Lightning shortens file:///tmp to file:/tmp.
+    if "://" not in text and "::" not in text and not text.startswith("file:"):
         return None, os.path.expanduser(text)
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]

@@ -13,7 +13,7 @@ import torch
 
 from lightning_gpu_tools.checkpoints.content import shown_shape
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, plan_renaming
-from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, group_keys
+from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, counted, group_keys, list_groups
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
     check_repetition,
@@ -27,6 +27,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.torch_files import read_weights
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -55,10 +56,13 @@ class Comparison:
     only_in_second: tuple[str, ...]
     differences: tuple[Difference, ...]
     same: int
+    not_compared: tuple[str, ...]  # in both, but only running code could open them
+    unread_in_first: tuple[str, ...]  # classes and functions that the file names: nothing of them was opened
+    unread_in_second: tuple[str, ...]
 
     @property
     def is_same(self) -> bool:
-        """Whether the weights are the same, whatever their names."""
+        """Whether no weights were found to differ, whatever their names."""
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
@@ -67,7 +71,7 @@ def compare(first: str, second: str, progress: Progress = no_progress, *, entry:
 
     ``entry`` holds the weights in each file that has several.
     """
-    one, two = (_weights(path, entry) for path in (first, second))
+    (one, unread_in_first), (two, unread_in_second) = (_weights(path, entry) for path in (first, second))
     plan = RenamePlan(renames={})
     with (
         contextlib.suppress(CheckpointMismatchError),  # nothing in common
@@ -80,28 +84,49 @@ def compare(first: str, second: str, progress: Progress = no_progress, *, entry:
     taken = {*plan.renames.values()}
     sizes = {new: two[new].numel() * two[new].element_size() for new in taken if isinstance(two[new], torch.Tensor)}
     advance = progress(sum(sizes.values()))
+    not_compared: list[str] = []
     for old, new in plan.renames.items():
-        differences += _differences(new, one[old], two[new])
+        if isinstance(one[old], _Unopened) and isinstance(two[new], _Unopened):
+            not_compared.append(new)
+        else:
+            differences += _differences(new, one[old], two[new])
         advance(sizes.get(new, 0))
     return Comparison(
         renamed=plan.describe(),
         only_in_first=tuple(key for key in one if key not in plan.renames),
         only_in_second=tuple(key for key in two if key not in taken),
         differences=tuple(differences),
-        same=len(plan.renames) - len({difference.key for difference in differences}),
+        same=len(plan.renames) - len(not_compared) - len({difference.key for difference in differences}),
+        not_compared=tuple(not_compared),
+        unread_in_first=unread_in_first,
+        unread_in_second=unread_in_second,
     )
 
 
-def _weights(path: str, entry: str | None) -> Mapping[str, Any]:
-    entries = weights_in(read_weights(path)[0], path)
-    _, weights = choose_weights(path, entries, None if len(entries) == 1 else entry)
+@dataclass(frozen=True)
+class _Unopened:
+    """Stands for an object among the weights that only running code could open."""
+
+    kind: str
+
+
+def _weights(path: str, entry: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the weights of a file, and the classes and functions that were left unread."""
+    content, unread = read_weights(path)
+    entries = weights_in(content, path)
+    name, weights = choose_weights(path, entries, None if len(entries) == 1 else entry)
     check_numbers(path, weights)
-    return weights
+    unopened = {key: _Unopened(kind) for key, kind in unread.values.get(name, {}).items()}
+    return {**weights, **unopened}, unread.classes
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     if not (_has_own_numbers(one) and _has_own_numbers(two)):
-        if not _same(one, two):
+        sides = zip((one, two), ("first", "second"), strict=True)
+        unopened = [f"{printable(side.kind)} in the {which}" for side, which in sides if isinstance(side, _Unopened)]
+        if unopened:
+            yield Difference(key, "values", f"not opened: {unopened[0]}")
+        elif not _same(one, two):
             yield Difference(key, "values", "not plain tensors, and different")
         return
     if one.shape != two.shape:
@@ -123,7 +148,8 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         return
     if unequal:
         share, is_finite = unequal / one.numel(), math.isfinite(largest)
-        detail = f"{f'up to {largest:.3g}' if is_finite else 'not finite'}, in {share:.1%}"
+        size = f"max. difference {largest:.3g}" if is_finite else "not finite"
+        detail = f"{size}; {100 * share:.3g}% of elements differ"
         yield Difference(key, "values", detail, largest if is_finite else None, share)
 
 
@@ -192,26 +218,38 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 def render(found: Comparison, first: str, second: str) -> str:
     """Return a comparison as text, large differences first."""
-    lines = [f"{printable_path(first)} and {printable_path(second)}: {found.same} weights are the same"]
+    same = f"{counted(found.same, 'weight')} {'is' if found.same == 1 else 'are'} the same"
+    lines = [f"{printable_path(first)} and {printable_path(second)}: {same}"]
     if found.renamed:
         lines += prose(f"  names of the first: {found.renamed}")
     for label, keys in (("only in the first", found.only_in_first), ("only in the second", found.only_in_second)):
         for line in group_keys(keys):
             lines += prose(f"  {label}: {line}")
+    if found.not_compared:
+        lines += prose(f"  in both, not compared, as it takes code to open: {list_groups(found.not_compared)}")
+    for label, names in (("first", found.unread_in_first), ("second", found.unread_in_second)):
+        if names:
+            lines += prose(f"  of the {label}, {describe_unread(names)}")
     by_key: dict[str, dict[str, Difference]] = {}
     for difference in found.differences:
         by_key.setdefault(difference.key, {})[difference.what] = difference
     if by_key:
         ranked = sorted(by_key.items(), key=lambda item: -max(map(_importance, item[1].values())))
-        columns = ("shape", "dtype", "values")
+        columns = [what for what in ("shape", "dtype", "values") if any(what in whats for whats in by_key.values())]
         rows = [
-            (printable(key, MAX_NAME), *(whats[what].detail if what in whats else "" for what in columns))
+            (printable(key, MAX_NAME), *(_cell(whats, what) for what in columns))
             for key, whats in ranked[:_LONGEST_TABLE]
         ]
         lines += table([("key", *columns), *rows])
         if len(ranked) > _LONGEST_TABLE:
             lines.append(f"  … and {len(ranked) - _LONGEST_TABLE} more; --json gives all")
     return "\n".join(lines)
+
+
+def _cell(differences: Mapping[str, Difference], what: str) -> str:
+    if what in differences:
+        return differences[what].detail
+    return "-" if "shape" in differences else "same"  # of another shape, the rest is not compared
 
 
 def _importance(difference: Difference) -> float:

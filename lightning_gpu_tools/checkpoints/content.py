@@ -186,19 +186,42 @@ def describe_content(content: Any) -> str:
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         return f"a tensor ({shown_shape(content.shape or ())}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
-        has_first = content and not isinstance(content[0], (list, tuple))
+        if not content:
+            return "an empty list"
+        has_first = not isinstance(content[0], (list, tuple))
         return f"a list of {len(content)}" + (f", first {describe_content(content[0])}" if has_first else "")
     if isinstance(content, Opaque):
         is_optimizer = isinstance(content.state, Mapping) and {"state", "param_groups"} <= content.state.keys()
         what = "a module" if _is_module(content) else "an optimizer" if is_optimizer else "an object"
-        return f"{what} of the class {printable(content.kind or 'unknown')}"
+        return f"{what} of {printable(content.kind or 'an unknown class')}"
     if isinstance(content, StandIn):
         return f"the class or function {printable(content)}"
     if isinstance(content, str):
         return f'the text "{printable(content)}"'
     if content is None or isinstance(content, (bool, int, float)):
         return f"the value {printable(content)}"
-    return f"an object of the class {printable(type(content).__name__)}"
+    return f"an object of {printable(type(content).__name__)}"
+
+
+def unopened_objects(content: Any) -> dict[str, Opaque | StandIn]:
+    """Return the objects that only running code could build, by where they are: ``"state_dict"``, ``"a key"``."""
+    found: dict[str, Opaque | StandIn] = {}
+    seen: set[int] = set()
+    level = [("all of it", content)]
+    for depth in range(_MAX_LEVELS):
+        below: list[tuple[str, Any]] = []
+        for place, value in level:
+            if isinstance(value, (Opaque, StandIn)):
+                if not value.is_plain:
+                    found.setdefault(place, value)
+            elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+                seen.add(id(value))
+                items = value.items() if isinstance(value, Mapping) else enumerate(value)
+                inside = f"{place}." if depth else ""
+                for key, item in items:
+                    below += [("a key", key), (f"{inside}{key if isinstance(key, str) else f'[{key}]'}", item)]
+        level = below
+    return found
 
 
 def shown_shape(shape: Iterable[int]) -> str:

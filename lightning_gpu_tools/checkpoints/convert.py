@@ -27,7 +27,7 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming, quoted
-from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, is_wrapper, list_groups
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, counted, is_wrapper, list_groups
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
@@ -240,7 +240,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     leaves_out_rest = as_safetensors or changes.weights_only
-    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), ())
+    content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), None)
     entries = weights_in(content, source)
     entry, _ = choose_weights(source, entries, changes.entry)
     others = others_of_this_model(entry, entries)
@@ -261,7 +261,7 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
         write_content(whole, file, progress)
-    done = [f"{len(converted[entry])} weights" + (f" of {quoted(entry)}" if others else ""), plan.describe()]
+    done = [counted(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
         done.append(f"left out: {list_groups(plan.unused)}")
     if others:
@@ -269,7 +269,8 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
         done.append(
             f"not those of {named}, for which there is --entry" if only_weights else f"likewise those of {named}"
         )
-    done.append(describe_unread(unread))
+    if unread is not None:
+        done.append(describe_unread(unread.classes))
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
     return f"{where}: {', '.join(filter(None, done))}"
 

@@ -80,7 +80,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 file = _open(local)
         except FileNotFoundError:
             no_folder = "" if Path(local).parent.is_dir() else " The folder does not exist either."
-            raise CheckpointNotFoundError(f"There is no checkpoint at {printable_path(path)}.{no_folder}") from None
+            raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
 

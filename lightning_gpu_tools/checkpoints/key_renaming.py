@@ -19,6 +19,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     Tree,
     build_tree,
     child_modules,
+    counted,
     inside_wrappers,
     is_inside,
     is_wrapper,
@@ -63,9 +64,11 @@ class RenamePlan:
                     change = after.count(segment) - before.count(segment)
                     if change:
                         (added if change > 0 else removed)[segment] += 1
-        parts = [f'removed "{printable(segment)}." from {count} keys' for segment, count in sorted(removed.items())]
-        parts += [f'added "{printable(segment)}." to {count} keys' for segment, count in sorted(added.items())]
-        return ", ".join(parts)
+        return ", ".join(
+            f'{verb} "{printable(segment)}." {where} {counted(count, "key")}'
+            for verb, where, counts in (("removed", "from", removed), ("added", "to", added))
+            for segment, count in sorted(counts.items())
+        )
 
     def rename(self, name: str) -> str:
         """Rename any key or module path of the checkpoint, also one without a weight."""

@@ -211,6 +211,11 @@ def listed(names: Sequence[object], limit: int = 40) -> str:
     return shortened([*map(printable, names)], limit)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``"1 key"`` or ``"2 keys"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def shortened(texts: Sequence[str], limit: int = 4) -> str:
     """Return texts on one line; all beyond ``limit`` are counted."""
     hidden = len(texts) - limit

@@ -16,26 +16,31 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
+    StandIn,
     all_state_dicts,
     describe_content,
     is_state_dict,
     likely,
+    unopened_objects,
 )
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,
     list_groups,
+    shortened,
     without_private_segments,
     without_wrappers,
 )
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.structure import check_contents
+from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
+    UnsafeCheckpointError,
 )
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
@@ -204,9 +209,19 @@ def errors_about(file: str, model: str = "") -> Iterator[None]:
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     """Check a loaded checkpoint, and return every set of weights in it by entry; refuse one without any."""
     entries = check_contents(content, path)
-    if not entries:
+    if entries:
+        return entries
+    objects = unopened_objects(content)
+    if not objects:
         raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
-    return entries
+    places = shortened([f"{printable(place)} is {describe_content(value)}" for place, value in objects.items()])
+    kinds = {str(value) if isinstance(value, StandIn) else value.kind for value in objects.values()}
+    raise UnsafeCheckpointError(
+        f"{explain_blocked(str(path), kinds - {''})}\n  It holds no weights that can be taken without opening it: "
+        f"{places}. Ask its author for the model's state_dict(). If you trust the author, "
+        f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False) opens it, which runs "
+        "its code."
+    )
 
 
 def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:

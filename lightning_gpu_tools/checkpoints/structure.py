@@ -21,10 +21,13 @@ from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
     MAX_DEPTH,
+    Opaque,
+    StandIn,
     StorageInfo,
     TensorInfo,
     all_state_dicts,
     are_sizes,
+    describe_content,
 )
 from lightning_gpu_tools.checkpoints.formats import (
     RESTORE,
@@ -44,8 +47,6 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # The entries that load_from_checkpoint and Trainer read beside the weights.
 HYPERPARAMETERS_FORM = ("hparams_name", "hparams_type")
-WITH_WEIGHTS = ("callbacks", "current_model_state", "averaging_state", "loops")
-TO_RESUME = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
@@ -56,9 +57,11 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
         for key in weights:
             if not isinstance(key, str):
+                is_object = isinstance(key, (Opaque, StandIn))
+                what = f"{describe_content(key)}, not opened" if is_object else f"of type {type(key).__name__}"
                 raise BrokenCheckpointError(
-                    f"{where} has weights without a name: the key {printable(key)} is of type {type(key).__name__}. "
-                    "Save the state_dict of a module."
+                    f"{where} has weights without a name: {'a key' if is_object else f'the key {printable(key)}'} is "
+                    f"{what}. Save the state_dict of a module."
                 )
             if key.count(".") > MAX_DEPTH:
                 raise BrokenCheckpointError(
@@ -88,18 +91,19 @@ def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[s
 def fault_in_progress(saved: Any, own: Any, name: str) -> str:
     """Return what is wrong with the saved progress of a loop that would save ``own``; ``""`` if nothing.
 
-    Numbers may be missing: Lightning keeps its own.
+    Numbers may be missing: Lightning keeps its own. An empty list will do for an empty dictionary.
     """
     if isinstance(own, Mapping):
-        if not isinstance(saved, Mapping):
-            return f'has {printable(saved)} for the dictionary "{name}"'
+        is_empty = isinstance(saved, list) and not saved and not name.endswith("state_dict")
+        if not (isinstance(saved, Mapping) or is_empty):
+            return f'has {printable(repr(saved))} for the dictionary "{name}"'
         for key, value in own.items():
             if key not in saved and type(value) is not int:
                 return f'has no "{key}" in "{name}"'
             fault = key in saved and fault_in_progress(saved[key], value, f"{name}.{key}")
             if fault:
                 return fault
-    elif isinstance(own, int) and not isinstance(saved, int):
+    elif isinstance(own, int) and (saved is None or not is_like(saved, own)):
         return f'has {printable(repr(saved))} for the number "{name}"'
     return ""
 
@@ -134,7 +138,7 @@ def are_versions(metadata: Any) -> bool:
     """Whether this can be the ``_metadata`` of a state_dict: the version of each module."""
     return metadata is None or (
         isinstance(metadata, dict)
-        and _is_named(metadata)
+        and is_named(metadata)
         and all(isinstance(entry, dict) for entry in metadata.values())
         and all(isinstance(entry.get("version"), (int, type(None))) for entry in metadata.values())
     )
@@ -144,44 +148,41 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_named(value: Any) -> bool:
+def is_named(value: Any) -> bool:
+    """Whether this is a dictionary with names for keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _are_dictionaries(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
+def _may_be_dictionary(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
 
 
-def _are_loops(value: Any) -> bool:
-    return value is None or (_is_named(value) and all(map(_is_loop, value.values())))
+def _is_iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
 
 
-def _is_loop(value: Any) -> bool:
-    return (
-        _is_named(value)
-        and _are_dictionaries(list(value.values()))
-        and _are_dictionaries(value.get("state_dict", {}).get("combined_loader", []))
-    )
-
-
-# The types that Lightning reads: CheckpointConnector.dump_checkpoint
+# The types that Lightning reads, which are more than it writes: CheckpointConnector.dump_checkpoint
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     LIGHTNING_VERSION: (_is_text, "text"),
-    "hyper_parameters": (_is_named, "a dictionary with names for keys"),
+    "hyper_parameters": (is_named, "a dictionary with names for keys"),
     "hparams_name": (lambda value: value is None or _is_text(value), "text"),
     "hparams_type": (
         lambda value: value is None or _is_text(value) or (isinstance(value, type) and issubclass(value, Mapping)),
         "a class of dictionaries",
     ),
-    "current_model_state": (_is_named, "a dictionary with names for keys"),  # by WeightAveraging
-    "averaging_state": (_is_named, "a dictionary with names for keys"),
-    "callbacks": (lambda value: value is None or isinstance(value, dict), "a dictionary"),
-    "loops": (_are_loops, "a dictionary of loops, each with a dictionary for every part of its progress"),
-    "optimizer_states": (_are_dictionaries, "a list of the state_dicts of optimizers"),
-    "lr_schedulers": (_are_dictionaries, "a list of dictionaries"),
+    "current_model_state": (is_named, "a dictionary with names for keys"),  # by WeightAveraging
+    "averaging_state": (is_named, "a dictionary with names for keys"),
+    "callbacks": (_may_be_dictionary, "a dictionary"),
+    "loops": (_may_be_dictionary, "a dictionary of loops"),
+    "optimizer_states": (_is_iterable, "a list of the state_dicts of optimizers"),
+    "lr_schedulers": (_is_iterable, "a list of the state_dicts of schedulers"),
 }
 _ENVELOPE_NOTES: dict[str, Callable[[Any], bool]] = {
-    "wrappers": lambda value: _is_named(value) and all(map(_is_text, value.values())),
+    "wrappers": lambda value: is_named(value) and all(map(_is_text, value.values())),
     "devices": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "torch": _is_text,
     "lightning": _is_text,

@@ -14,14 +14,14 @@ import re
 import shlex
 import sys
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
-from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, put_weights
+from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, all_state_dicts, put_weights
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.rank_folders import Place
@@ -72,13 +72,21 @@ def read_checkpoint(
     return _read(path, load, verify, map_location)
 
 
-def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, tuple[str, ...]]:
-    """Return the weights of a file or a folder of shards among descriptions of the rest, and the classes left unread.
+class Unread(NamedTuple):
+    """What was left unread of a checkpoint because only running code could open it."""
+
+    classes: tuple[str, ...]  # classes and functions that the file names
+    values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, of objects among the weights
+
+
+def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, Unread]:
+    """Return the weights of a file or a folder of shards among descriptions of the rest, and what was left unread.
 
     A weight that is no block of plain numbers is an ``UnsafeCheckpointError``. If not ``weights_only``, everything is
     opened instead, and may run code.
     """
-    unread: set[str] = set()
+    classes: set[str] = set()
+    values: defaultdict[str, dict[str, str]] = defaultdict(dict)
 
     def load(structure: Structure) -> Any:
         if not weights_only or structure.format == "safetensors":
@@ -90,17 +98,31 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
                 return _load(structure, "cpu", weights_only)
             except UnsafeCheckpointError as error:
                 refusal = error
-        weights = {key: kind for key, kind in left_out.items() if kind}
+        weights = {
+            key: kind
+            for entry, kinds in left_out.items()
+            for key, kind in kinds.items()
+            if _holds_tensors(structure.entries[entry][key]) and not key.endswith("_extra_state")
+        }
         if weights:
             kinds = ", ".join(sorted({*weights.values()}))
             raise UnsafeCheckpointError(
                 f"{refusal}\n  Some of its weights are more than numbers, so they cannot be taken without opening it "
                 f"({kinds}): {list_groups(weights)}."
             )
-        unread.update(beyond_plain_data(structure.globals))
+        classes.update(beyond_plain_data(structure.globals))
+        for entry, unopened in left_out.items():
+            values[entry].update(unopened)
         return content
 
-    return _read(path, load), tuple(sorted(unread))
+    content = _read(path, load)
+    for entry, weights in all_state_dicts(content).items() if classes else ():
+        objects = {key: value.kind for key, value in weights.items() if isinstance(value, Opaque)}
+        if objects:  # of a folder by torch.distributed.checkpoint, where each is a file of its own
+            values[entry].update(objects)
+            rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)
+            content = put_weights(content, {entry: rest})
+    return content, Unread(tuple(sorted(classes)), values)
 
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
@@ -183,19 +205,18 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def _described_weights(structure: Structure) -> tuple[Any, dict[str, str]]:
-    """Return the content with tensors for weights, and the kind of each key left out; ``""`` of an extra state."""
+def _described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, str]]]:
+    """Return the content with tensors for weights, and entry -> key -> kind of the values left out."""
     build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
-    left_out: dict[str, str] = {}
+    left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for entry, weights in structure.entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:
                 sets[entry][key] = build(value)
             except NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
-                is_weight = _holds_tensors(value) and not key.endswith("_extra_state")
-                left_out[key] = printable(error) if is_weight else ""
+                left_out[entry][key] = printable(error)
         with contextlib.suppress(AttributeError, NotPlainError):
             sets[entry]._metadata = build(weights._metadata)  # type: ignore[attr-defined]
     return put_weights(structure.content, sets), left_out

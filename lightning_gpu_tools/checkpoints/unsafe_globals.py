@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.key_tree import listed, shortened
 from lightning_gpu_tools.units import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
@@ -107,3 +107,8 @@ def _allowing(names: Iterable[str]) -> str:
 def describe_unread(names: Sequence[str]) -> str:
     """Say what a load has left unread; ``""`` if nothing."""
     return f"left unread, as it takes code to open: {listed(names, 3)}" if names else ""
+
+
+def describe_unopened(values: Mapping[str, str]) -> str:
+    """Say which weights (key -> class) were not opened."""
+    return shortened([f"{printable(key)} ({printable(kind)})" for key, kind in values.items()])

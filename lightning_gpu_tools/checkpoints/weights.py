@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import (
     quoted,
 )
 from lightning_gpu_tools.checkpoints.key_tree import (
+    counted,
     is_copied_into,
     is_inside,
     list_groups,
@@ -50,8 +51,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
 )
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.checkpoints.torch_files import read_weights
-from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
+from lightning_gpu_tools.checkpoints.torch_files import Unread, read_weights
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unopened, describe_unread
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -111,7 +112,7 @@ def load_weights(
     ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
     where the model has them; other objects (hyperparameters, arguments) are left unread.
 
-    Nothing is loaded by half: every error below is raised before the first number is copied. A model with load hooks or
+    Loading is all-or-nothing: every error below is raised before the first number is copied. A model with load hooks or
     its own ``load_state_dict`` is loaded twice, first to check. Only an interrupt, an error in code that runs after the
     copying (``set_extra_state``), too little memory, a disk that cannot be read or a local file that is truncated
     meanwhile can leave a model partly loaded. The last two end the process (SIGBUS).
@@ -131,7 +132,7 @@ def load_weights(
         AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
         BrokenCheckpointError: The file is no checkpoint, or damaged.
-        UnsafeCheckpointError: Only running code could build one of its weights.
+        UnsafeCheckpointError: Only running code could build its weights, or one of them.
 
     Warns:
         UserWarning: The file also holds averages of these weights, or a part of the model is still on the meta device.
@@ -143,11 +144,24 @@ def load_weights(
     """
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
-    with naming_file(path, type(model)):
+    with naming_file(path, type(model)), _naming_unopened(unread):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
-    return _report(str(path), fit, plan, loaded, unread)
+    return _report(str(path), fit, plan, loaded, unread.classes)
+
+
+@contextlib.contextmanager
+def _naming_unopened(unread: Unread) -> Iterator[None]:
+    """Add to a mismatch what the file has in the place of weights."""
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        unopened = {key: kind for values in unread.values.values() for key, kind in values.items()}
+        if unopened:
+            message = f"{error.args[0]}\n  not opened, because that takes code: {describe_unopened(unopened)}"
+            error.args = (message, *error.args[1:])
+        raise
 
 
 def naming_file(path: str | os.PathLike[str], model_class: type) -> contextlib.AbstractContextManager[None]:
@@ -310,9 +324,9 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         "other shape": tuple(plan.clashes),
     }
     words = (
-        f"{printable(Path(path).name)}: loaded {len(loaded) - len(plan.tied)} weights",
+        f"{printable(Path(path).name)}: loaded {counted(len(loaded) - len(plan.tied), 'weight')}",
         plan.describe(),
-        f"{len(plan.tied)} more are tied to these" if plan.tied else "",
+        f"{len(plan.tied)} more {'is' if len(plan.tied) == 1 else 'are'} tied to these" if plan.tied else "",
         *(f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys),
         describe_unread(unread),
         fit.choice() if fit.others else "",

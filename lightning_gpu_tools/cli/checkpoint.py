@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints.formats import SUFFIXES
+from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.structure import Progress, collector_paused, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
@@ -35,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     inspect.add_argument("file", metavar="FILE", help=_ANY)
-    inspect.add_argument("--all", action="store_true", help="a line for every key, not for every group")
-    inspect.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, null = not known")
+    inspect.add_argument("--all", action="store_true", help="one line per key, not per group")
+    inspect.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, null = unknown")
     inspect.set_defaults(run=_inspect)
 
     verify = actions.add_parser(
         "verify",
         help="read the whole file and compare it with its checksums",
-        description="Compare every record with its checksum (CRC-32), which torch does not when it loads a file. "
-        "torch's old format and safetensors have none: there the structure is checked, and the answer says so.",
+        description="Compare every record with its checksum (CRC-32), which torch does not do on load. torch's old "
+        "format and safetensors have no checksums: for those only the structure is checked, and the output says so.",
         epilog=_EXIT_CODES,
     )
     verify.add_argument("file", metavar="FILE", help=_ANY)
@@ -55,47 +56,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write it with clean keys, another root, another dtype, or as safetensors",
         description="Write one file, TARGET, on the CPU, without the names that torch.compile, FSDP, activation "
         "checkpointing and Fabric leave in keys, nor the `module.` of a DataParallel or DDP that all keys begin with. "
-        "Averages of the weights are converted likewise. What else SOURCE holds stays, except with --weights or in "
-        "safetensors.",
+        "Averages of the weights are converted likewise. Everything else in SOURCE is kept, unless --weights is given "
+        "or TARGET is .safetensors.",
         epilog="Example: lightning-gpu-tools checkpoint convert last.ckpt net.safetensors --drop-root model. --dtype "
-        f"bfloat16. {_EXIT_CODES} Where it failed, TARGET is as it was.",
+        f"bfloat16. {_EXIT_CODES} On failure TARGET is unchanged.",
     )
     convert.add_argument("source", metavar="SOURCE", help=_ANY)
     convert.add_argument("target", metavar="TARGET", type=_target, help=f"ends in {', '.join(SUFFIXES)}")
-    convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, where it has several")
+    convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE that holds the weights, if it has several")
     names = convert.add_mutually_exclusive_group()
     names.add_argument(
         "--wrapper",
         metavar="PATH",
         action="append",
         default=[],
-        help="path of a DataParallel, DDP or AveragedModel inside the model whose `module.` is to go; can be repeated",
+        help="path of a DataParallel, DDP or AveragedModel in the model whose `module.` is removed; can be repeated",
     )
     names.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
-    names.add_argument("--like", metavar="FILE", help="give the keys the names that they have in this checkpoint")
-    convert.add_argument("--drop-root", metavar="NAME.", default="", help="take this off the keys; others are left out")
-    convert.add_argument("--add-root", metavar="NAME.", default="", help="put this before the keys")
+    names.add_argument("--like", metavar="FILE", help="rename the keys to those of this checkpoint")
+    convert.add_argument(
+        "--drop-root", metavar="NAME.", default="", help="remove this prefix; keys without it are dropped"
+    )
+    convert.add_argument("--add-root", metavar="NAME.", default="", help="add this prefix to every key")
     convert.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),
-        help="what floating-point weights become",
+        help="convert floating-point weights to this dtype",
     )
-    convert.add_argument("--weights", action="store_true", help="leave out everything but the weights")
+    convert.add_argument("--weights", action="store_true", help="write the weights and nothing else")
     convert.add_argument(
-        "--force", action="store_true", help="replace TARGET if it exists; of a link, the file that it names"
+        "--force", action="store_true", help="overwrite TARGET; if it is a symlink, overwrite the file it points to"
     )
     convert.set_defaults(run=_convert)
 
     diff = actions.add_parser(
         "diff",
         help="compare the weights of two files: keys, shapes, dtypes, values",
-        description="Compare the weights of two files. The names of wrappers and of one root make no difference.",
-        epilog="Exit code: 0 the same; 1 they differ; 2 wrong usage; 3 they cannot be compared, with the reason on "
-        "stderr; 70 an unexpected error, as of every command.",
+        description="Compare the weights of two files; nothing else in them. Names of wrappers and of one root make no "
+        "difference. Objects that only running code could open are listed, not opened.",
+        epilog="Exit code: 0 all weights are the same; 1 they differ; 2 wrong usage; 3 some or all of them cannot be "
+        "compared, with the reason on stderr; 70 an unexpected error, as of every command.",
     )
     diff.add_argument("first", metavar="A", help=_ANY)
-    diff.add_argument("second", metavar="B", help="likewise")
-    diff.add_argument("--entry", metavar="NAME", help="entry that holds the weights, in each file that has several")
+    diff.add_argument("second", metavar="B", help="same as A")
+    diff.add_argument("--entry", metavar="NAME", help="entry that holds the weights, for each file that has several")
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(run=_diff)
 
@@ -169,7 +173,16 @@ def _diff(args: argparse.Namespace) -> int:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return 3
     _print(dataclasses.asdict(found) if args.json else render(found, args.first, args.second))
-    return 0 if found.is_same else 1
+    if not found.is_same:
+        return 1
+    if found.not_compared:
+        print(
+            f"lightning-gpu-tools: Not all weights could be compared. Only running code could open "
+            f"{list_groups(found.not_compared)}, so it is unknown whether the weights are the same.",
+            file=sys.stderr,
+        )
+        return 3
+    return 0
 
 
 def _target(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST,
 from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
-from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import (
     module_versions,
     own_all_but_weights,
@@ -26,24 +27,24 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
     wrapper_paths,
 )
-from lightning_gpu_tools.checkpoints.structure import WITH_WEIGHTS, check_contents, check_entries
+from lightning_gpu_tools.checkpoints.structure import check_contents, is_named
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.errors import CheckpointError, KeyCollisionError
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.families import (
-    FABRICS,
-    Callback,
-    CheckpointIO,
-    LightningModule,
-    Trainer,
-    overrides,
-    when_imported,
-)
+from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint, migrated
-from lightning_gpu_tools.trainer.training_state import check_before_resuming, check_callbacks, check_loop
+from lightning_gpu_tools.trainer.training_state import (
+    check_before_resuming,
+    check_callbacks,
+    check_loop,
+    check_progress,
+    may_be_completed,
+)
+from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.units import printable, printable_path
 
 _MANIFEST_VERSION = 1
@@ -53,7 +54,8 @@ class PortableCheckpointIO(CheckpointIO):
     """Makes the Trainer's checkpoints load anywhere and never leaves a partial file.
 
     On save, keys lose what ``DataParallel``, DDP, ``torch.compile`` and the like have added. On load (``ckpt_path`` of
-    fit, validate, test and predict) they get what the model at hand needs. A file is moved into its place when it is
+    fit, validate, test and predict) they get what the model at hand needs. Whatever Lightning alone resumes from is
+    resumed. A file is moved into its place when it is
     complete and on the disk; local files are mapped instead of read. By default everything is loaded to the CPU and
     with ``weights_only=True``. What is not a Trainer's checkpoint (Fabric's dictionaries, the bare weights that
     ``ddp_spawn`` sends to its parent) comes back as it was given.
@@ -61,7 +63,7 @@ class PortableCheckpointIO(CheckpointIO):
     Args:
         inner: Reads and writes the files, so that this plugin only changes keys. It does not read them where it would
             leave that to Lightning. ``None``: this one does both.
-        verify: Whether to compare a file with its checksums first; torch loads a flipped bit without a word.
+        verify: Whether to compare a file with its checksums first; torch does not detect corruption.
 
     Example:
         >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
@@ -119,10 +121,11 @@ class PortableCheckpointIO(CheckpointIO):
         Raises:
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is no checkpoint, or damaged.
-            UnsafeCheckpointError: It holds more than plain data and ``weights_only`` is not ``False``.
+            UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is not ``False``.
             CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. The model's own
-                ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them. What
-                ``fit`` restores beside the weights is checked after all hooks.
+                ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them. What else
+                ``fit`` restores is checked after the model's hook, before its first weight is copied. States of
+                optimizers and schedulers are checked once those exist; by then the model holds the weights.
         """
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
@@ -203,25 +206,32 @@ class PortableCheckpointIO(CheckpointIO):
         trainer, model = self._trainer(), self._model()
         if trainer is None or model is None:
             return checkpoint
-        if not is_lightning_checkpoint(checkpoint):
-            # Outside of a run it is somebody else's (ddp_spawn's parent, Fabric).
-            if trainer.state.status != "running":
-                return checkpoint
-            checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
-        _check_for_trainer(checkpoint, trainer, model, path)
         # A hook of the user's comes next, and may change the checkpoint, the model or the loading.
         hooks = ("on_load_checkpoint", "load_state_dict")
         may_still_change = any(overrides(model, "LightningModule", hook) for hook in hooks)
+        if not is_lightning_checkpoint(checkpoint):
+            # Outside of a run it is somebody else's (ddp_spawn's parent, Fabric).
+            is_for_hooks = may_still_change and isinstance(checkpoint, Mapping) and LIGHTNING_VERSION in checkpoint
+            if trainer.state.status != "running" or is_for_hooks:
+                return checkpoint
+            checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
+        _check_for_trainer(checkpoint, trainer, model, path)
         try:
             with naming_file(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
-                if not may_still_change:
-                    check_before_copying(model, fit, leave_out_misfits=False)
-        except CheckpointError:
-            if not may_still_change or "state_dict" not in checkpoint:
+        except CheckpointError as error:
+            is_lax = not model.strict_loading and isinstance(error, CheckpointMismatchError)
+            if "state_dict" not in checkpoint or not (may_still_change or is_lax):
                 raise
+            if not may_still_change:
+                rank_zero_warn(
+                    f"{error}\n  strict_loading is False, so only weights under the model's names are loaded."
+                )
             own_what_modules_keep(checkpoint["state_dict"], read_model(model)[0])
             return checkpoint
+        if not may_still_change:
+            with naming_file(path, type(model)):
+                check_before_copying(model, fit, leave_out_misfits=False)
         plan = fit.plan
         if plan.changes_names:
             rank_zero_info(f"{printable_path(path)}: {plan.describe()}.")
@@ -234,7 +244,7 @@ class PortableCheckpointIO(CheckpointIO):
             )
         fitted = {**checkpoint, "state_dict": fit.renamed(fit.weights)}
         own_what_modules_keep(fitted["state_dict"], fit.keys)
-        if "current_model_state" in checkpoint:
+        if is_named(checkpoint.get("current_model_state")):
             fitted["current_model_state"] = fit.renamed(checkpoint["current_model_state"])
         if "optimizer_states" in checkpoint:
             fitted["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
@@ -259,9 +269,13 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not any(_plugins_of(trainer)):
+            return
         checkpoint = compat.loaded_checkpoint(trainer)
-        if checkpoint and any(_plugins_of(trainer)):
+        if checkpoint:
             check_before_resuming(checkpoint, trainer, trainer.ckpt_path)
+        elif trainer.strategy.restore_checkpoint_after_setup:
+            _check_before_reading(trainer, pl_module)
 
 
 def _introduce(trainer: Trainer) -> None:
@@ -314,8 +328,46 @@ def _check_for_trainer(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer migrates it again
         current = migrated(checkpoint, path, trainer)
-    check_entries(current, path, WITH_WEIGHTS)
     if not overrides(model, "LightningModule", "on_load_checkpoint"):  # which may change all of it
         check_callbacks(current, trainer, path)
         if trainer.state.fn != "fit":
             check_loop(current, trainer, path)
+    if trainer.state.fn == "fit":
+        _check_before_weights(trainer, path)
+
+
+def _check_before_weights(trainer: Trainer, path: str | Path) -> None:
+    """Check what ``fit`` restores between the model's hook and the first weight, so that a refusal loads nothing."""
+    wrappers = Wrappers()
+
+    def checked(load: Callable[..., None]) -> Callable[..., None]:
+        def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            wrappers.undo()
+            # If the model's hook raises, this is still there for the next run, of any kind.
+            if trainer.state.fn == "fit" and not may_be_completed(checkpoint, trainer):
+                check_progress(checkpoint, trainer, path)
+            load(checkpoint, *args, **kwargs)
+
+        return load_model_state_dict
+
+    wrappers.put(trainer.strategy, "load_model_state_dict", checked)
+
+
+def _check_before_reading(trainer: Trainer, model: LightningModule) -> None:
+    """Check a file that the strategy reads without a plugin, as FSDP and ModelParallel do, before it copies weights."""
+    wrappers = Wrappers()
+
+    def checked(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
+            wrappers.undo()
+            is_left_to_hook = overrides(model, "LightningModule", "on_load_checkpoint")
+            if trainer.state.fn == "fit" and os.path.isfile(path) and not is_left_to_hook:
+                content = read_structure(path).content
+                if is_lightning_checkpoint(content):
+                    check_progress(content, trainer, path)
+            return load(path, *args, **kwargs)
+
+        return load_checkpoint
+
+    if "load_checkpoint" not in vars(trainer.strategy):  # of a fit that loaded nothing
+        wrappers.put(trainer.strategy, "load_checkpoint", checked)

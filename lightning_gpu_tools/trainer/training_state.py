@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_gpu_tools.checkpoints.structure import TO_RESUME, check_entries, fault_in_progress, is_like
+from lightning_gpu_tools.checkpoints.key_tree import counted
+from lightning_gpu_tools.checkpoints.structure import check_entries, fault_in_progress, is_like
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.trainer.families import Callback, Trainer, is_lightnings
+from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, is_lightnings
 from lightning_gpu_tools.units import printable, printable_path
 
 _START_ANEW = "To start anew from its weights, call lightning_gpu_tools.load_weights and fit without ckpt_path."
@@ -28,16 +30,19 @@ _START_ANEW = "To start anew from its weights, call lightning_gpu_tools.load_wei
 
 def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
     """Raise ``BrokenCheckpointError`` if the loop that is about to run does not save such progress."""
+    check_entries(checkpoint, path, ["loops"])
     loops = checkpoint.get("loops")
     if loops is None or trainer.state.fn is None:
         return
     name = f"{trainer.state.fn.value}_loop"
-    fault = f'has no "{name}"'
-    if name in loops:
-        saved, own = loops[name], getattr(trainer, name).state_dict()
+    saved = loops.get(name)
+    if isinstance(saved, Mapping):
+        own = getattr(trainer, name).state_dict()
         # Lightning skips the parts that an older version has not saved.
         faults = (fault_in_progress(saved[part], own[part], f"{name}.{part}") for part in own if part in saved)
         fault = next(filter(None, faults), "")
+    else:
+        fault = f'has no dictionary "{name}"'
     if fault:
         raise BrokenCheckpointError(
             f'"loops" of {printable_path(path)} {fault}. Take "loops" out and save the checkpoint again, to start at '
@@ -47,8 +52,14 @@ def check_loop(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) ->
 
 def check_callbacks(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
     """Raise ``CheckpointMismatchError`` if a callback's state that Lightning's own code loads cannot be loaded."""
+    check_entries(checkpoint, path, ["callbacks"])
     states = checkpoint.get("callbacks") or {}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averages = ("current_model_state", "averaging_state")
+    if trainer.state.fn == "fit" and "callbacks" in checkpoint and all(name in checkpoint for name in averages):
+        # Entries of others may have these names.
+        reads_them = any(base_of(one, "WeightAveraging") and is_lightnings(one.on_load_checkpoint) for one in callbacks)
+        check_entries(checkpoint, path, averages if reads_them else ())
     for callback in callbacks:
         if callback.state_key not in states or not is_lightnings(callback.load_state_dict, callback.state_dict):
             continue
@@ -60,8 +71,16 @@ def check_callbacks(checkpoint: Mapping[str, Any], trainer: Trainer, path: objec
         _compare(stand_in.state_dict(), callback.state_dict(), name, path)
 
 
-def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
-    """Raise an error for what ``fit`` cannot restore, once the optimizers are there and hooks have run.
+def may_be_completed(checkpoint: Mapping[str, Any], trainer: Trainer) -> bool:
+    """Whether a hook of a callback will see the checkpoint after the weights are loaded, and may change it."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return checkpoint.get("callbacks") is not None and not all(
+        is_lightnings(callback.on_load_checkpoint) for callback in callbacks
+    )
+
+
+def check_progress(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
+    """Raise an error for what ``fit`` cannot restore, as far as it is known without the optimizers.
 
     ``BrokenCheckpointError`` if Lightning does not write such an entry, else ``CheckpointMismatchError``.
     """
@@ -71,24 +90,45 @@ def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path:
             f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
             f"save_weights_only=True, or not by a Trainer. {_START_ANEW}"
         )
-    check_entries(checkpoint, path, TO_RESUME)
     check_loop(checkpoint, trainer, path)
-    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
-        if _is_torchs(config.scheduler):
-            _check_scheduler(config.scheduler, state, path)
     precision = trainer.precision_plugin
     name = type(precision).__qualname__
     if name in checkpoint and is_lightnings(precision.load_state_dict):
         with _explaining(f'"{name}"', path):
             copy.deepcopy(precision).load_state_dict(copy.deepcopy(checkpoint[name]))
-    saved = len(checkpoint.get("optimizer_states", trainer.optimizers))
-    if saved != len(trainer.optimizers):
+
+
+def check_before_resuming(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
+    """Raise the same, and an error for states of optimizers and schedulers that do not fit them.
+
+    For ``fit``, once the optimizers are there and all hooks have run.
+    """
+    check_progress(checkpoint, trainer, path)
+    configs = trainer.lr_scheduler_configs
+    for config, state in zip(configs, _paired(checkpoint, "lr_schedulers", len(configs), path), strict=False):
+        if _is_torchs(config.scheduler):
+            _check_scheduler(config.scheduler, state, path)
+    if not trainer.strategy.lightning_restore_optimizer:
+        return
+    number = len(trainer.optimizers)
+    states = _paired(checkpoint, "optimizer_states", number, path)
+    saved = len(checkpoint["optimizer_states"])
+    if saved != number:
         rank_zero_warn(
-            f"{printable_path(path)} holds the states of {saved} optimizers, and the model has "
-            f"{len(trainer.optimizers)}. Lightning pairs them in order; the rest start without a state."
+            f"{printable_path(path)} holds the states of {counted(saved, 'optimizer')}, and the model has {number}. "
+            "Lightning pairs them in order; the rest start without a state."
         )
-    for index, optimizer in enumerate(trainer.optimizers):
-        _check_when_it_loads(optimizer, f'"optimizer_states"[{index}]', path)
+    for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=False)):
+        name = f'"optimizer_states"[{index}]'
+        if not isinstance(state, Mapping) and _is_torchs(optimizer):
+            raise _mismatch(name, path, f"is {printable(repr(state))}, not the state_dict of an optimizer")
+        _check_when_it_loads(optimizer, name, path)
+
+
+def _paired(checkpoint: Mapping[str, Any], name: str, number: int, path: object) -> list[Any]:
+    """Return the first ``number`` states, which Lightning reads in order; it takes them from anything iterable."""
+    check_entries(checkpoint, path, [name])
+    return [*itertools.islice(checkpoint[name], number)]
 
 
 def _check_when_it_loads(optimizer: Optimizer, name: str, path: object) -> None:
@@ -174,7 +214,7 @@ def _check_scheduler(scheduler: Any, state: Mapping[str, Any], path: object) -> 
     own = scheduler.state_dict()
     stand_in = copy.copy(scheduler)
     with _explaining(name, path):
-        stand_in.load_state_dict(copy.deepcopy(dict(state)))
+        stand_in.load_state_dict(copy.deepcopy(state))
     _compare(stand_in.state_dict(), own, name, path)
 
 

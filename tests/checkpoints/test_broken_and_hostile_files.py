@@ -17,16 +17,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import Exploit, described_by, records_of, safetensors, saved, text, zipped
+import torch.distributed.checkpoint
+from checkpoint_files import EXPLOIT, Exploit, described_by, records_of, safetensors, saved, text, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
@@ -154,8 +158,55 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="The folder does not exist either"):
         read_checkpoint(tmp_path / "no" / "last.ckpt")
-    error = pickle.loads(pickle.dumps(CheckpointNotFoundError("There is no checkpoint at x.")))
-    assert str(error) == "There is no checkpoint at x."
+    error = pickle.loads(pickle.dumps(CheckpointNotFoundError("Checkpoint file not found: x.")))
+    assert str(error) == "Checkpoint file not found: x."
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (lambda it: {"state_dict": it}, "state_dict is an object"),
+        (lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1}, "state_dict is an object"),
+        (lambda it: {"state_dict": os.mkdir}, "state_dict is the class or function"),
+        (lambda it: {"model": {"weights": it}, "epoch": 1}, "model.weights is an object"),
+        (lambda it: it, "all of it is an object"),
+        (lambda it: [1, it], "[1] is an object"),
+        (lambda it: {it: torch.ones(2)}, "a key is an object"),
+    ],
+)
+def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
+    content: Callable[[Exploit], object], place: str, tmp_path: Path
+) -> None:
+    path, witness = tmp_path / "a.pt", tmp_path / "it ran"
+    torch.save(content(Exploit(witness)), path)
+    with pytest.raises(UnsafeCheckpointError) as refused:
+        load_weights(torch.nn.Linear(2, 2), path)
+    words = str(refused.value)
+    assert "was not opened. Nothing of it has run.\n" in words
+    assert f"{EXPLOIT}. Ask its author for the model's state_dict()." in words
+    assert f"without opening it: {place}" in words
+    assert f"load_weights(model, {str(path)!r}, weights_only=False) opens it, which runs its code." in words
+    for command in (["diff", str(path), str(path)], ["convert", str(path), str(tmp_path / "b.pt"), "--weights"]):
+        assert main(["checkpoint", *command]) == {"diff": 3, "convert": 1}[command[0]]
+    assert main(["checkpoint", "inspect", str(path)]) == main(["checkpoint", "verify", str(path)]) == 0
+    assert not witness.exists()
+
+
+def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    weights = OrderedDict(net.state_dict(), bias=Exploit(tmp_path / "it ran"))
+    torch.save(weights, tmp_path / "a.pt")
+    torch.distributed.checkpoint.save({"state_dict": weights}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    for path in (tmp_path / "a.pt", tmp_path / "folder"):
+        with pytest.raises(CheckpointMismatchError, match=rf"not opened, because that takes code: bias \({EXPLOIT}\)$"):
+            load_weights(net, path)
+
+
+def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> None:
+    weights = {Exploit(tmp_path / "it ran"): torch.ones(1), **torch.nn.Linear(2, 2).state_dict()}
+    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
+    with pytest.raises(BrokenCheckpointError, match=rf"a key is an object of {EXPLOIT}, not opened"):
+        load_weights(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize(

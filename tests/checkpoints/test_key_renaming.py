@@ -126,7 +126,7 @@ def test_misfits_are_refused_if_strict_and_listed_if_not() -> None:
     with pytest.raises(CheckpointMismatchError) as caught:
         plan_renaming(checkpoint, wanted)
     message = str(caught.value)
-    assert '1 of the model\'s 3 keys fit (removed "module." from 1 keys). Nothing was changed.' in message
+    assert '1 of the model\'s 3 keys fit (removed "module." from 1 key). Nothing was changed.' in message
     assert "not in the checkpoint: c.w" in message
     assert "not in the model: module.x.w" in message
     assert "module.a.b (9,) instead of (4,)" in message

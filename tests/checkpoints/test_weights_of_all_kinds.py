@@ -348,5 +348,5 @@ def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
     with pytest.raises(UnsafeCheckpointError, match=rf"{url}/bad\.pt holds more than plain data"):
         load_from_checkpoint(LightningModule, f"{url}/bad.pt")
     assert not (tmp_path / "it ran").exists()
-    with pytest.raises(FileNotFoundError, match=rf"no checkpoint at {url}/gone\.pt"):
+    with pytest.raises(FileNotFoundError, match=rf"Checkpoint file not found: {url}/gone\.pt"):
         load_weights(target, f"{url}/gone.pt")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Tied, lightning_checkpoint
+from checkpoint_files import EXPLOIT, Exploit, Tied, lightning_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> 
         code, out, err = run(action, str(tmp_path / "web.ckpt"))
         assert (code, out) == (1, "")
         assert "is a web page" in err
-        assert "no checkpoint at" in run(action, str(tmp_path / "gone.ckpt"))[2]
+        assert "Checkpoint file not found: " in run(action, str(tmp_path / "gone.ckpt"))[2]
 
 
 def test_verify_finds_a_flipped_bit(last: str, run: Run) -> None:
@@ -134,7 +134,7 @@ def test_every_action_takes_a_url(
     assert run("inspect", url)[1].startswith(f"{url}: ")
     assert json.loads(run("verify", url, "--json")[1])["path"] == url
     assert run("diff", last, url)[0] == 0
-    assert "no checkpoint at memory://b/gone" in run("inspect", "memory://b/gone")[2]
+    assert "Checkpoint file not found: memory://b/gone" in run("inspect", "memory://b/gone")[2]
 
 
 def test_an_unexpected_error_is_one_line_and_no_answer(
@@ -218,12 +218,13 @@ def test_numbers_of_four_bits_are_kept_in_every_format(tmp_path: Path, run: Run)
     [
         ([torch.ones(2), 1], "a list of 2, first a tensor (2, float32)"),
         (torch.ones(2, 3), "a tensor (2x3, float32)"),
-        (nn.Linear(2, 2), "a module of the class torch.nn.modules.linear.Linear"),
-        (torch.optim.SGD([torch.ones(2)]), "an optimizer of the class torch.optim.sgd.SGD"),
+        (nn.Linear(2, 2), "a module of torch.nn.modules.linear.Linear"),
+        (torch.optim.SGD([torch.ones(2)]), "an optimizer of torch.optim.sgd.SGD"),
         (torch.optim.SGD([torch.ones(2)]).state_dict(), "the state of an optimizer"),
         (nn.Linear, "the class or function torch.nn.modules.linear.Linear"),
-        (Path("a"), f"an object of the class {PATH_CLASS}"),
+        (Path("a"), f"an object of {PATH_CLASS}"),
         ("text", 'the text "text"'),
+        ([], "an empty list"),
         ([1, 2], "a list of 2, first the value 1"),
         (7, "the value 7"),
     ],
@@ -232,7 +233,10 @@ def test_inspect_says_what_is_no_dictionary(content: object, words: str, tmp_pat
     torch.save(content, tmp_path / "a.pt")
     assert words in " ".join(run("inspect", str(tmp_path / "a.pt"))[1].split())
     code, _, err = run("diff", str(tmp_path / "a.pt"), str(tmp_path / "a.pt"))
-    assert code == 0 if isinstance(content, nn.Module) else f"holds no weights but {words}." in err
+    if isinstance(content, nn.Module):
+        assert code == 0
+    else:
+        assert f"holds no weights but {words}." in err or f"without opening it: all of it is {words}." in err
 
 
 def test_weights_without_numbers_are_shown_and_refused(tmp_path: Path, run: Run) -> None:
@@ -310,7 +314,7 @@ def test_inspect_lists_entries_and_hyperparameters_of_any_class(tmp_path: Path, 
         assert "  hyperparameters: width" in lines
     assert "  seed: the value 7" in lines
     assert "  rest: a list of 1, first the value 1" in lines
-    assert f"  where: an object of the class {PATH_CLASS}" in lines
+    assert f"  where: an object of {PATH_CLASS}" in lines
     assert [line.partition(":")[0] for line in lines if " keys, " in line] == ["state_dict", "model_ema"]
     summary = json.loads(run("inspect", path, "--json")[1])
     assert summary["entries"]["state_dict"].startswith("a dictionary with weight, bias")
@@ -330,7 +334,9 @@ def test_weights_beside_classes_are_converted_and_compared(
         "",
     )
     assert torch.load(target).keys() == WEIGHTS.keys()
-    assert run("diff", path, target)[:2] == (0, f"{path} and {target}: 2 weights are the same\n")
+    code, out, _ = run("diff", path, target)
+    assert (code, out.splitlines()[0]) == (0, f"{path} and {target}: 2 weights are the same")
+    assert f"of the first, left unread, as it takes code to open: {PATH_CLASS}" in " ".join(out.split())
 
 
 def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Path, run: Run) -> None:
@@ -407,6 +413,13 @@ def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path:
     assert code == 1
     assert "only in the first: model.module._orig_mod.norm.bias" in out
     assert "only in the second: extra" in out
+    for row in (
+        r"key +shape +dtype +values",
+        r"layers\.0\.weight +same +same +max\. difference 0\.5; 6\.25% of elements differ",
+        r"layers\.2\.bias +4 and 7 +- +-",
+        r"norm\.weight +same +float32 and float16 +same",
+    ):
+        assert re.search(rf"^  {row}$", out, re.MULTILINE), out
     found = json.loads(run("diff", last, other, "--json")[1])
     seen = {(d["key"], d["what"]): d for d in found["differences"]}
     assert seen["layers.0.weight", "values"]["largest"] == pytest.approx(0.5)
@@ -416,6 +429,35 @@ def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path:
     assert seen["norm.weight", "dtype"]["detail"] == "float32 and float16"
     assert len(seen) == 4
     assert found["same"] == 8
+
+
+def test_diff_says_what_it_left_unread(tmp_path: Path, run: Run) -> None:
+    one, two = str(tmp_path / "one.pt"), str(tmp_path / "two.pt")
+    weights, ran = {"w": torch.ones(2), "v": torch.ones(1)}, tmp_path / "ran"
+
+    def answer(first: object, second: object) -> tuple[int, str, dict[str, Any]]:
+        torch.save(first, one)
+        torch.save(second, two)
+        found = json.loads(run("diff", one, two, "--json")[1])
+        code, out, err = run("diff", one, two)
+        assert not ran.exists()
+        return code, " ".join(f"{out} {err}".split()), found
+
+    # The keys are the same, and nothing is known of one value.
+    code, said, found = answer({**weights, "x": Exploit(ran)}, {**weights, "x": Exploit(ran)})
+    assert code == 3
+    assert "2 weights are the same in both, not compared, as it takes code to open: x" in said
+    assert "Only running code could open x, so it is unknown whether the weights are the same." in said
+    assert (found["not_compared"], found["same"]) == (["x"], 2)
+    code, said, found = answer({**weights, "x": Exploit(ran)}, weights)
+    assert (code, found["only_in_first"]) == (1, ["x"])
+    code, said, found = answer(weights, {**weights, "v": Exploit(ran)})
+    assert (code, found["same"]) == (1, 1)
+    assert f"v not opened: {EXPLOIT} in the second" in said
+    # What lies next to the weights is no part of them.
+    code, said, found = answer({"state_dict": weights, "hyper_parameters": {"a": Exploit(ran)}}, weights)
+    assert (code, found["unread_in_first"], found["unread_in_second"]) == (0, [EXPLOIT], [])
+    assert f"2 weights are the same of the first, left unread, as it takes code to open: {EXPLOIT}" in said
 
 
 def test_diff_exits_3_where_there_is_nothing_to_compare(last: str, tmp_path: Path, run: Run) -> None:

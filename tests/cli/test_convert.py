@@ -96,7 +96,7 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
         ((last, str(tmp_path / "there.ckpt")), "exists. --force replaces it"),
         ((last, str(tmp_path / "a.ckpt"), "--drop-root", "net"), "no key begins with 'net.'"),
         ((last, str(tmp_path / "a.ckpt"), "--entry", "ema"), "no weights called 'ema'; it has state_dict"),
-        ((str(tmp_path / "gone.ckpt"), str(tmp_path / "a.ckpt")), "no checkpoint at"),
+        ((str(tmp_path / "gone.ckpt"), str(tmp_path / "a.ckpt")), "Checkpoint file not found: "),
     ):
         code, out, err = run("convert", *arguments)
         assert (code, out) == (1, "")

@@ -243,3 +243,18 @@ def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatc
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS_DISABLE")
     with pytest.warns(UserWarning, match="keeps its keys as they are, also those of wrappers: no Trainer"):
         run.save_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_fit_that_failed_leaves_no_check_to_the_next_run(tmp_path: Path) -> None:
+    run, source = trained(tmp_path)
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+    class Raises(Lit):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise LookupError("mine")
+
+    again, target = trainer(tmp_path, epochs=2), Lit(seed=1)
+    with pytest.raises(LookupError, match="mine"):
+        again.fit(Raises(), ckpt_path=tmp_path / "a.ckpt")
+    again.test(target, ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+    assert same(source, target)

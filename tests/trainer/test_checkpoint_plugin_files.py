@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
         run.test(Lit(), ckpt_path=tmp_path / "cut.ckpt")
     with pytest.raises(BrokenCheckpointError, match="holds no weights but a list"):
         run.test(Lit(), ckpt_path=tmp_path / "list.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint at"):
+    with pytest.raises(FileNotFoundError) as lightnings:
+        TorchCheckpointIO().load_checkpoint(tmp_path / "gone.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(f"{lightnings.value}. The newest complete checkpoint")):
         run.test(Lit(), ckpt_path=tmp_path / "gone.ckpt")
     for plugin in (None, PortableCheckpointIO(TorchCheckpointIO())):  # which runs a file's code on Lightning 2.5
         with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.PosixPath"):
@@ -270,6 +273,11 @@ def train_save_and_test(folder: Path, rank: int) -> None:
     target = Lit("compile", seed=1)
     trainer(folder, strategy="ddp", devices=2).test(target, ckpt_path=folder / "two.ckpt", verbose=False)
     assert same(model, target)
+    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    other = Lit(seed=2)
+    with pytest.raises(CheckpointMismatchError, match="optimizer_states"):
+        trainer(folder, strategy="ddp", devices=2).fit(other, ckpt_path=folder / "weights.ckpt")
+    assert same(other, Lit(seed=2))
 
 
 def test_two_ranks_save_one_file_and_load_it(tmp_path: Path) -> None:

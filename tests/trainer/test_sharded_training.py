@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights
+from lightning_gpu_tools import CheckpointMismatchError, GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools import PortableCheckpointIO, load_weights
 
 folder = Path(__file__).parent
 
@@ -46,14 +47,14 @@ class Model(BoringModel):
     def configure_model(self):
         fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
-def fit(max_steps, sharded, ckpt_path=None):
+def fit(max_steps, sharded, ckpt_path=None, model=None):
     strategy = ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", save_distributed_checkpoint=sharded
     )
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor()]
     made = trainer(max_steps, strategy, accelerator="cpu", callbacks=callbacks, plugins=[PortableCheckpointIO()],
                    use_distributed_sampler=False)
-    made.fit(Model(), ckpt_path=ckpt_path)
+    made.fit(model or Model(), ckpt_path=ckpt_path)
     return made
 
 first = fit(2, sharded=True)
@@ -65,6 +66,17 @@ assert torch.equal(loaded.layer.weight, trained)
 resumed = fit(5, sharded=False, ckpt_path=folder / "sharded")
 assert resumed.global_step == 5
 resumed.save_checkpoint(folder / "whole.ckpt")
+resumed.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+torch.manual_seed(1)
+fresh = Model()
+before = fresh.layer.weight.detach().clone()
+try:
+    fit(6, sharded=False, ckpt_path=folder / "weights.ckpt", model=fresh)
+except CheckpointMismatchError as error:
+    assert "optimizer_states" in str(error)
+else:
+    raise AssertionError("weights alone were resumed from")
+assert torch.equal(fresh.layer.weight.full_tensor(), before)
 trained = resumed.model.layer.weight.full_tensor()
 if resumed.is_global_zero:
     loaded = BoringModel()
@@ -128,7 +140,7 @@ def test_fsdp2_trains_saves_and_resumes(
     assert (one["global_step"], [*one["state_dict"]]) == (2, ["layer.weight", "layer.bias"])
     assert main(["checkpoint", "inspect", str(tmp_path / "rank1.pt")]) == 0
     assert "rank 1 of 2, Shard(dim=0)" in " ".join(capsys.readouterr().out.split())
-    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    report = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())
     assert (report["outcome"], report["steps"]) == ("completed", 3)
 
 

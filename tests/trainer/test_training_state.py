@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from plugin_trainings import trainer
@@ -161,7 +162,7 @@ def test_several_optimizers_or_none_are_resumed(number: int, folder: Path) -> No
 
 
 def test_another_number_of_optimizers_is_paired_with_a_warning(folder: Path) -> None:
-    with pytest.warns(UserWarning, match="states of 1 optimizers, and the model has 2"):
+    with pytest.warns(UserWarning, match="states of 1 optimizer, and the model has 2"):
         resume(checkpoint(folder, Manual, 1), Manual(2), folder, callbacks=[])
 
 
@@ -195,19 +196,103 @@ def test_what_a_scheduler_left_in_the_groups_is_checked(folder: Path) -> None:
         resume(content, Lit(), folder)
 
 
-def test_fit_refuses_a_file_of_weights_alone(folder: Path) -> None:
+class Hooked(Lit):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The one hook that may still complete a checkpoint."""
+
+
+def refused(content: Any, model: LightningModule, folder: Path, match: str) -> None:
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=match):
+        resume(content, model, folder)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    resume(checkpoint(folder), model, folder)  # nothing of the refusal is left
+
+
+def test_fit_refuses_a_file_of_weights_alone_before_it_loads_one(folder: Path) -> None:
     content = checkpoint(folder)
     weights_only = {name: content[name] for name in content if name not in ENTRIES[1:]}
     for stored in (weights_only, content["state_dict"]):
-        with pytest.raises(CheckpointMismatchError, match=r'no "optimizer_states" .*save_weights_only=True.*load_weig'):
-            resume(stored, Lit(), folder)
+        for model in (Lit(), Hooked()):
+            refused(stored, model, folder, r'no "optimizer_states" .*save_weights_only=True.*load_weig')
+    without_loop = {**content, "loops": {**content["loops"], "fit_loop": {"epoch_progress": 3}}}
+    for model in (Lit(), Hooked()):
+        refused(without_loop, model, folder, r'has 3 for the dictionary "fit_loop\.epoch_progress"')
+
+
+def test_hooks_may_complete_a_file_of_weights_alone(folder: Path) -> None:
+    content = checkpoint(folder)
+    weights_only = {name: content[name] for name in content if name not in ENTRIES[1:]}
+    missing = {"optimizer_states": [], "lr_schedulers": []}
 
     class Completes(Lit):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint.update(optimizer_states=[], lr_schedulers=[])
+            checkpoint.update(missing)
 
-    with pytest.warns(UserWarning, match="states of 0 optimizers"):
+    class CompletesToo(Callback):
+        def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+            checkpoint.update(missing)
+
+    with pytest.warns(UserWarning, match="states of 0 optimizers, and the model has 1"):
         resume(weights_only, Completes(), folder)
+    assert resume({**weights_only, "callbacks": {}}, Lit(), folder, callbacks=[CompletesToo()]).global_step == 3
+
+
+# What Lightning and torch take in the place of what they write.
+TAKEN: dict[str, Callable[[dict[str, Any]], object]] = {
+    "dictionaries for lists": lambda content: content.update(optimizer_states={}, lr_schedulers={}),
+    "tuples": lambda content: content.update(optimizer_states=(*content["optimizer_states"],), lr_schedulers=()),
+    "states beyond the optimizers": lambda content: content["optimizer_states"].append("more"),
+    "a scheduler's empty state": lambda content: content.update(lr_schedulers=[[]]),
+    "a state without parameters": lambda content: content["optimizer_states"][0].update(state={}),
+    "no callbacks": lambda content: content.update(callbacks=None),
+    "no loops": lambda content: content.update(loops=None),
+    "other loops": lambda content: content["loops"].update(validate_loop=3, mine="text"),
+    "no progress": lambda content: content["loops"].update(fit_loop={}),
+    "numbers of other types": lambda content: content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"].update(
+        ready=torch.tensor(1), completed=1.0
+    ),
+    "entries of others by our names": lambda content: content.update(averaging_state=3, current_model_state="text"),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_lightning_resumes_from_the_plugin_resumes_from(what: str, folder: Path) -> None:
+    content = copy.deepcopy(checkpoint(folder))
+    TAKEN[what](content)
+    alone = resume(content, Lit(), folder, plugin=TorchCheckpointIO())
+    assert resume(content, Lit(), folder).global_step == alone.global_step
+
+
+def test_averages_are_checked_only_where_they_are_read(folder: Path) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.6 added it")
+    content = {**checkpoint(folder), "averaging_state": 3, "current_model_state": {}}
+    assert resume(content, Lit(), folder).global_step == 3
+    with pytest.raises(BrokenCheckpointError, match=r'"averaging_state" .* must be a dictionary'):
+        resume(content, Lit(), folder, callbacks=[averaging.EMAWeightAveraging()])
+
+
+def test_weights_under_other_names_are_no_error_where_loading_is_not_strict(folder: Path) -> None:
+    class Lax(Lit):
+        strict_loading = False  # type: ignore[assignment]
+
+    content = {**checkpoint(folder), "state_dict": {"other": torch.ones(2)}}
+    with pytest.warns(UserWarning, match=r"(?s)odd\.ckpt does not fit Lax.*strict_loading is False"):
+        assert resume(content, Lax(), folder).global_step == 3
+
+
+def test_a_model_that_makes_its_own_weights_gets_the_whole_checkpoint(folder: Path) -> None:
+    content = {**checkpoint(folder), "mine": 3}
+    content["my_weights"] = content.pop("state_dict")
+
+    class Makes(Lit):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = checkpoint["my_weights"]
+            self.mine = checkpoint["mine"]
+
+    model = Makes()
+    assert resume(content, model, folder).global_step == 3
+    assert model.mine == 3
 
 
 def test_what_older_versions_left_out_of_loops_is_no_fault(folder: Path) -> None:
