@@ -1,12 +1,14 @@
 """Measure the settings that `find_loader_settings` chooses against the best of an exhaustive grid.
 
     python benchmarks/loader_settings.py [--budget 9] [--rounds 3] [--cell-seconds 0.8] [--output results.json]
+    python benchmarks/loader_settings.py --searches 5 [--only computes] [--output loader_searches.json]
 
 Five loaders: one waits for storage, one computes, one has slow batches now and then, one is in memory, one needs much
 memory. The training step sleeps, as it does from the host's view when a GPU computes. Each cell of the grid is a plain
 loop over a plain DataLoader, with the first batches left out; all cells are measured in turn, round after round, and
 the median counts. As the best of many noisy numbers is too good, choice and winner are then measured once more, in
-turn. Last, `examples/train.py` is trained with its slow loader, without and with `NumWorkersFinder`.
+turn. Last, `examples/train.py` is trained with its slow loader, without and with `NumWorkersFinder`. With `--searches`,
+each loader is searched that many times instead, and all that was chosen is measured side by side.
 """
 
 import argparse
@@ -157,6 +159,44 @@ def measure(
     }
 
 
+def search_again(
+    dataset: Dataset[torch.Tensor], step_s: float, users: int, batches: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Search several times, and measure all choices in turn."""
+    choices, seconds = [], []
+    for _ in range(args.searches):
+        found = find_loader_settings(make_loader(dataset, users, None), step_s, budget_s=args.budget)
+        assert found.settings is not None
+        choices.append((found.settings.num_workers, found.settings.prefetch_factor))
+        seconds.append(found.seconds)
+    seen: dict[tuple[int, int | None], list[float]] = {choice: [] for choice in choices}
+    for _ in range(args.rounds):
+        for cell, speeds in seen.items():
+            speeds.append(batches_per_s(make_loader(dataset, *cell), step_s, args.cell_seconds, batches))
+    fastest = max(map(median, seen.values()))
+    return {
+        "choices": choices,
+        "seconds": seconds,
+        "batches_per_s": {f"{workers}x{prefetch}": speeds for (workers, prefetch), speeds in seen.items()},
+        "slowest_choice": min(map(median, seen.values())) / fastest,
+    }
+
+
+def show_searches(args: argparse.Namespace) -> dict[str, Any]:
+    found = {name: search_again(*loader, args) for name, loader in LOADERS.items() if args.only in name}
+    table = Table("loader", "chosen (workers x prefetch)", "batches/s", "slowest choice / fastest", "seconds")
+    for name, one in found.items():
+        table.add_row(
+            name,
+            ", ".join(f"{workers}x{prefetch}" for workers, prefetch in one["choices"]),
+            ", ".join(f"{cell}: {median(speeds):.1f}" for cell, speeds in one["batches_per_s"].items()),
+            f"{one['slowest_choice']:.1%}",
+            f"{min(one['seconds']):.1f} to {max(one['seconds']):.1f}",
+        )
+    Console(width=150).print(table)
+    return {"benchmark": "loader_searches", "machine": describe_machine(), "loaders": found}
+
+
 def train_example(epochs: int, *options: str) -> dict[str, float]:
     """Train the example and return its speed in the last third of its steps, and how long it took."""
     with tempfile.TemporaryDirectory() as folder:
@@ -176,9 +216,15 @@ def main() -> None:
     parser.add_argument("--cell-seconds", type=float, default=0.8, help="(default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=16, help="of examples/train.py (default: %(default)s)")
     parser.add_argument("--only", default="", help="loaders whose name contains this")
+    parser.add_argument("--searches", type=int, default=0, help="search each loader so often, without the grid")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if args.searches:
+        result = show_searches(args)
+        if args.output:
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
+        return
 
     found = {name: measure(*loader, args) for name, loader in LOADERS.items() if args.only in name}
     columns = ("now", "chosen", "best of the grid", "chosen / best", "finder", "grid")
@@ -196,7 +242,7 @@ def main() -> None:
         )
     console = Console(width=150)
     console.print(table)
-    result: dict[str, Any] = {"benchmark": "loader_settings", "machine": describe_machine(), "loaders": found}
+    result = {"benchmark": "loader_settings", "machine": describe_machine(), "loaders": found}
     if not args.only:
         before, after = train_example(args.epochs), train_example(args.epochs, "--find-workers")
         result["example"] = {"before": before, "after": after}

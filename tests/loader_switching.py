@@ -17,7 +17,7 @@ from trainings import Boom, Model, quiet_trainer
 
 from lightning_gpu_tools import LoaderSettings
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.loaders import search
+from lightning_gpu_tools.loaders import plan, search
 from lightning_gpu_tools.loaders.handover import restore, switchable
 from lightning_gpu_tools.loaders.search import random_states
 from lightning_gpu_tools.trainer import num_workers_finder
@@ -115,6 +115,7 @@ def shorten_trials(set_attribute: Callable[[Any, str, Any], None] = setattr) -> 
     few = {"_PROBED": 6, "_MAX_PROBED": 6, "_MIN_BATCHES": 8, "_MIN_SECONDS": 0.1, "_PRECISION": 1.0}
     for name, value in few.items():
         set_attribute(search, name, value)
+    set_attribute(plan, "_TRIALS_OF_CLOSE", 1)
     host = HostBudget(cores=1.0, memory_available_bytes=2**36, shm_free_bytes=None)  # at most four workers
     set_attribute(num_workers_finder, "read_host_budget", lambda local_ranks: host)
 

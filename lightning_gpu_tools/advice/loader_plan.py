@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.advice.findings import Finding, ceiling
 from lightning_gpu_tools.host import HostBudget
@@ -22,13 +21,18 @@ _MEMORY_SHARE = 0.5  # the rest is for what training has yet to take, and for th
 # (spread, prefetch_factor): batches come in order, so all wait for a slow one, which a longer queue bridges. These are
 # the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
 _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
-# A step whose threads wait for each other loses time whenever a worker takes the core of one: this much of the time
-# that workers take from it, or of its own, whichever is less. A worker keeps a core for some milliseconds, so beside
-# many a short step loses the time below. Fitted to five trainings of benchmarks/ceilings.py on two cores; the same
-# training gains 8 to 15 % more on one day than on another.
-_LOST_BESIDE_ONE = 0.35, 0.35
-_LOST_BESIDE_MANY = 0.9, 1.15
-_LEAST_LOST_BESIDE_MANY_S = 0.018
+# A step whose threads wait for each other loses time whenever a worker takes the core of one: this part of the time
+# that workers take from it, or of its own, whichever is less. Large matrix products lose the least, convolutions the
+# most. Each is the least, what is expected, and the most: from trainings of benchmarks/ceilings.py on two cores, of an
+# Intel and of an AMD processor.
+_LOST_OF_EXCESS = (0.45, 0.65, 0.90)
+_LOST_OF_STEP = (0.50, 1.00, 2.40)
+_LOST_BESIDE_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes one core only
+# Likewise, what a step loses where another process loads: this many times its time, and the time to receive the batch.
+_BESIDE_COMPUTING = ((1.00, 1.02, 1.06), (0.0003, 0.0010, 0.0018))
+_BESIDE_WAITING = ((1.00, 1.00, 1.04), (0.0, 0.0002, 0.0010))
+# One that no longer follows a sleep, in which caches go cold, wins as much, but no more than a tenth.
+_WON_S, _WON = 0.001, 0.10
 Limit = Literal["cores", "shm", "memory"]
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
@@ -55,6 +59,14 @@ class LoaderPlan:
     most_workers: int | None = None  # that fit into memory and /dev/shm; None if that was not measured
 
 
+class StepRange(NamedTuple):
+    """How long a step will take, from its start to that of the next one, in seconds."""
+
+    shortest: float
+    expected: float
+    longest: float
+
+
 def plan_loader(
     current: LoaderSettings,
     cost: LoadCost,
@@ -68,13 +80,18 @@ def plan_loader(
 
     ``step_s`` is without any wait for data, and ``step_cores`` how many cores the training process keeps busy then.
     """
-    cores = (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
-    beside_s = functools.partial(_step_beside_workers, current, cost, step_s, min(step_cores, cores), cores)
+    cores = _cores(host)
+
+    def beside_s(workers: int) -> float:
+        return _beside_workers(current, cost, step_s, min(step_cores, cores), cores, workers).expected
+
     best_s = min(beside_s(workers) for workers in (1, max(1, math.ceil(cores))))
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(best_s, cost)
     while workers < cores and beside_s(workers) > (1 + TOLERANCE) * best_s:
         workers += 1
+    if cost.cpu_s and workers * cost.cpu_s > cores * cost.wall_s:  # more than can compute at the same time do not help
+        workers = max(1, math.ceil(cores * cost.wall_s / cost.cpu_s))
     limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
     deeper = (factor for spread, factor in _PREFETCH_FROM_SPREAD if (cost.spread or 0.0) > spread)
@@ -108,9 +125,33 @@ def plan_loader(
     )
 
 
-def _step_beside_workers(
+def predict_step(
+    current: LoaderSettings, cost: LoadCost, workers: int, *, step_s: float, host: HostBudget, step_cores: float
+) -> StepRange:
+    """Return how long a step will take with some workers; arguments as of :func:`plan_loader`."""
+    cores = _cores(host)
+    beside = _beside_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
+    computes = 2 * (cost.cpu_s or 0.0) >= cost.wall_s
+    slower, receive_s = _BESIDE_COMPUTING if computes else _BESIDE_WAITING
+    won_s = 0.0 if computes else min(_WON_S, _WON * step_s)
+    if current.num_workers:  # then the step was measured beside workers and has all that already
+        receive_s, won_s = (0.0, 0.0, 0.0), 0.0
+    # Where other programs take cores, workers may have to wait for one as the training process does.
+    crowded = max(1.0, host.cores / host.cores_in_reach) if host.cores_in_reach else 1.0
+    slower = (*slower[:2], slower[2] * crowded)
+    ranges = zip(beside, slower, receive_s, (won_s, 0.0, 0.0), strict=True)
+    return StepRange(
+        *(max(by * one_s + more_s - less_s, cost.wall_s / workers) for one_s, by, more_s, less_s in ranges)
+    )
+
+
+def _cores(host: HostBudget) -> float:
+    return (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
+
+
+def _beside_workers(
     current: LoaderSettings, cost: LoadCost, step_s: float, step_cores: float, cores: float, workers: int
-) -> float:
+) -> StepRange:
     """Return how long a step takes while workers load on the same cores.
 
     What they take beyond the cores that the step leaves free delays it: one worker by all of that time, because the
@@ -118,12 +159,13 @@ def _step_beside_workers(
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
     if current.num_workers:  # then the step was measured beside workers and has their delay already
-        return step_s + excess_s / cores
+        return StepRange(*(step_s + excess_s / cores,) * 3)
     lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 else 0.0
-    of_excess, of_step = _LOST_BESIDE_ONE if workers == 1 else _LOST_BESIDE_MANY
-    least_s = 0.0 if workers == 1 else _LEAST_LOST_BESIDE_MANY_S
-    lost_s = lockstep * min(of_excess * excess_s, max(of_step * step_s, least_s))
-    return step_s + excess_s / min(workers, cores) + lost_s
+    of_excess = _LOST_BESIDE_ONE if workers == 1 else _LOST_OF_EXCESS
+    lost_s = (
+        lockstep * min(one * excess_s, other * step_s) for one, other in zip(of_excess, _LOST_OF_STEP, strict=True)
+    )
+    return StepRange(*(step_s + excess_s / min(workers, cores) + lost for lost in lost_s))
 
 
 def _workers_for(step_s: float, cost: LoadCost) -> int:
@@ -138,6 +180,9 @@ def most_workers_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) 
     return room_bytes // (prefetch_factor * cost.batch_bytes)
 
 
+# Half of 30 steps on the CPU took longer or less long than their stand-in by more than this.
+_TRIAL_ERROR = 0.15
+_PREDICTED = ("advised_num_workers", "predicted_num_workers", "speedup", "speedup_lower", "speedup_upper")
 # Advice says so until a search has measured its settings.
 BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
 
@@ -170,7 +215,8 @@ class LoaderResult:
         settings: The settings found: the original ones where nothing is better, or nothing may be changed.
         reason: Why, with numbers.
         applied: Whether the settings found are in use.
-        confirmed: Whether they were as good in their first hundred steps; ``None`` if they were not used so long.
+        confirmed: Whether they were as good in their first hundred steps; ``None`` if training ended before that was
+            known.
         trials: What was tried, in order.
         seconds: How long the search took, and training stood still.
         wait_share: Part of the time that training waited for data, with ``settings`` if they were tried; ``None`` if
@@ -202,24 +248,18 @@ def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
     for trial in trials:
         if trial.batch_s is not None and trial.failed is None:
             by_settings.setdefault(_key(trial.settings), []).append(trial)
-    return [_mean(same) for same in by_settings.values()]
+    return [_as_one(same) for same in by_settings.values()]
 
 
 def _key(settings: LoaderSettings) -> LoaderSettings:
     return replace(settings, persistent_workers=False, pin_memory=False)
 
 
-def _mean(trials: list[LoaderTrial]) -> LoaderTrial:
-    batches = sum(trial.batches for trial in trials)
-    if len(trials) == 1 or not batches:
-        return trials[0]
-    return replace(
-        trials[0],
-        batch_s=sum((trial.batch_s or 0.0) * trial.batches for trial in trials) / batches,
-        wait_s=sum(trial.wait_s * trial.batches for trial in trials) / batches,
-        batches=batches,
-        seconds=sum(trial.seconds for trial in trials),
-    )
+def _as_one(trials: list[LoaderTrial]) -> LoaderTrial:
+    """Return the fastest trial: other programs can only slow one down."""
+    fastest = min(trials, key=lambda trial: trial.batch_s or math.inf)
+    batches, seconds = sum(trial.batches for trial in trials), sum(trial.seconds for trial in trials)
+    return replace(fastest, batches=batches, seconds=seconds)
 
 
 def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> LoaderTrial | None:
@@ -230,15 +270,25 @@ def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> 
 
 
 def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
-    """Return the settings to change and to keep: ``"num_workers=4 (now 0), keep pin_memory=True"``."""
-    changes, kept = [], []
-    for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"):
-        new, old = getattr(wanted, name), getattr(now, name)
-        if new != old:
-            changes.append(f"{name}={new} (now {old})")
-        else:
-            kept.append(f"{name}={old}")
-    return ", ".join(changes) + (", keep " if changes and kept else "") + ", ".join(kept)
+    """Return the settings to change, to paste: ``"DataLoader(..., num_workers=4, pin_memory=True) (now 0, False)"``."""
+    names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+    changed = [name for name in names if getattr(wanted, name) != getattr(now, name)]
+    code = ", ".join(f"{name}={getattr(wanted, name)}" for name in changed)
+    return f"DataLoader(..., {code}) (now {', '.join(str(getattr(now, name)) for name in changed)})"
+
+
+def with_range(finding: Finding, workers: int, lower: float, expected: float, upper: float) -> Finding:
+    """Return a finding with the range of the speedup that so many workers bring, and what is expected."""
+    predicted = {"predicted_num_workers": workers, "speedup": expected, "speedup_lower": lower, "speedup_upper": upper}
+    return replace(finding, evidence={**finding.evidence, **predicted})
+
+
+def advised(finding: Finding) -> Finding:
+    """Return a finding whose advice is what its range is predicted for."""
+    # A step that no longer follows a wait can win more than the wait: its caches stay warm.
+    bound = min(float(finding.evidence["speedup_upper"]), ceiling(finding.share))
+    evidence = {**finding.evidence, "advised_num_workers": finding.evidence["predicted_num_workers"]}
+    return replace(finding, evidence=evidence, ceiling=bound, ceiling_lower=min(finding.ceiling_lower, bound))
 
 
 def as_searched(finding: Finding, result: LoaderResult) -> Finding:
@@ -246,21 +296,21 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
         return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
-    evidence = dict(finding.evidence)
     measured = f"NumWorkersFinder measured it: {result.reason}"
     if result.settings is not None and result.settings != result.original and not result.applied:
-        evidence |= {"kind": "too_few_workers", "advised_num_workers": after.settings.num_workers}
-        advice = f"In the DataLoader set {settings_line(result.original, result.settings)}. {measured}"
-        bound = before.batch_s / after.batch_s
-    elif finding.evidence.get("kind") in ("too_few_workers", "io_bound"):  # whose advice is another number of workers
-        cpu_ms, wall_ms = (float(evidence.get(name, 0.0)) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))
-        evidence["kind"] = "cpu_bound" if cpu_ms >= wall_ms / 2 else "io_bound"
-        advice = (
-            f"{measured} To load faster, do less work per sample: cache what is "
-            "computed each time, or store decoded or smaller samples."
-        )
-        bound = ceiling(finding.share)
-    else:
+        advice = f"Set {settings_line(result.original, result.settings)}. {measured}"
+        found = replace(finding, evidence={**finding.evidence, "kind": "too_few_workers"}, advice=advice)
+        speedup, error = before.batch_s / after.batch_s, 1 + _TRIAL_ERROR
+        return advised(with_range(found, after.settings.num_workers, speedup / error, speedup, speedup * error))
+    if finding.evidence.get("kind") not in ("too_few_workers", "io_bound"):  # whose advice is more workers
         return finding
+    evidence = {name: value for name, value in finding.evidence.items() if name not in _PREDICTED}
+    cpu_ms, wall_ms = (float(evidence.get(name, 0.0)) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))
+    evidence["kind"] = "cpu_bound" if cpu_ms >= wall_ms / 2 else "io_bound"
+    advice = (
+        f"{measured} To load faster, do less work per sample: cache what is "
+        "computed each time, or store decoded or smaller samples."
+    )
+    bound = ceiling(finding.share)
     lower = min(finding.ceiling_lower, bound)
     return replace(finding, evidence=evidence, advice=advice, ceiling=bound, ceiling_lower=lower)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median, quantiles
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import MIN_CEILING
+from lightning_gpu_tools.advice.findings import MIN_CEILING, median_interval
 from lightning_gpu_tools.advice.loader_plan import (
     TOLERANCE,
     LoadCost,
@@ -28,14 +28,19 @@ from lightning_gpu_tools.units import format_duration
 # A training of 120 steps must gain by the search, too; the first steps are slower than the others.
 STUDY_STEPS = 25
 _WARM_UP_STEPS = 5
-CONFIRM_STEPS = 100  # enough for a mean that one slow batch in twenty does not fool
+# Settings are confirmed over ten groups of steps: with ten values, the 95 % interval of a median ignores the lowest and
+# the highest one. Ten steps in a group, or one for each worker, because workers deliver batches in bursts.
+_CONFIRM_GROUPS, CONFIRM_GROUP_STEPS = 10, 10
 # A step on the CPU competes with the workers for cores. Predictions are off by 15 % then (median over 30 cases).
 _MIN_GAIN_ON_CPU = 1.15
 # A step keeps cores busy from a quarter of torch's threads on: a thread that waits for a GPU spins on one core.
 _BUSY_SHARE = 0.25
 _WORKERS_PER_CORE = 4  # our default for workers that only wait
 _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measured case
-_CLOSE = 1.06  # two trials of the same settings differ by 2 to 4 % (measured)
+# Two trials of the same settings differ by 2 to 4 % (measured), so settings that came this close to the best may be as
+# good. They are tried three times.
+_CLOSE = 1.10
+_TRIALS_OF_CLOSE = 3
 _MAX_FAILURES = 2  # our default: then it is not a matter of how many workers there are
 # Our default: workers that live on keep their memory, for which they must save this much of an epoch.
 _PERSISTENT_FROM = 0.01
@@ -116,9 +121,36 @@ def why_no_search(steps: Sequence[Step]) -> str | None:
     )
 
 
-def is_slower(steps: Sequence[Step], before: Sequence[Step]) -> bool:
-    """Return whether steps take longer than those before, beyond the tolerance."""
-    return step_to_step_s(steps) > (1 + TOLERANCE) * step_to_step_s(before)
+def confirm_steps(*settings: LoaderSettings) -> int:
+    """Return for how many steps each of these settings is used, to compare them."""
+    return _CONFIRM_GROUPS * _group_steps(settings)
+
+
+def why_slower(tried: Sequence[Step], original: Sequence[Step], *settings: LoaderSettings) -> str | None:
+    """Return how much slower the steps with the settings tried were than those with the original ones.
+
+    ``None`` if they were not, or if the 95 % intervals of the two medians overlap, so that noise explains it.
+    """
+    size = _group_steps(settings)
+    medians, intervals = [], []
+    for steps in (tried, original):
+        groups = [step_to_step_s(steps[first : first + size]) for first in range(0, len(steps) - size + 1, size)]
+        interval = median_interval(groups)
+        if interval is None:
+            return None
+        medians.append(median(groups))
+        intervals.append(interval)
+    if intervals[0][0] <= intervals[1][1]:
+        return None
+    one, other = (
+        f"{format_duration(middle)} ({format_duration(low)} to {format_duration(high)})"
+        for middle, (low, high) in zip(medians, intervals, strict=True)
+    )
+    return f"a step took {one}, and {other} with the original settings"
+
+
+def _group_steps(settings: Sequence[LoaderSettings]) -> int:
+    return max(CONFIRM_GROUP_STEPS, *(one.num_workers for one in settings))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +175,13 @@ class LoaderCase:
 
 
 def max_workers(case: LoaderCase) -> int:
-    """Return how many workers are worth a try."""
+    """Return how many workers are worth a try.
+
+    One more than the cores is: while one worker hands its batch over, another one computes.
+    """
     cores = case.host.cores / case.host.local_ranks
-    computing = (case.cost.cpu_s or 0.0) / case.cost.wall_s
-    most = math.ceil(cores / max(computing, 1 / _WORKERS_PER_CORE))
+    computing = min(1.0, (case.cost.cpu_s or 0.0) / case.cost.wall_s)
+    most = min(math.ceil(_WORKERS_PER_CORE * cores), int(cores / max(computing, 1e-9)) + 1)
     fit = case.plan.most_workers
     return most if fit is None else min(most, fit)
 
@@ -155,32 +190,52 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     """Return the settings to try next, if there is anything left to find out.
 
     First the original settings, if they have workers; then as many workers as predicted, twice and half as many. If the
-    best still waits, more workers or a longer queue. What is close to the best is tried again.
+    best still waits, more workers or a longer queue. Then the next smaller and the next larger number of workers, until
+    both sides of the choice are known. Last, the best, the choice and those next to it are tried again, in turns, if
+    they are close, and once more the next larger number of workers.
     """
     failed = [trial.settings.num_workers for trial in trials if trial.failed is not None]
     if len(failed) >= _MAX_FAILURES:
         return None
     most = min([max_workers(case), *(count - 1 for count in failed)])
-    count = min(most, max(1, case.plan.settings.num_workers or case.plan.workers_needed))
+    count = min(most, _rung(max(1, case.plan.settings.num_workers or case.plan.workers_needed)))
     counts = [count, min(most, 2 * count), math.ceil(count / 2)]
     wanted = [_with_workers(case, workers) for workers in counts if 0 < workers <= most]
     if case.original.num_workers:
         wanted.insert(0, case.original)
     tried = Counter(_key(trial.settings) for trial in trials)
-    for settings in [*wanted, *_further(case, trials, most)]:
+    for settings in [*wanted, *_further(case, trials, most), *_beside_the_choice(case, trials, most)]:
         if _key(settings) not in tried:
             return settings
-    known = combined(trials)
-    best = min(known, key=_seconds, default=None)
-    close = [one for one in known if best and one.measured and _seconds(one) <= _CLOSE * _seconds(best)]
-    fewest = min(close, key=lambda one: one.settings.num_workers, default=None)
-    once = [one.settings for one in close if one in (best, fewest) and tried[_key(one.settings)] == 1]
-    return once[-1] if once else None
+    known = [one for one in combined(trials) if one.measured]
+    if len(known) < 2:
+        return None
+    best, chosen = min(known, key=_seconds), _fewest_of_the_best(known)
+    less = [one for one in known if one.settings.num_workers < chosen.settings.num_workers]
+    more = [one for one in known if one.settings.num_workers > chosen.settings.num_workers]
+    beside = [*sorted(less, key=_workers)[-1:], *sorted(more, key=_workers)[:1]]
+    close = [one for one in (best, chosen, *beside) if _seconds(one) <= _CLOSE * _seconds(best)]
+    due = {_key(one.settings): _TRIALS_OF_CLOSE for one in close}
+    if more and _waits(chosen):
+        due.setdefault(_key(beside[-1].settings), 2)
+    if len(due) < 2:
+        return None
+    again = [one.settings for one in known if tried[_key(one.settings)] < due.get(_key(one.settings), 0)]
+    return min(again, key=lambda one: tried[_key(one)], default=None)
+
+
+def _rung(count: int) -> int:
+    """Return the next power of two, or three halves of one, that is no less.
+
+    With fewer numbers to choose from, two searches of a loader compare the same ones.
+    """
+    power = 1 << max(0, count - 1).bit_length()
+    return 3 * power // 4 if power >= 4 and count <= 3 * power // 4 else power
 
 
 def _further(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
     best = min(combined(trials), key=_seconds, default=None)
-    if best is None or not best.settings.num_workers or _seconds(best) < MIN_CEILING * (_seconds(best) - best.wait_s):
+    if best is None or not best.settings.num_workers or not _waits(best):
         return []
     workers, further = best.settings.num_workers, []
     if workers == max(trial.settings.num_workers for trial in trials) and workers < most:
@@ -190,6 +245,30 @@ def _further(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list
     return further
 
 
+def _beside_the_choice(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
+    known = combined(trials)
+    if not any(one.measured for one in known):
+        return []
+    chosen = _fewest_of_the_best(known)
+    workers = chosen.settings.num_workers
+    below = max((rung for rung in range(1, workers) if _rung(rung) == rung), default=0)
+    above = min(most, _rung(workers + 1)) if workers and _waits(chosen) else 0
+    return [replace(chosen.settings, num_workers=count) for count in (below, above) if count]
+
+
+def _workers(trial: LoaderTrial) -> int:
+    return trial.settings.num_workers
+
+
+def _waits(trial: LoaderTrial) -> bool:
+    return _seconds(trial) >= MIN_CEILING * (_seconds(trial) - trial.wait_s)
+
+
+def _fewest_of_the_best(known: Sequence[LoaderTrial]) -> LoaderTrial:
+    good = [one for one in known if _seconds(one) <= (1 + TOLERANCE) * min(map(_seconds, known))]
+    return min(good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
+
+
 def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSettings, str]:
     """Return the settings to use, and why: the fewest workers within 3 % of the best, if that is worth a change."""
     known, original = combined(trials), trial_of(trials, case.original)
@@ -197,8 +276,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     if original is None or not any(one.measured for one in known):
         why = f"Nothing could be tried: {failures[0]}" if failures else "There was no time to try anything"
         return case.original, f"{why}."
-    good = [one for one in known if _seconds(one) <= (1 + TOLERANCE) * min(map(_seconds, known))]
-    chosen = min(good, key=lambda one: (one.settings.num_workers, one.settings.prefetch_factor or 0))
+    chosen = _fewest_of_the_best(known)
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
     speeds = f"{1 / _seconds(chosen):.3g} batches/s against {1 / _seconds(original):.3g} with the original settings"
     if _seconds(original) >= needed * _seconds(chosen):

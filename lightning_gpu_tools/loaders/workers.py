@@ -81,19 +81,14 @@ class Batches:
         iterator, self.iterator = self.iterator, None
         if iterator is None or not self.workers:
             return
-        timer = threading.Timer(grace_s, _end_by_signal, [self.workers])
-        timer.daemon = True
-        timer.start()
-        try:
-            # torch's handler of SIGCHLD names the worker that was killed, which is known here.
-            with suppress(RuntimeError):
-                getattr(iterator, SHUT_DOWN_WORKERS, lambda: None)()
-        finally:
-            timer.cancel()
-            timer.join()  # of two threads that wait for a process, only one learns that it has ended
-            self._deaths.undo()
-        with suppress(RuntimeError):
+        # In a thread, because a worker that is killed may hold a lock of torch's, for which this then waits forever.
+        shut_down = threading.Thread(target=getattr(iterator, SHUT_DOWN_WORKERS, lambda: None), daemon=True)
+        with deaths_ignored():  # torch's handler of SIGCHLD names the worker that was killed, which is known here
+            shut_down.start()
+            shut_down.join(grace_s)
             _end_by_signal(self.workers)
+            shut_down.join(_CLOSING_S)
+        self._deaths.undo()
 
 
 def _end_by_signal(workers: Sequence[BaseProcess]) -> None:

@@ -19,16 +19,17 @@ from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
 from lightning_gpu_tools.loaders.plan import (
-    CONFIRM_STEPS,
     STUDY_STEPS,
     Step,
     StepCost,
-    is_slower,
+    confirm_steps,
     settled,
     step_cost,
+    step_to_step_s,
     steps_between,
     wait_share,
     why_no_search,
+    why_slower,
 )
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
@@ -52,8 +53,9 @@ class NumWorkersFinder(GuardedCallback):
 
     If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. The few settings that suit the
     cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
-    The fewest workers within 3 % of the best load from the next batch on. If the next hundred steps are slower than
-    those before, or if loading fails, the original settings come back.
+    The fewest workers within 3 % of the best load from the next batch on. If a hundred steps with them take longer than
+    those before, the original settings load the next hundred. They stay if their steps are faster by more than noise
+    explains (the 95 % intervals of both medians do not overlap), or if loading fails.
 
     Batches, their order and the random numbers of the training process stay the same. Only with ``num_workers=0``,
     random numbers that the dataset itself draws come from the workers afterwards, as with every change of
@@ -97,7 +99,7 @@ class NumWorkersFinder(GuardedCallback):
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not unreal:
             self.result = None
-            self._fit = _Fit(trainer, FitSession.of(trainer), self)
+            self._fit = _Fit(trainer, FitSession.of(trainer, self), self)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,6 +171,7 @@ class _Fit:
         self._place: int | None = None  # of the next training loader, while these are made
         self._tuned: int | None = None  # the place of the loader that the search is for
         self._study: list[Step] = []
+        self._tried: list[Step] = []  # with the settings found
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = STUDY_STEPS
@@ -337,7 +340,7 @@ class _Fit:
     def _use(self, switch: Switch, found: LoaderResult) -> None:
         chosen = found.settings
         if chosen is not None and chosen != found.original and self._finder.apply:
-            switch.use(chosen)
+            self._try_in_use(switch, chosen, chosen, self._confirm)
             reason = found.reason
             if switch.moved_draws:
                 reason += (
@@ -345,27 +348,55 @@ class _Fit:
                     "the training process."
                 )
             found = dataclasses.replace(found, applied=True, reason=reason)
-            switch.fetches = []
-            self._ramp_up = chosen.num_workers * (1 + (chosen.prefetch_factor or 0)) + 2
-            self._due = self._steps + self._ramp_up + CONFIRM_STEPS
-            self._next = self._confirm
         self.result = found
         self._show(found)
 
-    def _confirm(self) -> None:
-        switch = self._switch
-        if switch is None or self.result is None:
-            return
+    def _try_in_use(
+        self, switch: Switch, settings: LoaderSettings, chosen: LoaderSettings, then: Callable[[], None]
+    ) -> None:
+        switch.use(settings)
+        switch.fetches = []
+        both = (switch.original, chosen)  # the loader in use delivers what it has begun
+        self._ramp_up = max(one.num_workers * (1 + (one.prefetch_factor or 0)) for one in both) + 2
+        self._due = self._steps + self._ramp_up + confirm_steps(*both)
+        self._next = then
+
+    def _steps_in_use(self, switch: Switch) -> list[Step]:
         steps, switch.fetches = steps_between(switch.fetches or [])[self._ramp_up :], None
-        slower = bool(steps) and is_slower(steps, self._study)
+        return steps
+
+    def _confirm(self) -> None:
+        """Keep the settings if their steps take no longer than those before; otherwise compare again."""
+        switch, result = self._switch, self.result
+        if switch is None or result is None or result.settings is None:
+            return
+        steps = self._tried = self._steps_in_use(switch)
+        slower = bool(steps) and step_to_step_s(steps) > step_to_step_s(self._study)
         everyones = self._gather({"fault": switch.fault, "slower": slower})
         fault = next((facts["fault"] for facts in everyones if facts["fault"]), None)
         if fault:
             self._take_back(f"They failed in use ({fault})")
         elif any(facts["slower"] for facts in everyones):
-            self._take_back("In their first hundred steps they were slower")
+            # Other programs may have slowed the machine down since: the original settings load as many steps now.
+            self._try_in_use(switch, switch.original, result.settings, self._compare)
         elif steps:
-            self.result = dataclasses.replace(self.result, confirmed=True, wait_share=wait_share(steps))
+            self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(steps))
+
+    def _compare(self) -> None:
+        """Keep the original settings only if their steps are faster now, by more than noise explains."""
+        switch, result = self._switch, self.result
+        if switch is None or result is None or result.settings is None:
+            return
+        slower = why_slower(self._tried, self._steps_in_use(switch), switch.original, result.settings)
+        everyones = self._gather({"fault": switch.fault, "slower": slower})
+        fault, why = (next((one[name] for one in everyones if one[name]), None) for name in ("fault", "slower"))
+        if fault:
+            self._take_back(f"They failed in use ({fault})")
+        elif why:
+            self._take_back(f"They were slower in use: {why}")
+        else:
+            switch.use(result.settings)
+            self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(self._tried))
 
     def _take_back(self, why: str) -> None:
         for switch in self._switches:
@@ -411,13 +442,16 @@ class _Fit:
     def release(self) -> None:
         if not self._released:
             self._released = True
-            self._session.release()
+            self._session.release(self._finder)
 
     def end(self) -> None:
         # Before the report is made.
         for switch in self._switches:
             if switch.fault is not None:
                 self._take_back(f"They failed in use ({switch.fault})")
+        result, tuned = self.result, self._switch
+        if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
+            self.result = dataclasses.replace(result, applied=False)  # it ended while these were compared
         if self.result is None:
             self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
 

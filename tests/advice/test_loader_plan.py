@@ -49,6 +49,9 @@ def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_d
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
     assert (computing.settings.num_workers, computing.limited_by, computing.workers_needed) == (4, "cores", 9)
     assert computing.step_s == pytest.approx(0.0225)
+    assert (
+        plan(0.080, 0.001, a_host(2), cpu_s=0.080).settings.num_workers == 2
+    )  # no headroom, for which there is no core
     waiting = plan(0.080, 0.010, a_host(4), cpu_s=0.004)
     assert (waiting.settings.num_workers, waiting.limited_by) == (9, None)
 
@@ -65,8 +68,8 @@ def test_cores_that_others_are_busy_on_do_not_count() -> None:
 def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:
     cost = LoadCost(wall_s=0.080, cpu_s=0.080)
     planned = plan_loader(NO_WORKERS, cost, step_s=0.040, host=a_host(4), cuda=False, step_cores=4)
-    # 80 ms of loading and 4 times 40 ms of training on 4 cores; 1.15 steps more for threads in lockstep.
-    assert planned.step_s == pytest.approx(0.040 + 0.020 + 1.15 * 0.040)
+    # 80 ms of loading and 4 times 40 ms of training on 4 cores; a step more for threads in lockstep.
+    assert planned.step_s == pytest.approx(0.040 + 0.020 + 0.040)
     assert plan_loader(NO_WORKERS, cost, step_s=0.040, host=a_host(4), cuda=False).step_s == 0.040
 
 
@@ -126,7 +129,12 @@ def searched(chosen: LoaderSettings, applied: bool, *tried: tuple[LoaderSettings
     ("result", "kind", "said", "bound"),
     [
         (None, "too_few_workers", "NumWorkersFinder() finds and applies them.", None),
-        (searched(FOUND, False, (NO_WORKERS, 0.05), (FOUND, 0.02)), "too_few_workers", "num_workers=4 (now 0)", 2.5),
+        (
+            searched(FOUND, False, (NO_WORKERS, 0.05), (FOUND, 0.02)),
+            "too_few_workers",
+            "num_workers=4, prefetch_factor=2) (now 0, None)",
+            2.5 * 1.15,
+        ),
         (searched(NO_WORKERS, False, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
         (searched(NO_WORKERS, False), "too_few_workers", "As measured.", None),
     ],

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_nothing_is_left_without_the_garbage_collector(
         took_s = time.monotonic() - began_s
         assert not multiprocessing.active_children()
         assert not iterators() - alive
-        until_s = time.monotonic() + 5
+        until_s = time.monotonic() + STALL_S
         while open_files() - files and time.monotonic() < until_s:
             time.sleep(0.01)  # threads of the queues close their pipes a little later
         assert not open_files() - files
@@ -98,14 +99,34 @@ class Stuck(Samples):
         return super().__getitem__(index)
 
 
+@pytest.mark.usefixtures("stalls_are_long")
 def test_workers_that_hang_are_killed_all_at_once() -> None:
     batches = Batches(DataLoader(Stuck(10), num_workers=3))
     next(batches)
     workers = list(batches.workers)
     began_s = time.monotonic()
     batches.close(grace_s=0.2)
-    assert time.monotonic() - began_s < 4  # torch takes 5 s for each, and does not get rid of it
+    assert time.monotonic() - began_s < STALL_S  # which torch takes for each, and does not get rid of it
     assert not any(worker.is_alive() for worker in workers)
+
+
+class HoldsALock(Samples):
+    """Loads in a worker that has the lock of the event by which torch tells workers to end, as for a moment each batch."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        frame = sys._getframe()
+        while "done_event" not in frame.f_locals:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        frame.f_locals["done_event"]._cond.acquire()
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_killed_with_a_lock_of_torchs_holds_nobody_up() -> None:
+    batches = Batches(DataLoader(HoldsALock(10), num_workers=1))
+    next(batches)
+    batches.close(grace_s=0.0)
+    assert not multiprocessing.active_children()
 
 
 def test_who_drops_an_iteration_ends_its_workers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,13 @@ from lightning_gpu_tools.loaders.plan import (
     Step,
     StepCost,
     choose,
-    is_slower,
+    confirm_steps,
     max_workers,
     next_trial,
     step_cost,
     step_to_step_s,
     why_no_search,
+    why_slower,
 )
 
 HOST = a_host(8.0)
@@ -55,7 +57,7 @@ def tried(of: LoaderCase, speed: object) -> list[LoaderTrial]:
         batch_s = speed(settings)  # type: ignore[operator]
         wait_s = max(0.0, batch_s - of.step.wall_s)
         trials.append(trial(settings.num_workers, batch_s, settings.prefetch_factor or 2, wait_s))
-        assert len(trials) < 20
+        assert len(trials) < 40
     return trials
 
 
@@ -64,7 +66,7 @@ def counts(trials: list[LoaderTrial]) -> list[int]:
 
 
 def test_the_prediction_comes_first_then_twice_and_half_of_it() -> None:
-    assert counts(tried(case(), lambda settings: max(0.01, 0.04 / settings.num_workers)))[:4] == [0, 5, 10, 3]
+    assert counts(tried(case(), lambda settings: max(0.01, 0.04 / settings.num_workers)))[:4] == [0, 6, 12, 3]
 
 
 def test_original_workers_are_tried_first() -> None:
@@ -77,11 +79,12 @@ def test_what_still_waits_gets_more_workers_and_a_longer_queue() -> None:
     assert any(one.settings.prefetch_factor == 8 for one in found)
 
 
-def test_items_that_compute_get_no_more_workers_than_cores() -> None:
+def test_items_that_compute_get_one_worker_more_than_cores() -> None:
     computing = LoadCost(wall_s=0.2, cpu_s=0.2)
-    assert max_workers(case(cost=computing)) == 8
-    assert max_workers(case(cost=computing, host=replace(HOST, local_ranks=4))) == 2
-    assert max_workers(case(cost=replace(computing, cpu_s=0.1))) == 16
+    assert max_workers(case(cost=computing)) == 9
+    assert max_workers(case(cost=replace(computing, cpu_s=0.21))) == 9  # with other threads of the worker
+    assert max_workers(case(cost=computing, host=replace(HOST, local_ranks=4))) == 3
+    assert max_workers(case(cost=replace(computing, cpu_s=0.1))) == 17
     assert max_workers(case(cost=replace(computing, cpu_s=0.01))) == 32
 
 
@@ -198,7 +201,53 @@ def test_a_loader_that_keeps_up_is_not_searched() -> None:
     assert why_no_search([step(0.001, 0.01)] * 20) is None
 
 
-def test_slower_is_by_more_than_three_percent() -> None:
-    before = [step(0.02, 0.01)] * 20
-    assert not is_slower([step(0.0205, 0.01)] * 100, before)
-    assert is_slower([step(0.022, 0.01)] * 100, before)
+def noisy(step_s: float, spread: float, steps: int = 100) -> list[Step]:
+    """Return steps whose times are spread evenly around a mean, in an order without a trend."""
+    return [step(0.0, step_s * (1 + spread * ((7 * i % 20) / 9.5 - 1))) for i in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("tried", "original", "slower"),
+    [
+        (noisy(0.030, 0.01), noisy(0.028, 0.01), True),
+        (noisy(0.028, 0.01), noisy(0.030, 0.01), False),
+        # One group in ten was disturbed.
+        ([*noisy(0.028, 0.01, 90), *[step(5.0, 0.03)] * 10], noisy(0.028, 0.01), False),
+        # Five workers deliver in bursts: nine groups are as fast, though most single steps are faster.
+        ([step(0.1 * (i % 5 == 0), 0.001) for i in range(100)], [step(0.0, 0.015)] * 100, True),
+        # The machine slowed down on the way: the medians differ by 8 %, and both are uncertain by 20 %.
+        (noisy(0.027, 0.0, 50) + noisy(0.033, 0.0, 50), noisy(0.025, 0.0, 50) + noisy(0.030, 0.0, 50), False),
+        (noisy(0.030, 0.01, 50), noisy(0.020, 0.01), False),  # too few to know
+    ],
+)
+def test_settings_are_slower_only_beyond_the_noise(tried: list[Step], original: list[Step], slower: bool) -> None:
+    why = why_slower(tried, original, NO_WORKERS, workers(5))
+    assert (why is not None) == slower
+    if slower:
+        assert why is not None
+        assert "with the original settings" in why
+
+
+def test_many_workers_are_compared_over_as_many_rounds() -> None:
+    assert confirm_steps(NO_WORKERS, workers(4)) == 100
+    assert confirm_steps(NO_WORKERS, workers(32)) == 320
+
+
+def search_when_busy(seed: int) -> int:
+    """Search for a loader that computes on two cores, where other programs slow every fifth trial by 4 to 25 %."""
+    speeds, draw = {1: 46, 2: 83, 3: 92, 4: 91, 6: 90, 8: 89}, random.Random(seed)
+
+    def trial_s(settings: LoaderSettings) -> float:
+        disturbed = draw.uniform(1.04, 1.25) if draw.random() < 0.2 else 1.0
+        return draw.uniform(0.97, 1.03) * disturbed / speeds[settings.num_workers]
+
+    cost = LoadCost(wall_s=0.021 * draw.uniform(1.0, 1.3), cpu_s=0.021)
+    of = case(cost=cost, host=replace(HOST, cores=2.0))
+    return choose(of, tried(of, trial_s))[0].num_workers
+
+
+def test_a_busy_machine_does_not_change_the_choice() -> None:
+    """Two workers make 83 batches a second, three 92, and four 91."""
+    chosen = [search_when_busy(seed) for seed in range(100)]
+    assert chosen.count(3) >= 90
+    assert set(chosen) <= {2, 3, 4}
