@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.training import stacks
+from lightning_gpu_tools.training.lock_alarm import STACKS_NAME
 
 StallAfter = float | Literal["auto"]
 
@@ -179,6 +181,21 @@ def swallowed_error(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 def uneven_batches(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     meet = Acting("on_train_epoch_end", lambda trainer: trainer.strategy.barrier())
     fit(folder, stall_after_s, meet, data=Data(length=2 * (AT if rank == 1 else 2 * AT)))
+
+
+def hold(seconds: int) -> None:
+    """Sleep in C code that keeps Python's lock."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def held_lock(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Keep Python's lock for good, as soon as there is a file to say so in."""
+
+    def act(model: Model, step: int) -> None:
+        if step >= AT and (folder / "gpu_report" / STACKS_NAME).exists():
+            hold(10_000)
+
+    fit(folder, stall_after_s, data=Data(length=1_000_000), model=Model(act))
 
 
 def sync_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -377,6 +394,7 @@ STALLS = {
     "storage that does not answer": Case(silent_storage, "storage", "workers wait for storage"),
     "a callback that waits": Case(waiting_callback, "callback", "Acting waits for a lock in hang"),
     "swap thrash": Case(swapping, "swap", "every task waited for memory in 91 %"),
+    "C code that holds Python's lock": Case(held_lock, "held_lock", "The training thread was in hold ("),
     "an error swallowed on one rank": Case(
         swallowed_error, "rank_left", "Rank 1 has left the training at step 13 (stopped by ValueError", 2, 1
     ),

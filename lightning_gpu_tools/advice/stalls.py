@@ -50,7 +50,7 @@ class Stall:
 
     Attributes:
         began_at: Since when, ISO 8601, UTC.
-        lasted_s: How long, up to now while it lasts.
+        lasted_s: How long, up to now while it lasts; at least so long if the run was killed in it.
         is_over: Whether the training went on.
         step: Training steps begun.
         phase: What the training thread was doing, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
@@ -190,6 +190,7 @@ StallCause = Literal[
     "collective_on_one_rank",
     "communication",
     "gpu",
+    "held_lock",
     "code",
 ]
 
@@ -302,6 +303,17 @@ def explain(facts: StallFacts) -> Explanation:
         )
     gpu = "" if busy_percent is None else f", and the GPU is {busy_percent:.0f} % busy"
     return Explanation("code", f"The training process {does}{where}{gpu}.", "Look at that line; the stack is below.")
+
+
+def explain_held_lock(stack: tuple[Frame, ...]) -> Explanation:
+    """Return why no thread of Python could run."""
+    where = f" The training thread was{_where(stack)}." if stack else ""
+    return Explanation(
+        "held_lock",
+        f"C code held Python's lock (the GIL), so no thread of Python ran.{where}",
+        "Look at that line. C code that takes long has to release the lock: ctypes.CDLL instead of PyDLL, nogil in "
+        "Cython, gil_scoped_release in pybind11.",
+    )
 
 
 def _waits_for(activity: Activity | None, what: Wait) -> bool:

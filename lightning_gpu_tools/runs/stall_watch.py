@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
@@ -22,6 +22,7 @@ from lightning_gpu_tools.advice.stalls import (
     collective_of,
     describe_rank,
     explain,
+    explain_held_lock,
     explain_ranks,
     headline,
     is_excused,
@@ -30,11 +31,11 @@ from lightning_gpu_tools.advice.stalls import (
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.lock_alarm import LockAlarm
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.stacks import (
     ForkedStacks,
-    LockAlarm,
     activity,
     frames_of,
     memory_stall_percent,
@@ -93,7 +94,8 @@ class StallWatch:
         self._written = 0
         self._is_told = self._is_closed = False
         self._stacks = ForkedStacks()
-        self._alarm = LockAlarm()
+        self.alarm = LockAlarm(self._thread)
+        self._spent_s: Mapping[str, float] = {}  # by phase, when it was last armed
         self.jobs = BackgroundJobs()
         self.jobs.add("Watching for stalls", self._poll)
 
@@ -102,10 +104,11 @@ class StallWatch:
         if self._is_closed:
             return
         self._is_closed, self.ended = True, ended
+        self._tell_of_held_lock()  # until just now, perhaps
         self.jobs.close()
         if ended is not None:
             self._publish(self._phase)
-        self._alarm.close()
+        self.alarm.close()
         self._stacks.close()
 
     def pass_on(self) -> None:
@@ -116,6 +119,7 @@ class StallWatch:
     # In the thread
 
     def _poll(self) -> float:
+        self._tell_of_held_lock()
         clock, patience = self._session.clock, self._patience
         now_s, stuck_s, phase = clock.now_s, patience.stuck_s, self._phase
         since_s = clock.since_s if clock.running else now_s
@@ -132,7 +136,8 @@ class StallWatch:
         self._publish(phase)
         if self._is_told:
             self._change_stall(lasted_s=patience.stuck_s)
-        self._alarm.arm(max(patience.due_s, 0.0) + self._grace_s + self._interval_s)
+        self._spent_s = clock.so_far()
+        self.alarm.arm(max(patience.due_s, 0.0) + self._grace_s + self._interval_s)
         return self._interval_s
 
     @property
@@ -156,7 +161,7 @@ class StallWatch:
             self._patience.excuse()
             return
         if self._own is None or self._is_told:
-            self._alarm.arm(_LOCK_GRACE_S + self._grace_s)  # what follows takes a while
+            self.alarm.arm(_LOCK_GRACE_S + self._grace_s)  # what follows takes a while
             self._own = explain(self._facts(phase, stack, frames))
             if (phase, mark) != (self._phase, self._mark(phase)):  # it went on meanwhile
                 self._own = None
@@ -271,21 +276,27 @@ class StallWatch:
             whose = "" if behind is None else f" of rank {behind.rank}"
             lines += [f"Stack of the training thread{whose}, innermost call last:"]
             lines += [f"  {printable(call, 200)}" for call in calls[-_MAX_PRINTED:]]
-            began = datetime.now(timezone.utc) - timedelta(seconds=patience.stuck_s)
-            stall = Stall(
-                began_at=began.isoformat(timespec="seconds"),
-                lasted_s=patience.stuck_s,
-                is_over=False,
-                step=step,
-                phase=phase,
-                stack=tuple(calls),
-                ranks=tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else (),
-                **found._asdict(),
-            )
-            self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
+            places = tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else ()
+            self._keep(found, patience.stuck_s, is_over=False, step=step, phase=phase, stack=tuple(calls), ranks=places)
             self._is_told = True
         self._session.background.run_now()  # the report is written
         self._say("\n".join(lines))
+
+    def _tell_of_held_lock(self) -> None:
+        held, clock, before_s = self.alarm.take(), self._session.clock, self._spent_s
+        if held is None or self._is_told or is_excused(held.stack):
+            return
+        spent_s, step = clock.so_far(), clock.steps
+        # It goes on already, so the phase is the one that most of the time has gone to.
+        phase = max(spent_s, key=lambda one: spent_s[one] - before_s.get(one, 0.0), default=self._phase)
+        found, stack = explain_held_lock(held.stack), tuple(str(frame) for frame in held.stack[-_MAX_KEPT:])
+        self._keep(found, held.lasted_s, is_over=True, step=step, phase=phase, stack=stack)
+        self.notes.append(f"{headline(phase, held.lasted_s, step)} It goes on. {found.why} {found.next_step}")
+
+    def _keep(self, found: Explanation, lasted_s: float, **facts: Any) -> None:
+        began = datetime.now(timezone.utc) - timedelta(seconds=lasted_s)
+        stall = Stall(began_at=began.isoformat(timespec="seconds"), lasted_s=lasted_s, **facts, **found._asdict())
+        self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
 
     def _change_stall(self, **changes: Any) -> None:
         self.stalls = (*self.stalls[:-1], replace(self.stalls[-1], **changes))

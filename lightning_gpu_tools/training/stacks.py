@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
-import functools
 import os
 import platform
 import re
 import signal
 import sys
 import sysconfig
-import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -98,6 +97,12 @@ def catches(pid: int, signal_number: int) -> bool:
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 
+def voluntary_switches(thread: int) -> int | None:
+    """Return how often a thread of this process has begun to wait; ``None`` if unknown."""
+    value = _value(read_proc("self", "task", thread, "status"), "voluntary_ctxt_switches")
+    return None if value is None else int(value)
+
+
 def swapped_pages() -> int:
     """Return how many pages the machine has swapped in and out since it started."""
     words = read_proc("vmstat").split()
@@ -126,8 +131,6 @@ _SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
 _POLL_S = 0.02
 _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
-# They import faulthandler without using its timer.
-_NO_TIMER = ("torch.", "joblib.", __name__)
 
 
 def _frame(file: str, line: int, function: str) -> Frame:
@@ -144,14 +147,23 @@ def frames_of(thread: int) -> list[FrameType]:
     return found[::-1]
 
 
+def frames_in(text: str) -> tuple[Frame, ...]:
+    """Return the stack of a thread that faulthandler has written, outermost call first."""
+    return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
+
+
 # Where Lightning's Trainer hands over to the loops.
 _TRAINER_FILE, _TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit", "_run_stage")
 
 
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
     """Return the calls below the Trainer's, if there is one, without those of this package."""
-    calls = [(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames]
-    stack = tuple(_frame(*call) for call in calls if not call[0].startswith(_OWN))
+    return innermost_in_fit([_frame(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames])
+
+
+def innermost_in_fit(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return the same of a stack that was read elsewhere."""
+    stack = tuple(one for one in frames if not one.file.startswith(_OWN))
     for i, call in reversed(list(enumerate(stack))):
         if call.function in _TRAINER_FUNCTIONS and call.file.endswith(_TRAINER_FILE):
             return stack[i + 1 :]
@@ -185,7 +197,7 @@ class ForkedStacks:
             size = os.fstat(self._file).st_size
             time.sleep(_POLL_S)
         text = os.pread(self._file, 1 << 16, before).decode(errors="replace")
-        return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
+        return frames_in(text)
 
     def close(self) -> None:
         """Take off this process's handler."""
@@ -193,46 +205,3 @@ class ForkedStacks:
             faulthandler.unregister(_SIGNAL)
             os.close(self._file)
             self._file = -1
-
-
-class LockAlarm:
-    """Has all stacks written to the terminal if C code holds Python's lock for too long.
-
-    It uses faulthandler's only timer, unless anybody else may.
-    """
-
-    def __init__(self) -> None:
-        self._is_free = all(
-            name.startswith(_NO_TIMER)
-            for name, module in list(sys.modules.items())
-            # By __dict__: a lazy module's __getattr__ would import.
-            if getattr(module, "__dict__", {}).get("faulthandler") is faulthandler
-        )
-        if self._is_free:
-            _stop_at_forks()
-
-    def arm(self, seconds: float) -> None:
-        """Write all stacks after so long unless this is called again before. Takes 0.1 to 0.4 ms."""
-        if self._is_free:
-            with _arming, suppress(ValueError, OSError, RuntimeError):  # no terminal to write to
-                faulthandler.dump_traceback_later(seconds, file=2)
-
-    def close(self) -> None:
-        """Write no stacks."""
-        if self._is_free:
-            with _arming:
-                faulthandler.cancel_dump_traceback_later()
-
-
-_arming = threading.Lock()
-
-
-@functools.cache
-def _stop_at_forks() -> None:
-    """Stop the timer at each fork: a child's end would wait for the timer's thread, which is not there."""
-
-    def stop() -> None:
-        _arming.acquire()
-        faulthandler.cancel_dump_traceback_later()
-
-    os.register_at_fork(before=stop, after_in_parent=_arming.release, after_in_child=_arming.release)
