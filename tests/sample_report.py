@@ -18,7 +18,7 @@ FINDING = Finding(
     ceiling=1 / 0.39,
     ceiling_lower=2.4,
     evidence={"kind": "too_few_workers", "wait_ms_per_step": 31.0, "step_ms": 51.0},
-    advice="In the DataLoader set num_workers=6 (now 0).",
+    advice="Set DataLoader(..., num_workers=6) (now 0).",
 )
 REPORT = Report(
     outcome="stopped by KeyError at step 812",
@@ -33,7 +33,7 @@ REPORT = Report(
         verdict="low",
         findings=(FINDING,),
         why="Waiting for data takes 61 % of the wall time (31 ms of 51 ms per steady step).",
-        next_step="In the DataLoader set num_workers=6 (now 0). Speedup: up to 2.5x.",
+        next_step="Set DataLoader(..., num_workers=6) (now 0). Speedup: about 2.3x (2.1x to 2.5x).",
     ),
     gpus=(
         GpuSummary(

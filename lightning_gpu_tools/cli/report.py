@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against, compare its steady steps with those of another run. Works without a GPU."
     )
     parser.epilog = (
-        "Exit code: 0 printed, or within the limit; 1 slower than the limit and beyond the runs' noise; 2 wrong usage; "
-        "3 the runs cannot be compared, or a file is not a report. Without --against, 1 if FILE is not a report."
+        "Settings that OLD advised to change may differ; their gain is then the result. Exit code: 0 printed, or "
+        "within the limit; 1 slower than the limit and beyond the runs' noise; 2 wrong usage; 3 the runs cannot be "
+        "compared, or a file is not a report. Without --against, 1 if FILE is not a report."
     )
-    parser.add_argument("file", metavar="FILE", help="gpu_report.json, or the folder that holds it")
-    parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        default=".",
+        help="gpu_report.json; its folder; or a folder of runs, for the newest one below it (default: this folder)",
+    )
+    parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with, or its folder")
     parser.add_argument(
         "--max-slowdown",
         metavar="PERCENT",
@@ -52,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
     from lightning_gpu_tools.errors import ReportError
-    from lightning_gpu_tools.reports.report import load_report, to_json
+    from lightning_gpu_tools.reports.report import FILE_NAME, load_report, to_json
     from lightning_gpu_tools.reports.text import render_markdown, render_text
+    from lightning_gpu_tools.units import printable_path
 
     if args.full and (args.against is not None or args.format not in ("text", "markdown")):
         args.usage_error("--full is for the report of one run, as text or markdown")
@@ -65,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "html" and importlib.util.find_spec("bokeh") is None:
         args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
-        report = load_report(args.file)
+        report = load_report(_found(args.file))
         if args.format == "text":
             print(render_text(report, full=args.full))
         elif args.format == "markdown":
@@ -74,11 +83,28 @@ def run(args: argparse.Namespace) -> int:
             print((to_json if args.format == "json" else _page)(report).rstrip("\n"))
         return 0
     try:
-        new, old = load_report(args.file), load_report(args.against)
+        new_file, old_file = _found(args.file), _found(args.against)
+        own = (args.file, os.path.join(args.file, FILE_NAME))
+        if new_file not in own and os.path.realpath(new_file) == os.path.realpath(old_file):
+            raise ReportError(
+                f"the newest report in {printable_path(args.file)} is OLD itself. Train again, or name the new report."
+            )
+        new, old = load_report(new_file), load_report(old_file)
     except ReportError as error:
         print(f"lightning-gpu-tools: cannot compare: {error}", file=sys.stderr)
         return 3
     return _compare(new, old, max_slowdown / 100, args.format)
+
+
+def _found(path: str) -> str:
+    from lightning_gpu_tools.reports.report import FILE_NAME, find_report
+    from lightning_gpu_tools.units import printable_path
+
+    file = find_report(path)
+    if file not in (path, os.path.join(path, FILE_NAME)):
+        shown = printable_path(file.removeprefix("./"))
+        print(f"Newest report in {printable_path(path)}: {shown}", file=sys.stderr)
+    return file
 
 
 def _page(*runs: Any) -> str:
@@ -90,17 +116,15 @@ def _page(*runs: Any) -> str:
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
     from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, confirm, render_comparison
     from lightning_gpu_tools.reports.report import as_json
-    from lightning_gpu_tools.reports.text import escape_markdown
 
     comparison = compare(new, old, max_slowdown)
     confirmation = confirm(new, old)
-    result = [] if confirmation is None else [f"Result of the change: {confirmation}"]
     if form == "json":
         print(as_json(asdict(comparison)))
     elif form == "html":
         print(_page(new, old, max_slowdown))
     elif form == "markdown":
-        print("\n\n".join([comparison_markdown(comparison), *map(escape_markdown, result)]))
+        print(comparison_markdown(comparison, confirmation))
     else:
-        print("\n".join([render_comparison(comparison), *result]))
+        print(render_comparison(comparison, confirmation))
     return _EXIT_CODES[comparison.verdict]

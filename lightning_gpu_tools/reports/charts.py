@@ -74,11 +74,16 @@ def phase_color(group: str) -> str:
     return PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
 
 
-def phase_bands(report: Report) -> list[_Band]:
-    """Return the groups of phases from bottom to top, in percent of each of the report's spans."""
+def phase_bands(report: Report, order: Iterable[str] = ()) -> list[_Band]:
+    """Return the groups of phases from bottom to top, in percent of each of the report's spans.
+
+    By default in the order of the report's tree; ``order`` names groups that come first.
+    """
     bands = []
     bottom = [0.0] * len(report.spans)
-    for group, parts in phase_groups(report.phase_s).items():
+    groups = phase_groups(report.phase_s)
+    for group in dict.fromkeys([*order, *groups]):
+        parts = groups.get(group, {})
         shares = [span.phase_s.get(group, 0.0) / max(span.end_s - span.begin_s, 1e-9) for span in report.spans]
         top = [min(low + 100 * share, 100.0) for low, share in zip(bottom, shares, strict=True)]
         whole = sum(parts.values()) / max(report.wall_s, 1e-9)

@@ -1,30 +1,57 @@
-"""Whether a run was faster or slower than another beyond their noise, and what following its advice has brought."""
+"""Whether a run is slower than another beyond their noise, and what following its advice has brought."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from lightning_gpu_tools.advice.findings import mean_interval, median_interval
+from lightning_gpu_tools.advice.findings import Finding, mean_interval, median_interval
+from lightning_gpu_tools.checkpoints.atomic_file import last_modified, matching
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report
 from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase_label
-from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
+from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.units import format_duration, printable
 
+_LOADER = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 # Settings that must match so that a difference in speed is due to the program.
 _MUST_MATCH = (
     *("cpu", "gpu", "accelerator", "world_size", "precision", "batch_size", "accumulate_grad_batches"),
-    *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
+    *_LOADER,
 )
+_SAME_PROGRAM = ("model", "dataset")
+# The settings that the advice of each cause changes.
+_ADVISED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("data_loading", "epoch_start", "slow_steps", "straggler"), _LOADER),
+    "host_to_device_copy": ("pin_memory",),
+    "low_precision": ("precision",),
+    **dict.fromkeys(("launch_bound", "small_batch"), ("batch_size",)),
+    **dict.fromkeys(
+        ("batch_too_large", "model_too_large", "optimizer_too_large", "fragmentation", "spike"),
+        ("batch_size", "precision", "accumulate_grad_batches"),
+    ),
+}
+# The phases of a step that a setting cannot make faster, with one rank: others wait for each other inside their steps.
+_UNTOUCHED: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(_LOADER, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
+    "precision": frozenset({"data_loading", "callback", "logging", "trainer"}),
+}
 
 # With five blocks or fewer, not even their full range is a 95 % interval of the median.
 _MIN_BLOCKS = 6
+_CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
+_MAX_ELSEWHERE = 0.5  # our default: with more of the gain than this in other phases, the change does not explain it
+# Of 15 trainings on two cores, the one that gained most beyond its prediction was 1.17 times as fast as predicted.
+_MAX_BEYOND = 1.25
+_PARTS = 16  # our default: of a run, over which the time of a phase is a mean or a median
+_WARM_UP_STEPS = 20  # as for the blocks of steady steps
 
 Verdict = Literal["faster", "same", "slower", "not_comparable"]
 
@@ -38,7 +65,7 @@ class Change:
     new: Any
 
     def __str__(self) -> str:
-        return f"{_show(self.old)} -> {_show(self.new)}"
+        return f"{printable(self.setting)} {_show(self.old)} -> {_show(self.new)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,27 +75,36 @@ class Comparison:
     verdict: Verdict
     reasons: tuple[str, ...]  # why the runs cannot be compared
     of: str = "median"  # or "mean"
+    per: str = "step"  # or "sample", after a change of the batch size that was advised
     old_step_s: float | None = None
     new_step_s: float | None = None
     slowdown: float | None = None  # 0.07 = a step takes 7 % longer
     slowdown_low: float | None = None  # of its 95 % interval
     slowdown_high: float | None = None
     max_slowdown: float  # the limit
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # of all settings
+    followed: tuple[Change, ...] = ()  # those that the older run's advice was about: what the runs test
+    doubt: str | None = None  # why the gain is not due to them
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
-    """Compare two runs by the time of their steady steps: ``slower`` is beyond the noise and the limit (0.05 = 5 %)."""
+    """Compare two runs by the time of their steady steps: ``slower`` is beyond the noise and the limit (0.05 = 5 %).
+
+    Settings that the older run's advice is about may differ: the comparison then shows what following it has brought.
+    """
     names = sorted({*new.settings, *old.settings})
     changes = tuple(
         Change(setting=name, old=old.settings.get(name), new=new.settings.get(name))
         for name in names
         if old.settings.get(name) != new.settings.get(name)
     )
+    causes = [finding.cause for finding in old.diagnosis.findings] if _is_same_program(new, old) else []
+    advised = {setting for cause in causes for setting in _ADVISED.get(cause, ())}
+    followed = tuple(change for change in changes if change.setting in advised)
     reasons = [
         f"{change.setting} differs: {_show(change.old)} before, {_show(change.new)} now"
         for change in changes
-        if change.setting in _MUST_MATCH
+        if change.setting in _MUST_MATCH and change not in followed
     ]
     for name, report in (("old", old), ("new", new)):
         if len(report.step_s_blocks) < _MIN_BLOCKS:
@@ -76,7 +112,9 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
                 f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
-    speed = _change_of_speed(old.step_s_blocks, new.step_s_blocks)
+    per_sample = any(change.setting == "batch_size" for change in followed)
+    old_blocks, new_blocks = (_blocks(report, per_sample) for report in (old, new))
+    speed = _change_of_speed(old_blocks, new_blocks)
     verdict: Verdict = "same"
     if reasons:
         verdict = "not_comparable"
@@ -84,7 +122,31 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         verdict = "slower"
     elif speed["slowdown_high"] < 0:
         verdict = "faster"
-    return Comparison(verdict=verdict, reasons=tuple(reasons), max_slowdown=max_slowdown, changes=changes, **speed)
+    comparison = Comparison(
+        verdict=verdict,
+        reasons=tuple(reasons),
+        per="sample" if per_sample else "step",
+        max_slowdown=max_slowdown,
+        changes=changes,
+        followed=followed,
+        **speed,
+    )
+    if followed:
+        untouched = frozenset.intersection(*(_UNTOUCHED.get(one.setting, frozenset()) for one in followed))
+        settings = {change.setting for change in followed}
+        findings = [one for one in old.diagnosis.findings if settings & {*_ADVISED.get(one.cause, ())}]
+        comparison = replace(comparison, doubt=_doubt(comparison, new, old, untouched, findings))
+    return comparison
+
+
+def _is_same_program(new: Report, old: Report) -> bool:
+    return all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
+
+
+def _blocks(report: Report, per_sample: bool) -> tuple[float, ...]:
+    size = report.settings.get("batch_size") if per_sample else 1
+    samples = size if isinstance(size, int) and size > 0 else 1
+    return tuple(step_s / samples for step_s in report.step_s_blocks)
 
 
 def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
@@ -110,62 +172,145 @@ def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, An
     return found
 
 
+def _doubt(
+    comparison: Comparison, new: Report, old: Report, untouched: frozenset[str], findings: Sequence[Finding]
+) -> str | None:
+    """Return why a gain is not due to the change, if so: it is elsewhere, or far beyond what was predicted."""
+    if comparison.verdict != "faster":
+        return None
+    if new.settings.get("world_size", 1) != 1:
+        untouched = frozenset()
+    before, now = (steady_phase_s(report, comparison.of) for report in (old, new))
+    gains = {phase: before.get(phase, 0.0) - now.get(phase, 0.0) for phase in {*before, *now} - {*PAUSES}}
+    whole, elsewhere = sum(gains.values()), sum(gain for phase, gain in gains.items() if phase in untouched)
+    if whole > 0 and elsewhere > _MAX_ELSEWHERE * whole:
+        phase = max(untouched, key=lambda one: gains.get(one, 0.0))
+        share = min(elsewhere / whole, 1.0)
+        times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
+        return (
+            f"The machine was not the same: {100 * share:.0f} % of the gain is where this change cannot speed anything "
+            f'up, most of it in "{phase_label(phase)}" ({times}).'
+        )
+    predicted = math.prod(map(_most_predicted, findings))
+    slowest = _speedups(comparison)[1]
+    if slowest + 1 > _MAX_BEYOND * predicted:
+        return f"The machine was not the same: the advice predicted at most {100 * (predicted - 1):.0f} % faster."
+    return None
+
+
+def _most_predicted(finding: Finding) -> float:
+    return finding.ceiling
+
+
+def steady_phase_s(report: Report, of: str = "mean") -> dict[str, float]:
+    """Return the mean or median time per step of each group of phases, without the first steps, largest first."""
+    typical: Callable[[Sequence[float]], float] = median if of == "median" else fmean
+    parts = list(_parts(report))
+    names = dict.fromkeys(name for part in parts for name in part)
+    times = {name: typical([part.get(name, 0.0) for part in parts]) for name in names}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def _parts(report: Report) -> Iterator[Mapping[str, float]]:
+    """Yield the time per step by group of phases in parts of the run with about as many steps each."""
+    done, steps, spent = 0, 0, defaultdict[str, float](float)
+    steady = sum(span.steps for span in report.spans) - _WARM_UP_STEPS
+    for span in report.spans if steady > 0 else ():
+        done += span.steps
+        if done <= _WARM_UP_STEPS:
+            continue
+        steps += span.steps
+        for phase, seconds in span.phase_s.items():
+            spent[phase] += seconds
+        if steps and steps >= steady / _PARTS:
+            yield {phase: seconds / steps for phase, seconds in spent.items()}
+            steps, spent = 0, defaultdict(float)
+    if steady <= 0:  # too short, or a file of schema version 1
+        for phase, seconds in report.phase_s.items():
+            spent[base_phase(phase)] += seconds
+        yield {phase: seconds / max(1, report.steps) for phase, seconds in spent.items()}
+
+
+def _speedups(comparison: Comparison) -> tuple[float, float, float]:
+    """Return how much faster the newer run is, and the ends of the 95 % interval."""
+    slowdowns = (comparison.slowdown, comparison.slowdown_high, comparison.slowdown_low)
+    ratios = [1 + (one or 0.0) for one in slowdowns]
+    faster, low, high = (1 / ratio - 1 if ratio > 0 else math.inf for ratio in ratios)
+    return faster, low, high
+
+
 def _show(value: Any) -> str:
     values = value if isinstance(value, list) else [] if value is None else [value]
     return printable(", ".join(map(printable, values)), 300) or "None"
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Return the comparison as text."""
-    return "\n".join([f"{_verdict(comparison)}: {_numbers(comparison)}", *_details(comparison)])
+def render_comparison(comparison: Comparison, confirmation: str | None = None) -> str:
+    """Return the comparison as text of at most 100 columns; ``confirmation`` is what :func:`confirm` has returned."""
+    lines = [headline(comparison), *details(comparison, confirmation)]
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
-def comparison_markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: Comparison, confirmation: str | None = None) -> str:
     """Return the comparison for a pull request."""
-    lines = [f"**{_verdict(comparison)}:** {_numbers(comparison)}", ""]
-    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _details(comparison))]).rstrip()
+    verdict, separator, numbers = headline(comparison).partition(": ")
+    lines = [f"**{escape_markdown(verdict)}{separator.strip()}** {escape_markdown(numbers)}", ""]
+    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in details(comparison, confirmation))]).rstrip()
 
 
-def _verdict(comparison: Comparison) -> str:
-    return "NO SLOWER" if comparison.verdict == "same" else comparison.verdict.replace("_", " ").upper()
-
-
-def _numbers(comparison: Comparison) -> str:
+def headline(comparison: Comparison) -> str:
+    """Return the result in one line: of the change that was tested, or of the runs as they are."""
+    verdict = "NO SLOWER" if comparison.verdict == "same" else comparison.verdict.replace("_", " ").upper()
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
     slowdown, low, high = comparison.slowdown, comparison.slowdown_low, comparison.slowdown_high
     if old_s is None or new_s is None or slowdown is None or low is None or high is None:
-        return "there are no steady steps to compare."
+        return f"{verdict}: there are no steady steps to compare."
     noise = ", within the noise of the runs" if low <= 0 <= high else ""
     limit = f"; the limit is {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
+    steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
+    if comparison.followed and comparison.verdict != "not_comparable":
+        faster, _, _ = _speedups(comparison)
+        result = f"{verdict}: {_faster(faster)}" if comparison.verdict == "same" else _faster(faster).upper()
+        return f"{result} after {_changed(comparison)} ({_interval(comparison)}){noise}{limit}: {steps}."
     interval = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} %"
-    steps = f"{format_duration(old_s)} per {comparison.of} step before, {format_duration(new_s)} now"
-    return f"{steps}: {100 * slowdown:+.1f} % ({interval}){noise}{limit}."
+    return f"{verdict}: {steps}: {100 * slowdown:+.1f} % ({interval}){noise}{limit}."
 
 
-def _details(comparison: Comparison) -> list[str]:
+def _changed(comparison: Comparison) -> str:
+    return ", ".join(map(str, comparison.followed))
+
+
+def _interval(comparison: Comparison) -> str:
+    _, low, high = _speedups(comparison)
+    return f"95 % interval {100 * low:+.0f} to {100 * high:+.0f} %"
+
+
+def details(comparison: Comparison, confirmation: str | None = None) -> list[str]:
+    """Return what stands below the headline."""
+    is_test = comparison.verdict != "not_comparable"
+    named = {change.setting for change in comparison.followed} if is_test else {*_MUST_MATCH}
+    advised = () if is_test else comparison.followed
     return [
+        *([comparison.doubt] if comparison.doubt else []),
         *(f"Not comparable: {reason}." for reason in comparison.reasons),
-        *(f"Changed: {printable(one.setting)}: {one}" for one in comparison.changes),
+        *(f"Changed as advised: {change}." for change in advised),
+        *(f"Changed: {change}." for change in comparison.changes if change.setting not in named),
+        *([] if confirmation is None or comparison.followed else [f"Result of the change: {confirmation}"]),
     ]
 
 
-# Settings that advice changes; all others must match.
-_ADVISED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "batch_size")
-_SAME_PROGRAM = ("model", "dataset")
-_CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
-
-
-def is_of_one_run(folder: Path) -> bool:
+def is_of_one_run(folder: str | os.PathLike[str]) -> bool:
     """Return whether the next run has another folder, as Lightning's loggers name them."""
-    return folder.name.startswith("version_")
+    return os.path.basename(os.path.normpath(folder)).startswith("version_")
 
 
-def earlier_report(folder: str | Path) -> Report | None:
+def earlier_report(folder: str | os.PathLike[str]) -> Report | None:
     """Return the last finished report of the folder, or else the newest one of the logger's other versions."""
-    here = Path(folder)
-    others = [file for file in here.parent.glob(f"version_*/{FILE_NAME}") if is_of_one_run(here) and file.exists()]
-    others.sort(key=os.path.getmtime, reverse=True)
-    for file in (here / FILE_NAME, here / PREVIOUS_NAME, *others):
+    here = os.fspath(folder)
+    others = []
+    if is_of_one_run(here):
+        others = matching(os.path.dirname(here.rstrip("/")), f"version_*/{FILE_NAME}")
+        others.sort(key=last_modified, reverse=True)
+    for file in (os.path.join(here, FILE_NAME), os.path.join(here, PREVIOUS_NAME), *others):
         with contextlib.suppress(ReportError):  # none there, of a newer version, or not ours: nothing to compare with
             report = load_report(file)
             if report.is_finished:
@@ -175,45 +320,38 @@ def earlier_report(folder: str | Path) -> Report | None:
 
 def confirm(new: Report, old: Report) -> str | None:
     """Return the result of following the older run's advice; ``None`` if it was not followed or cannot be measured."""
-    if not old.diagnosis.findings or any(new.settings.get(name) != old.settings.get(name) for name in _SAME_PROGRAM):
+    if not old.diagnosis.findings or not _is_same_program(new, old):
         return None
-    advised = [change for change in compare(new, old).changes if change.setting in _ADVISED]
-    aligned = _by_sample(old, {**old.settings, **{change.setting: change.new for change in advised}})
-    # How much longer the older run's steps take is how much faster the newer one is.
-    change = compare(aligned, _by_sample(new, new.settings))
-    speedup, low, high = change.slowdown, change.slowdown_low, change.slowdown_high
-    if change.verdict == "not_comparable" or speedup is None or low is None or high is None:
+    comparison = compare(new, old)
+    if comparison.verdict == "not_comparable":
         return None
+    if comparison.followed:
+        return _result(_changed(comparison), comparison)
     phase = cause_phase(old)
-    took_less = phase is not None and _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old)
+    if phase is None or not _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old):
+        return None
     if phase in PAUSES:  # no part of a steady step, so only the whole run shows it
-        if not took_less or not new.wall_s:
+        if not new.wall_s:
             return None
         speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1
         return f"{_phase_change(phase, new, old)}: {_faster(speedup)}, measured over the whole run."
-    if advised:
-        what = ", ".join(f"{change.setting} {change}" for change in advised)
-    elif phase is not None and took_less:
-        what = _phase_change(phase, new, old)
-    else:
-        return None
+    others = frozenset(PHASES) - {base_phase(phase)}
+    doubt = _doubt(comparison, new, old, others, old.diagnosis.findings[:1])
+    return _result(_phase_change(phase, new, old), replace(comparison, doubt=doubt))
+
+
+def _result(what: str, comparison: Comparison) -> str:
+    faster, low, high = _speedups(comparison)
     verdict = ", not confirmed: it is within the noise of the runs."
     if low > 0:
-        verdict = ", confirmed."
+        verdict = ", confirmed." if comparison.doubt is None else f". {comparison.doubt}"
     elif high < 0:
         verdict = ". Undo the change."
-    return f"{what}: {_faster(speedup)} (95 % interval {100 * low:+.0f} to {100 * high:+.0f} %){verdict}"
+    return f"{what}: {_faster(faster)} ({_interval(comparison)}){verdict}"
 
 
 def _faster(speedup: float) -> str:
     return f"{100 * abs(speedup):.0f} % {'slower' if speedup < 0 else 'faster'}"
-
-
-def _by_sample(report: Report, settings: Mapping[str, Any]) -> Report:
-    """Return the report with other settings, and with the time of steps per sample if the batch size is known."""
-    size = report.settings.get("batch_size")
-    samples = size if isinstance(size, int) and size > 0 else 1
-    return replace(report, settings=settings, step_s_blocks=tuple(step_s / samples for step_s in report.step_s_blocks))
 
 
 def _phase_per_step(phase: str, report: Report) -> float:

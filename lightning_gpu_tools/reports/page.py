@@ -10,6 +10,7 @@ from pathlib import Path
 import bokeh
 from bokeh.embed import components
 
+from lightning_gpu_tools.advice.findings import gain
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.checkpoints.atomic_file import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -21,8 +22,8 @@ from lightning_gpu_tools.reports.charts import (
     rows,
     torch_account,
 )
-from lightning_gpu_tools.reports.comparison import compare, confirm, render_comparison
-from lightning_gpu_tools.reports.markup import Bar, element, escaped, table
+from lightning_gpu_tools.reports.comparison import compare, confirm, details, headline, steady_phase_s
+from lightning_gpu_tools.reports.markup import Bar, element, escaped, folded, table
 from lightning_gpu_tools.reports.page_charts import Charts
 from lightning_gpu_tools.reports.report import PAGE_NAME, Report
 from lightning_gpu_tools.reports.text import (
@@ -52,17 +53,16 @@ def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
 
 def render_page(report: Report, against: Report | None = None, max_slowdown: float = 0.0) -> str:
     """Return the report, or two runs side by side, as one to two megabytes of HTML that needs no network."""
-    charts = [Charts(report, "now")]
+    charts = [Charts(report, "now", against)]
     articles = [_article(report, charts[0], "Now: " if against else "")]
     introduction = ""
     if against is not None:
-        charts.insert(0, Charts(against, "before"))
+        charts.insert(0, Charts(against, "before", report))
         articles.insert(0, _article(against, charts[0], "Before: "))
-        verdict, *details = render_comparison(compare(report, against, max_slowdown)).split("\n")
-        confirmation = confirm(report, against)
-        if confirmation is not None:
-            details.append(f"Result of the change: {confirmation}")
-        introduction = element("h1", verdict) + "".join(element("p", line) for line in details)
+        comparison = compare(report, against, max_slowdown)
+        lines = details(comparison, confirm(report, against))
+        introduction = element("h1", headline(comparison)) + "".join(element("p", line) for line in lines)
+        introduction += _steps(report, against, comparison.of)
     content = f'{introduction}<main class="runs">{"".join(articles)}</main>'
     plots = {mark: plot for one in charts for mark, plot in one.plots.items()}
     script, places = components(plots) if plots else ("", {})
@@ -166,16 +166,27 @@ def _article(report: Report, charts: Charts, title: str) -> str:
     )
 
 
+def _steps(report: Report, against: Report, of: str) -> str:
+    """Return where the time of a step went in two runs."""
+    before, now = steady_phase_s(against, of), steady_phase_s(report, of)
+    lines = []
+    for group in sorted({*before, *now}, key=lambda one: -max(before.get(one, 0.0), now.get(one, 0.0))):
+        old_s, new_s = before.get(group, 0.0), now.get(group, 0.0)
+        change = f"{100 * (new_s / old_s - 1):+.0f} %" if old_s else ""
+        lines.append((phase_label(group), format_duration(old_s), format_duration(new_s), change))
+    return table(f"{of.capitalize()} time per step, after the first steps", ("phase", "before", "now", "change"), lines)
+
+
 def _findings(report: Report) -> Iterable[str]:
     for finding in report.diagnosis.findings:
-        gain = "" if math.isinf(finding.ceiling) else f"; at most {finding.ceiling:.2f}x as fast without it"
-        share = f"{100 * finding.share:.0f} % of the time{gain}; " if finding.share else ""
+        share = f"{100 * finding.share:.0f} % of the time; " if finding.share else ""
+        speedup = f" {gain(finding)}" if finding.share and not math.isinf(finding.ceiling) else ""
         yield element("h4", finding.cause.replace("_", " "))
-        yield element("p", f"{share}{finding.basis}.")
+        yield element("p", f"{share}{finding.basis}.{speedup}")
         yield element("p", finding.advice)
         values = finding.evidence.items()
         evidence = [(name, f"{value:.6g}" if isinstance(value, float) else value) for name, value in values]
-        yield table("Evidence", ("what", "value"), evidence)
+        yield folded("Evidence", table("What was measured", ("what", "value"), evidence))
 
 
 def _time(report: Report, charts: Charts) -> Iterable[str]:

@@ -26,7 +26,7 @@ from lightning_gpu_tools.reports.charts import (
 )
 from lightning_gpu_tools.reports.markup import escaped, folded, table
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.text import gpu_label
+from lightning_gpu_tools.reports.text import gpu_label, phase_groups
 
 # Okabe and Ito's, distinguishable with every common color blindness; the lines differ in dashes, too.
 _LINE_STYLES = (("#000000", "solid"), ("#D55E00", "dashed"), ("#0072B2", "dotdash"), ("#CC79A7", "dotted"))
@@ -38,18 +38,25 @@ _ROW_PIXELS, _ROWS_PIXELS = 26, 900  # of one row, and at most of all
 
 
 class Charts:
-    """The charts of one run as HTML, with marks in the places of the plots; the prefix is that of the run's names."""
+    """The charts of one run as HTML, with marks in the places of the plots; the prefix is that of the run's names.
 
-    def __init__(self, report: Report, prefix: str) -> None:
+    Those of ``other``, which is shown next to it, have the same time axis and the same order of phases.
+    """
+
+    def __init__(self, report: Report, prefix: str, other: Report | None = None) -> None:
         self.plots: dict[str, Any] = {}  # by mark
         self._report = report
         self._prefix = prefix
-        self._unit = time_unit(report.wall_s)
+        runs = [report] if other is None else [report, other]
+        longest_s = max(1e-9, *(run.wall_s for run in runs))
+        self._unit = time_unit(longest_s)
         self._length = max(report.wall_s, 1e-9) / self._unit.seconds
         self._time = f", at $x{{0.00}} {self._unit.name}"  # of a tooltip
         # Shared, so that all charts show the same part of the run.
-        self._range = Range1d(start=0, end=self._length)
-        self._bands = phase_bands(report)
+        self._range = Range1d(start=0, end=longest_s / self._unit.seconds)
+        phases = dict.fromkeys(phase for run in runs for phase in run.phase_s)
+        together = {phase: sum(run.phase_s.get(phase, 0.0) for run in runs) for phase in phases}
+        self._bands = phase_bands(report, phase_groups(together))
         self._edges = np.array(span_edges_s(report), np.float32) / self._unit.seconds
         steps = {"x": self._edges, "zero": np.zeros_like(self._edges)}
         for number, band in enumerate(self._bands):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -21,11 +22,13 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, trial_of
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
-from lightning_gpu_tools.advice.stalls import Stall
-from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.advice.stalls import Stall, explain_held_lock, is_excused
+from lightning_gpu_tools.checkpoints import atomic_file as files
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.training.lock_alarm import held_in
+from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.timeline import series_of
@@ -74,9 +77,10 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
     if option is Any or isinstance(value, (str, int, float, NoneType)):
         return value
     if hasattr(option, "_fields"):
-        if len(value) != len(option._fields):
-            raise _refused(place, f"must be a list of {', '.join(option._fields)}, got {len(value)} items")
-        value = dict(zip(option._fields, value, strict=True))
+        fields = option._fields
+        if not len(fields) - len(option._field_defaults) <= len(value) <= len(fields):
+            raise _refused(place, f"must be a list of {', '.join(fields)}, got {len(value)} items")
+        value = dict(zip(fields, value, strict=False))
     is_dataclass: bool = dataclasses.is_dataclass(option)
     for field in dataclasses.fields(option) if is_dataclass else ():
         if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
@@ -134,9 +138,13 @@ def _refused(place: str, why: str, *values: Any) -> ValueError:
     return ValueError(f"{printable(place, 200)} {why}".lstrip())
 
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
+# Where a run has no folder of its own, as with logger=False, its report has one.
+FOLDER_NAME = "gpu_report"
+# Where a folder of runs has their reports: as deep as logs/name/version_0.
+_BELOW = tuple("*/" * depth + FILE_NAME for depth in (1, 2, 3))
 _MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
 PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
@@ -216,8 +224,10 @@ class Report:
             training thread, measured in warm caches, and its own work there.
         monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
         confirmation: The measured result of following the previous run's advice.
-        unseen: What could not be measured with this version of Lightning or torch; its time counts toward the phase
-            around it.
+        core_wait_share: Fraction of the steady steps in which the training thread could run and had no core.
+        others_cores: How many of this job's cores other programs kept busy, on average.
+        unseen: What could not be measured with this kernel, or this version of Lightning or torch; its time counts
+            toward the phase around it.
         spans: The phases over time, in at most 401 parts.
         gpu_step_s: Mean time of a training step by the GPU's own clock, by part.
         ranks: The steps of each rank that reported; empty with one rank.
@@ -225,6 +235,7 @@ class Report:
         allocator_failures: How often torch's allocator ran out of memory on rank 0 and the run went on: the program or
             cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which the training made no progress, with the reason.
+        stall_note: Which of them may be missing.
         failure: What ended the run and what to do, where more is known than its error.
         loader: The result of NumWorkersFinder, if it finished.
         settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
@@ -248,6 +259,8 @@ class Report:
     monitor_us_per_step: float | None = None
     monitor_thread_us_per_step: float | None = None
     confirmation: str | None = None
+    core_wait_share: float | None = None
+    others_cores: float | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -255,6 +268,7 @@ class Report:
     memory: tuple[MemoryAccount, ...] = ()
     allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
+    stall_note: str | None = None
     failure: str | None = None
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -275,7 +289,13 @@ def to_json(report: Report) -> str:
 def as_json(data: Mapping[str, Any]) -> str:
     """Return plain data like :func:`to_json`, one line a field."""
     compact = functools.partial(json.dumps, separators=(",", ":"))
-    return "{\n" + ",\n".join(f"{compact(name)}: {compact(_finite(value))}" for name, value in data.items()) + "\n}"
+
+    def written(value: Any) -> str:
+        # Item by item: json.dumps of a thousand GPUs at once would hold Python's lock from the training for 30 ms.
+        items = isinstance(value, (list, tuple))
+        return f"[{','.join(compact(_finite(item)) for item in value)}]" if items else compact(_finite(value))
+
+    return "{\n" + ",\n".join(f"{compact(name)}: {written(value)}" for name, value in data.items()) + "\n}"
 
 
 def _finite(value: Any) -> Any:
@@ -349,50 +369,94 @@ def _unbounded(finding: Finding) -> Finding:
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
-    """Return the report in a file, or in a folder that holds a ``gpu_report.json``.
+    """Return the report in a file, or the one of a folder: its own ``gpu_report.json``, or else the newest one below.
+
+    Args:
+        path: A file or a folder, local or a URL such as ``s3://bucket/run``, for which its fsspec package is needed.
 
     Raises:
         ReportError: There is no report, it cannot be read, it is from a newer version of this package, or it is forged.
     """
-    file = Path(path)
+    file = find_report(path)
     try:
-        if file.is_dir():
-            file = file / FILE_NAME
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # would wait for a writer, or never end
+        status = files.status(file)
+        if status.kind != "file":  # would wait for a writer, or never end
             raise ValueError("it is not a file; save its content to one first")
-        if status.st_size > _MAX_BYTES:
+        if status.size_bytes > _MAX_BYTES:
             raise ValueError(f"it is larger than {format_bytes(_MAX_BYTES)}, the limit for a report")
-        text = file.read_text("utf-8")
+        text = files.read(file).decode()
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
-        raise ReportError(f"Cannot read a report from {printable(repr(str(file)), 300)}: {reason}.") from None
-    report = from_json(text, str(file))
-    return dataclasses.replace(report, outcome=_outcome_now(report, time.time() - status.st_mtime))
-
-
-def _outcome_now(report: Report, age_s: float) -> str:
+        raise _unreadable(file, error) from None
+    report = from_json(text, file)
     if report.outcome != RUNNING:
-        return report.outcome
+        return report
+    age_s = None if status.modified_s is None else time.time() - status.modified_s
+    last = _stall_at_last(report, files.local_path(file))
+    return dataclasses.replace(report, outcome=_outcome_now(report, age_s), stalls=(*report.stalls, *last))
+
+
+def find_report(path: str | os.PathLike[str]) -> str:
+    """Return the file that :func:`load_report` reads; ``ReportError`` if a folder has none."""
+    folder = os.fspath(path)
+    try:
+        if files.status(folder).kind != "folder":
+            return folder
+        own = os.path.join(folder, FILE_NAME)
+        found = [own] if files.exists(own) else files.matching(folder, *_BELOW)
+    except (OSError, ValueError, ImportError) as error:  # no such file, no such protocol, its package is missing
+        raise _unreadable(folder, error) from None
+    if not found:
+        raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
+    return max(found, key=lambda file: (files.last_modified(file), file))
+
+
+def _unreadable(path: str, error: Exception) -> ReportError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
+    if isinstance(error, FileNotFoundError):  # whose text some file systems leave out
+        reason = os.strerror(errno.ENOENT)
+    return ReportError(f"Cannot read a report from {printable(repr(path), 300)}: {reason}.")
+
+
+def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
+    """Return the stall of a run that could not write its report any more, because C code holds Python's lock."""
+    found = None if file is None else held_in(Path(file).parent, report.process)
+    if found is None or is_excused(found[0].stack):
+        return []
+    held, since_s = found
+    return [
+        Stall(
+            began_at=datetime.fromtimestamp(since_s, timezone.utc).isoformat(timespec="seconds"),
+            lasted_s=held.lasted_s,
+            is_over=False,
+            step=report.steps,
+            phase=UNEXPLAINED,
+            stack=tuple(map(str, held.stack)),
+            **explain_held_lock(held.stack)._asdict(),
+        )
+    ]
+
+
+def _outcome_now(report: Report, age_s: float | None) -> str:
     runs = None if report.process is None else report.process.is_running
     if runs is None:  # it may be on another machine
-        runs = age_s < _MAX_SILENCE_S
+        runs = age_s is None or age_s < _MAX_SILENCE_S
     return f"{RUNNING}: step {report.steps} so far" if runs else f"{_CUT_OFF} after step {report.steps}"
 
 
 class ReportFile:
-    """The ``gpu_report.json`` of one run in a folder, which may be written again and again.
+    """The ``gpu_report.json`` of one run in a folder or at a URL, which may be written again and again.
 
     What another run has left there is kept as ``gpu_report.previous.json``, but the report of a run that was cut off
     never takes the place of one that is finished.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.path = Path(folder) / FILE_NAME
-        self._written: os.stat_result | None = None
+        self.folder = os.fspath(folder)
+        self.path = os.path.join(self.folder, FILE_NAME)
+        self._written: object = None
         self._writing = threading.Lock()
 
-    def save(self, report: Report) -> Path:
+    def save(self, report: Report) -> str:
         """Write the report, completely or not at all, and return its path.
 
         Raises:
@@ -401,27 +465,26 @@ class ReportFile:
         if not self._writing.acquire(blocking=False):
             raise TimeoutError("the disk does not answer")
         try:
-            with replacing(str(self.path)) as file:
+            with files.writing(self.path) as file:
                 file.write(to_json(report).encode())
                 file.flush()  # a full disk shows here, before the former report takes the place of the one before it
                 self._keep_former()
-            self._written = self.path.stat()
+            self._written = files.status(self.path).content
         finally:
             self._writing.release()
         return self.path
 
     def _keep_former(self) -> None:
-        previous = self.path.with_name(PREVIOUS_NAME)
+        previous = os.path.join(self.folder, PREVIOUS_NAME)
         with contextlib.suppress(FileNotFoundError):
-            found, own = self.path.stat(), self._written
-            if own is not None and (found.st_ino, found.st_mtime_ns) == (own.st_ino, own.st_mtime_ns):
+            if files.status(self.path).content == self._written:
                 return
-            if _is_finished(self.path) or not previous.exists() or not _is_finished(previous):
-                with replacing(str(previous)) as file:  # a copy, so that there is a report at every moment
-                    file.write(self.path.read_bytes())
+            if _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous):
+                with files.writing(previous) as file:  # a copy, so that there is a report at every moment
+                    file.write(files.read(self.path))
 
 
-def _is_finished(path: Path) -> bool:
+def _is_finished(path: str) -> bool:
     try:
         return load_report(path).is_finished
     except ReportError:  # of a newer version, or not ours: not to be lost

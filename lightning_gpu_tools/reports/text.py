@@ -28,6 +28,7 @@ _MAX_NAMES = 6
 _MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
+_MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the system's own
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
@@ -173,10 +174,13 @@ def run_header(report: Report) -> str:
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
     ranks = settings.get("world_size", "1")
     place = f"{ranks} rank{'s' * (ranks != '1')} on {device}" if device else None
+    others = ""
+    if report.others_cores is not None and report.others_cores >= _MIN_OTHERS_CORES:
+        others = f"other programs used {report.others_cores:.1f} cores"
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
     versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
     steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
-    return "; ".join(filter(None, [settings.get("model"), steps, place, settings.get("precision"), versions]))
+    return "; ".join(filter(None, [settings.get("model"), steps, place, others, settings.get("precision"), versions]))
 
 
 def run_line(report: Report) -> str:
@@ -215,7 +219,9 @@ def measuring_lines(report: Report) -> list[str]:
     lines = []
     if report.unseen:
         unseen = ", ".join(map(printable, report.unseen))
-        lines.append(f"Not measured, because this version of Lightning or torch lacks it: {unseen}.")
+        lines.append(f"Not measured, because this kernel, Lightning or torch lacks it: {unseen}.")
+    if report.stall_note:
+        lines.append(printable(report.stall_note, 500))
     if report.monitor_us_per_step is not None:
         thread_us = report.monitor_thread_us_per_step
         thread = "" if thread_us is None else (f", and {thread_us:.0f} us of CPU time per step in a background thread")

@@ -1,6 +1,7 @@
 """``lightning-gpu-tools report`` as a program."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report import ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 
 RunCli = Callable[..., "CompletedProcess[str]"]
@@ -43,6 +44,10 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     ReportFile(tmp_path / "old").save(old)
     ReportFile(tmp_path / "slow").save(replace(old, step_s_blocks=tuple(1.1 * block for block in blocks)))
     ReportFile(tmp_path / "other").save(replace(old, settings={**old.settings, "batch_size": 32}))
+    followed = {**old.settings, "num_workers": 4}
+    for name, factor in (("advised", 1 / 1.5), ("advised and slow", 1.1)):
+        blocks_now = tuple(factor * block for block in blocks)
+        ReportFile(tmp_path / name).save(replace(old, step_s_blocks=blocks_now, settings=followed))
 
     def against_old(name: str, *options: str) -> tuple[int, str]:
         code = main(["report", str(tmp_path / name), "--against", str(tmp_path / "old"), *options])
@@ -55,8 +60,68 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     code, shown = against_old("other", "--format", "json")
     assert code == 3
     assert json.loads(shown)["reasons"] == ["batch_size differs: 64 before, 32 now"]
-    assert "Result of the change: batch_size 64 -> 32: 50 % slower" in against_old("other")[1]
+    code, shown = against_old("advised")
+    assert code == 0
+    assert shown.startswith("50 % FASTER after num_workers None -> 4 (95 % interval +")
+    assert max(map(len, shown.splitlines())) <= 100
+    code, shown = against_old("advised and slow")
+    assert (code, "9 % SLOWER after num_workers None -> 4 (" in shown) == (1, True)
+    assert against_old("advised and slow", "--max-slowdown", "20")[0] == 0
     assert against_old("slow", "--format", "markdown")[1].startswith("**SLOWER:** ")
+
+
+def save(folder: Path, steps: int) -> None:
+    """Save a report that is as many seconds old as it has steps."""
+    file = ReportFile(folder).save(replace(REPORT, steps=steps))
+    os.utime(file, (1e9 - steps,) * 2)
+
+
+def test_a_folder_of_runs_gives_the_newest_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, age in {"lightning_logs/version_9": 20, "lightning_logs/version_10": 10, "gpu_report": 30}.items():
+        save(tmp_path / folder, age)
+    (tmp_path / "lightning_logs" / "version_11").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def reported(*arguments: str) -> tuple[str, str]:
+        assert main(["report", *arguments]) == 0
+        shown = capsys.readouterr()
+        return shown.out.split("steps in")[0].split("; ")[-1].strip(), shown.err
+
+    newest = "Newest report in {}: lightning_logs/version_10/gpu_report.json\n"
+    assert reported("lightning_logs") == ("10", newest.format("lightning_logs"))
+    assert reported(".") == reported() == ("10", newest.format("."))
+    assert reported("gpu_report") == reported("gpu_report/gpu_report.json") == ("30", "")
+    assert load_report(tmp_path).steps == 10
+    save(tmp_path, 40)
+    assert reported(".") == ("40", "")  # its own, and none below
+
+
+def test_without_a_newer_run_there_is_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "lightning_logs" / "version_0", 5)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--against", "lightning_logs/version_0"]) == 3
+    assert "cannot compare: the newest report in . is OLD itself. Train again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("", "There is no gpu_report.json in {} or below it. Pass the file itself."),
+        ("nowhere", "Cannot read a report from '{}': No such file or directory."),
+        ("memory://nowhere", "Cannot read a report from '{}': No such file or directory."),
+        ("nosuch://nowhere", "Cannot read a report from '{}': Protocol not known: nosuch."),
+    ],
+)
+def test_where_there_is_no_report_the_path_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, says: str
+) -> None:
+    path = path if "://" in path else str(tmp_path / path).rstrip("/")
+    assert main(["report", path]) == 1
+    assert says.format(path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

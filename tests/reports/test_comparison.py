@@ -2,11 +2,12 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_report import REPORT
+from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.findings import median_interval
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
@@ -57,8 +58,7 @@ def test_equal_runs_are_hardly_ever_called_different() -> None:
         ("batch_size", 32, "batch_size differs: 64 before, 32 now"),
         ("precision", "bf16-mixed", "precision differs"),
         ("world_size", 8, "world_size differs: 2 before, 8 now"),
-        ("num_workers", 4, "num_workers differs: None before, 4 now"),
-        ("pin_memory", True, "pin_memory differs"),
+        ("accumulate_grad_batches", 2, "accumulate_grad_batches differs: None before, 2 now"),
     ],
 )
 def test_different_setups_cannot_be_compared(setting: str, value: object, says: str) -> None:
@@ -68,11 +68,69 @@ def test_different_setups_cannot_be_compared(setting: str, value: object, says: 
     assert comparison.slowdown is not None  # the numbers are there anyway
 
 
+@pytest.mark.parametrize(
+    ("now_s", "limit", "verdict", "says"),
+    [
+        (
+            0.05 / 1.73,
+            0.0,
+            "faster",
+            "75 % FASTER after num_workers None -> 4 (95 % interval +73 to +77 %): 50.1 ms per",
+        ),
+        (
+            0.05,
+            0.0,
+            "same",
+            "NO SLOWER: 1 % faster after num_workers None -> 4 (95 % interval -0 to +2 %), within",
+        ),
+        (0.06, 0.0, "slower", "16 % SLOWER after num_workers None -> 4 (95 % interval -17 to -15 %): "),
+        (
+            0.06,
+            0.3,
+            "same",
+            "NO SLOWER: 16 % slower after num_workers None -> 4 (95 % interval -17 to -15 %); the limit ",
+        ),
+    ],
+)
+def test_a_change_that_was_advised_is_what_the_runs_test(now_s: float, limit: float, verdict: str, says: str) -> None:
+    comparison = compare(a_run(now_s, seed=2, num_workers=4), a_run(0.05), limit)
+    shown = render_comparison(comparison)
+    assert (comparison.verdict, comparison.reasons) == (verdict, ())
+    assert shown.startswith(says)
+    assert shown.count("num_workers") == 1
+    assert comparison_markdown(comparison).startswith(f"**{shown.partition(':')[0]}:** ")
+
+
+def advised(cause: Any, *, seed: int = 1, **settings: object) -> Report:
+    """A run with another finding."""
+    run = a_run(0.05, seed=seed, **settings)
+    finding = replace(FINDING, cause=cause)
+    return replace(run, diagnosis=replace(run.diagnosis, findings=(finding,)))
+
+
+def test_a_change_that_was_not_advised_cannot_be_compared() -> None:
+    new = a_run(0.03, seed=2, num_workers=4, batch_size=32)
+    shown = render_comparison(compare(new, a_run(0.05))).splitlines()
+    assert shown[0].startswith("NOT COMPARABLE: 50.1 ms per mean step before, 29.8 ms now: ")
+    assert shown[1:] == [
+        "Not comparable: batch_size differs: 64 before, 32 now.",
+        "Changed as advised: num_workers None -> 4.",
+    ]
+    for old in (advised("low_precision"), advised("data_loading", model="Another")):
+        assert compare(a_run(0.03, num_workers=4), old).reasons == ("num_workers differs: None before, 4 now",)
+
+
+def test_a_larger_batch_that_was_advised_is_compared_by_samples() -> None:
+    comparison = compare(a_run(0.08, seed=2, batch_size=128), advised("launch_bound"))
+    assert render_comparison(comparison).startswith("26 % FASTER after batch_size 64 -> 128 (95 % interval ")
+    assert "per mean sample before" in render_comparison(comparison)
+
+
 def test_other_changed_settings_are_listed() -> None:
     comparison = compare(a_run(0.05, torch="2.13"), a_run(0.05, torch="2.12"))
     assert comparison.verdict == "same"
-    assert "Changed: torch: 2.12 -> 2.13" in render_comparison(comparison)
-    assert comparison_markdown(comparison).splitlines()[2] == "- Changed: torch: 2.12 -> 2.13"
+    assert "Changed: torch 2.12 -> 2.13." in render_comparison(comparison)
+    assert comparison_markdown(comparison).splitlines()[2] == "- Changed: torch 2.12 -> 2.13."
 
 
 @pytest.mark.parametrize("blocks", [0, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
@@ -17,8 +18,15 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.report import Report, ReportFile, load_report
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
-SETTINGS: dict[str, Any] = {"num_workers": 0, "pin_memory": False, "batch_size": 8, "accelerator": "CPUAccelerator"}
+SETTINGS: dict[str, Any] = {
+    "num_workers": 0,
+    "pin_memory": False,
+    "batch_size": 8,
+    "accelerator": "CPU",
+    "world_size": 1,
+}
 
 
 def report(step_ms: float, noise: float = 0.01, **changes: Any) -> Report:
@@ -45,12 +53,6 @@ def test_noise_is_not_confirmed_and_a_slowdown_is_undone() -> None:
     assert "Undo the change" in str(slower)
 
 
-def test_a_larger_batch_is_compared_by_samples() -> None:
-    found = confirm(with_settings(report(16), batch_size=16), report(10))
-    assert found is not None
-    assert found.startswith("batch_size 8 -> 16: 25 % faster (")
-
-
 @pytest.mark.parametrize(
     "new",
     [
@@ -58,6 +60,8 @@ def test_a_larger_batch_is_compared_by_samples() -> None:
         with_settings(report(5), num_workers=4, cpu="another one"),
         with_settings(report(5), num_workers=4, model="Another"),  # another program, not this one with a change
         with_settings(report(5), num_workers=4, dataset="Other"),
+        with_settings(report(5), num_workers=4, batch_size=16),  # advised, and not advised
+        with_settings(report(5), batch_size=16),
         report(5),  # nothing that was advised has changed
         with_settings(dataclasses.replace(report(5), step_s_blocks=()), num_workers=4),  # too short
     ],
@@ -76,6 +80,65 @@ def old_with(cause: str, phase: str, name: str | None = None, **changes: Any) ->
     finding = dataclasses.replace(FINDING, cause=cause, evidence={"name": name} if name else {})
     old = report(10, phase_s={phase: 2.0, "training_step": 2.0}, **changes)
     return dataclasses.replace(old, diagnosis=dataclasses.replace(old.diagnosis, findings=(finding,)))
+
+
+def in_phases(*, data_ms: float, step_ms: float, spans: bool = False, **changes: Any) -> Report:
+    """Return a run of 400 steps with so much of each phase a step; with spans, after a long first one."""
+    phase_s = {"data_loading": 0.4 * data_ms, "training_step": 0.4 * step_ms}
+    per_span = {name: seconds / 40 for name, seconds in phase_s.items()}
+    length_s = sum(per_span.values())
+    parts = [PhaseSpan(length_s * i, length_s * (i + 1), per_span, 10) for i in range(40)] if spans else []
+    return report(data_ms + step_ms, phase_s=phase_s, spans=tuple(parts), **changes)
+
+
+def test_a_gain_that_the_change_cannot_bring_is_not_credited_to_it() -> None:
+    new = with_settings(in_phases(data_ms=29, step_ms=9.9), num_workers=1)
+    assert confirm(new, in_phases(data_ms=43.2, step_ms=75)) == (
+        "num_workers 0 -> 1: 204 % faster (95 % interval +203 to +205 %). The machine was not the same: 82 % of the "
+        'gain is where this change cannot speed anything up, most of it in "training step" (75 ms -> 9.9 ms per step).'
+    )
+    callback = old_with("callback", "callback/Slow", "Slow")
+    new = report(5, phase_s={"training_step": 0.1, "callback/Slow": 0.9})
+    assert "The machine was not the same: 63 % of the gain is where" in str(confirm(new, callback))
+
+
+def test_a_gain_far_beyond_the_prediction_is_not_credited_to_the_change() -> None:
+    old, new = in_phases(data_ms=30, step_ms=10), with_settings(in_phases(data_ms=1, step_ms=10), num_workers=4)
+    assert str(confirm(new, with_ceiling(old, 3.0))).endswith(", confirmed.")  # of 3.64x
+    assert str(confirm(new, with_ceiling(old, 1.68))).endswith(
+        "The machine was not the same: the advice predicted at most 68 % faster."
+    )
+    assert str(confirm(new, with_ceiling(old, math.inf))).endswith(", confirmed.")
+
+
+@pytest.mark.parametrize(
+    ("old_ms", "ranks", "cause", "change"),
+    [
+        ((5, 40), 2, "data_loading", {"num_workers": 4}),  # ranks wait for others in their steps
+        ((5, 40), 1, "low_precision", {"precision": "bf16-mixed"}),
+        ((25, 20), 1, "data_loading", {"num_workers": 4}),  # most of it is in the loading
+    ],
+)
+def test_a_gain_that_the_change_can_bring_is_confirmed(
+    old_ms: tuple[float, float], ranks: int, cause: Any, change: dict[str, Any]
+) -> None:
+    finding = dataclasses.replace(FINDING, cause=cause, ceiling=9.0)
+    old = with_settings(in_phases(data_ms=old_ms[0], step_ms=old_ms[1]), world_size=ranks)
+    old = dataclasses.replace(old, diagnosis=dataclasses.replace(old.diagnosis, findings=(finding,)))
+    new = with_settings(in_phases(data_ms=5, step_ms=10), world_size=ranks, **change)
+    assert str(confirm(new, old)).endswith(", confirmed.")
+
+
+def test_the_first_steps_do_not_count_as_a_gain_elsewhere() -> None:
+    old, new = in_phases(data_ms=12, step_ms=10, spans=True), in_phases(data_ms=2, step_ms=10, spans=True)
+    compiling = PhaseSpan(0.0, 60.0, {"training_step": 60.0}, 20)
+    old = dataclasses.replace(old, spans=(compiling, *old.spans), phase_s={**old.phase_s, "training_step": 64.0})
+    assert str(confirm(with_settings(new, num_workers=4), old)).endswith(", confirmed.")
+
+
+def with_ceiling(run: Report, ceiling: float) -> Report:
+    finding = dataclasses.replace(FINDING, ceiling=ceiling)
+    return dataclasses.replace(run, diagnosis=dataclasses.replace(run.diagnosis, findings=(finding,)))
 
 
 def test_a_faster_callback_is_named() -> None:
@@ -138,4 +201,4 @@ def test_the_next_run_reports_the_result_of_the_change(tmp_path: Path, capsys: p
     assert result.endswith("confirmed.")
     printed = capsys.readouterr().out
     assert "Result:  SlowCallback" in printed
-    assert f"lightning-gpu-tools report NEW --against {folders[0]}" in printed
+    assert f"lightning-gpu-tools report {folders[0].parent} --against {folders[0]}" in printed

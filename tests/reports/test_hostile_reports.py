@@ -22,7 +22,14 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report import LoaderSummary, ReportFile, from_json, load_report, to_json
+from lightning_gpu_tools.reports.report import (
+    SCHEMA_VERSION,
+    LoaderSummary,
+    ReportFile,
+    from_json,
+    load_report,
+    to_json,
+)
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
@@ -124,7 +131,7 @@ def test_a_full_report_is_read_back_unchanged() -> None:
     assert from_json(to_json(FULL)) == FULL
     summary = FULL.diagnosis.summary()
     assert json.loads(to_json(FULL)) == json.loads(
-        json.dumps({"schema_version": 2, "summary": summary, **asdict(FULL)})
+        json.dumps({"schema_version": SCHEMA_VERSION, "summary": summary, **asdict(FULL)})
     )
 
 
@@ -155,7 +162,7 @@ def test_a_full_report_is_read_back_unchanged() -> None:
         (("diagnosis", "verdict"), "odd", "diagnosis.verdict must be one of healthy, low, too_short"),
         (("step_s_blocks",), [None], "step_s_blocks[0] must be a number, got null"),
         (("schema_version",), "1", "not an object with an integer schema_version"),
-        (("schema_version",), 10**40, "but this version of lightning_gpu_tools reads only up to 2"),
+        (("schema_version",), 10**40, f"but this version of lightning_gpu_tools reads only up to {SCHEMA_VERSION}"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: Any, says: str) -> None:
@@ -177,7 +184,7 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "a loop": lambda path: path.symlink_to(path),
     "a folder": lambda path: path.mkdir(),
     "no object": lambda path: path.write_text("[]"),
-    "of a later version": lambda path: path.write_text('{"schema_version": 3}'),
+    "of a later version": lambda path: path.write_text(f'{{"schema_version": {SCHEMA_VERSION + 1}}}'),
     "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
 }
 

@@ -63,7 +63,7 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     assert lines[:4] == [run, "         2.6.6", verdict, samples]
     del lines[:3]
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
-    assert lines[2].startswith("Next:    In the DataLoader set num_workers=6")
+    assert lines[2].startswith("Next:    Set DataLoader(..., num_workers=6")
     table = ["GPU  busy  p5  p95  peak   of", "        %   %    %   GiB  GiB", "  3    34   0   99  60.0  140"]
     assert [line for line in lines if line in table] == table
     assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
@@ -213,7 +213,7 @@ def test_a_part_of_the_step_is_a_line_from_two_percent_on() -> None:
 
 
 def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
-    path = ReportFile(tmp_path / "new" / "folder").save(REPORT)
+    path = Path(ReportFile(tmp_path / "new" / "folder").save(REPORT))
     assert path == tmp_path / "new" / "folder" / "gpu_report.json"
     assert load_report(path) == load_report(path.parent) == REPORT
     assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]

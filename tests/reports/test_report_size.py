@@ -2,13 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from sample_report import REPORT
 from simulated_report import DAY_S, simulated_report
 
+from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.charts import mean
-from lightning_gpu_tools.reports.report import from_json, to_json
+from lightning_gpu_tools.reports.report import from_json, load_report, to_json
 from lightning_gpu_tools.training.timeline import Series
 
 
@@ -20,7 +22,20 @@ def test_a_report_of_a_large_job_is_small(nodes: int, limit_bytes: float) -> Non
     assert from_json(text) == report
 
 
-def test_a_report_of_schema_version_one_is_read() -> None:
+def test_a_file_of_schema_version_one_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was written by a training of November 2026, on a fake GPU; its spans have no steps."""
+    file = Path(__file__).parent / "schema_1.json"
+    report = load_report(file)
+    assert (report.steps, report.diagnosis.verdict, len(report.gpus)) == (90, "low", 1)
+    assert [len(span) for span in json.loads(file.read_text())["spans"]] == [3] * len(report.spans)
+    assert report.spans[-1].end_s == pytest.approx(report.wall_s)
+    assert report.gpus[0].timelines["power_watts"].values == [100.0] * 7
+    assert main(["report", str(file)]) == 0
+    assert "Waiting for data takes 86 %" in capsys.readouterr().out
+    assert main(["report", str(file), "--against", str(file)]) == 0
+
+
+def test_the_points_of_schema_version_one_become_intervals() -> None:
     series = {
         "power_watts": Series(2.0, 64.0, [300.0, 9.0]),
         "with a gap": Series(0.0, 1.5, [30.0, None, None, 0.0, 1.0]),
